@@ -1,0 +1,33 @@
+# Each target makes .venv itself when it is missing or out of date.
+#   make demo                     trains an SPD scorer end to end and evaluates it (target head)
+#   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
+#   make test                     every test
+#   make bench                    measurements, medians in one run (benchmarks/)
+#   make lint                     ruff
+SHELL := /bin/bash
+VENV ?= .venv
+PY := $(VENV)/bin/python
+SPD_BACKBONE ?= target
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: env demo test bench lint clean
+
+env:
+	@VENV=$(VENV) scripts/setup_env.sh
+
+demo: env
+	@$(PY) -m examples.spd_arithmetic.demo --backbone $(SPD_BACKBONE)
+
+test: env
+	@echo "[test] the whole suite; -m 'not slow' leaves out the long ones"
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+bench: env
+	@$(PY) -m benchmarks.run
+
+lint: env
+	@$(PY) -m ruff check .
+
+clean:
+	rm -rf outputs .pytest_cache .ruff_cache build *.egg-info

@@ -1,0 +1,36 @@
+"""Packaging: `pip install -e .`; extras cuda, flash-attn, wandb, test."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "verl" / "__init__.py").read_text()).group(1)
+
+
+def requirements(name: str) -> list[str]:
+    """Lines of requirements/<name>.txt that name a package."""
+    lines = (HERE / "requirements" / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if line and line[0] not in "#-"]
+
+
+setup(
+    name="verl-spd",
+    version=VERSION,
+    description="A smaller fork, in shape, of verl: RL for LLMs, with an SPD scorer and a dLLM reasoning recipe",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["verl", "verl.*", "recipe", "recipe.*", "dllm_reasoning", "dllm_reasoning.*"]),
+    py_modules=["spd_scorer", "train_spd_scorer"],
+    package_data={"": ["*.yaml", "*.html", "*.jinja"]},
+    install_requires=requirements("base"),
+    extras_require={
+        "cuda": ["vllm==0.32.0"],
+        "flash-attn": ["flash-attn"],
+        "wandb": ["wandb"],
+        "test": requirements("test"),
+    },
+)
