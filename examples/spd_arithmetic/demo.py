@@ -1,0 +1,194 @@
+"""The whole SPD chain from nothing, with a time budget a phase: test bed, data, GRPO training, evaluation, report.
+
+    python -m examples.spd_arithmetic.demo [--backbone target|own] [--steps 300] [--questions 1000] [--out DIR]
+
+Ends with the evaluation table and OUT/evaluation.json. Everything is made here from --seed; a test bed that the same
+arguments made before is reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from verl.utils.report import write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+BUDGET_S = {"test bed": 330.0, "training": 200.0, "evaluation": 190.0}
+OWN_EXTRA_S = {"training": 400.0, "evaluation": 200.0}
+STEPS = {"target": 300, "own": 140}
+OWN_TRAINING = ("--lr", "2e-4", "--batch-size", "48")
+console = Console()
+
+
+class PhaseFailed(RuntimeError):
+    """A command of the demo ended with an error; its log is named."""
+
+
+def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None = None, env: dict | None = None) -> None:
+    """Run a command with its output in `log`; `watch` is called twice a second meanwhile.
+
+    Raises PhaseFailed with the log's last lines when the command fails. The child is ended when this process is interrupted.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as out:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
+        try:
+            while child.poll() is None:
+                if watch is not None:
+                    watch()
+                time.sleep(0.5)
+        except BaseException:
+            child.terminate()
+            child.wait(timeout=30)
+            raise
+    if watch is not None:
+        watch()
+    if child.returncode != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        raise PhaseFailed(f"{' '.join(command[:4])} ... ended with {child.returncode}; its last lines ({log}):\n{tail}")
+
+
+class TrainingWatch:
+    """Moves a progress bar along with the metrics that the trainer appends to metrics.jsonl."""
+
+    def __init__(self, metrics: Path, progress: Progress, total: int):
+        self.metrics, self.progress = metrics, progress
+        self.task = progress.add_task("starting Ray, FSDP and vLLM", total=total)
+        self.read_bytes = 0
+
+    def __call__(self) -> None:
+        if not self.metrics.exists() or self.metrics.stat().st_size == self.read_bytes:
+            return
+        lines = self.metrics.read_text().splitlines(keepends=True)
+        self.read_bytes = self.metrics.stat().st_size
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = [row for row in rows if "critic/score/mean" in row["data"]]
+        if rows:
+            data = rows[-1]["data"]
+            text = f"step {rows[-1]['step']}  reward {data['critic/score/mean']:+.3f}"
+            text += f"  accepted {data['spd/accepted_len/mean']:.2f}  entropy {data['actor/entropy']:.3f}"
+            self.progress.update(self.task, completed=rows[-1]["step"], description=text)
+
+
+def make_progress() -> Progress:
+    """Bar with elapsed and remaining time."""
+    return Progress(
+        TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=console
+    )
+
+
+class Phases:
+    """Runs named phases, and remembers what each took beside its budget (seconds)."""
+
+    def __init__(self, budget: dict[str, float]):
+        self.budget = budget
+        self.took: dict[str, float] = {}
+
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """Announce, run and time one phase."""
+        console.print(f"[bold]{name}[/bold]  (budget {self.budget[name]:.0f} s)")
+        started = time.monotonic()
+        work()
+        self.took[name] = time.monotonic() - started
+        console.print(f"  took {self.took[name]:.0f} s of {self.budget[name]:.0f} s")
+
+    def table(self) -> Table:
+        """Budget against time taken, a row a phase and the sum."""
+        table = Table(title="Time")
+        for column in ("phase", "budget s", "took s"):
+            table.add_column(column, justify="left" if column == "phase" else "right")
+        for name, took in self.took.items():
+            table.add_row(name, f"{self.budget[name]:.0f}", f"{took:.0f}")
+        table.add_section()
+        table.add_row("all", f"{sum(self.budget.values()):.0f}", f"{sum(self.took.values()):.0f}")
+        return table
+
+
+def commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """The command of each phase, as a user would type it."""
+    python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
+    make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(args.seed)]
+    make += ["--n-test-questions", str(args.questions)]
+    train = [python, "train_spd_scorer.py", "--backbone", args.backbone, "--model", str(testbed / "target")]
+    for split, prefix in (("train", "--"), ("val", "--val-")):
+        train += [f"{prefix}blocks", str(testbed / f"blocks_{split}.parquet")]
+        train += [f"{prefix}metadata", str(testbed / f"metadata_{split}.parquet")]
+    train += ["--output-dir", str(run), "--store", str(args.out / "completions.sqlite3")]
+    train += ["--steps", str(args.steps), "--seed", str(args.seed), "--device", "cpu", "--epochs", "1000"]
+    train += [*OWN_TRAINING] if args.backbone == "own" else []
+    train += ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false"]
+    evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
+    evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
+    evaluate += ["--scorer", str(run / f"global_step_{args.steps}" / "actor" / "huggingface")]
+    evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
+    evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
+    evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
+    return {"test bed": make, "training": train, "evaluation": evaluate}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the phases; gives the exit code."""
+    args = parse_arguments(argv)
+    started = time.monotonic()
+    phases = Phases({k: v + (OWN_EXTRA_S.get(k, 0.0) if args.backbone == "own" else 0.0) for k, v in BUDGET_S.items()})
+    command = commands(args)
+    run = args.out / args.backbone / "run"
+    console.rule("SPD scorer: test bed, GRPO training, evaluation")
+    try:
+        phases.run("test bed", lambda: run_shown(command["test bed"]))
+        phases.run("training", lambda: train(command["training"], run, args.steps))
+        phases.run("evaluation", lambda: run_shown(command["evaluation"]))
+    except PhaseFailed as failure:
+        console.print(f"[red]{failure}[/red]")
+        return 1
+    evaluation = args.out / args.backbone / "evaluation.json"
+    shutil.copy(evaluation, args.out / "evaluation.json")
+    shutil.copy(evaluation.with_suffix(".png"), run / "evaluation.png")
+    report = write_report(run, title=f"SPD scorer, {args.backbone} backbone")
+    console.print(phases.table())
+    console.print(f"evaluation {args.out / 'evaluation.json'}\npicture    {evaluation.with_suffix('.png')}")
+    console.print(f"report     {report}\nall in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def run_shown(command: list[str]) -> None:
+    """Run a command that draws its own progress bars. Raises PhaseFailed when it fails."""
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code != 0:
+        raise PhaseFailed(f"{' '.join(command[:4])} ... ended with {code}")
+
+
+def train(command: list[str], run: Path, steps: int) -> None:
+    """Train anew (an older run of the demo makes way; the completion store stays) under a progress bar."""
+    shutil.rmtree(run, ignore_errors=True)
+    with make_progress() as progress:
+        run_logged(command, run / "train.log", TrainingWatch(run / "metrics.jsonl", progress, steps))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backbone", choices=("target", "own"), default="target")
+    parser.add_argument("--steps", type=int, help="GRPO steps (default: 300 for target, 140 for own)")
+    parser.add_argument("--questions", type=int, default=1000, help="held-out questions")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_arithmetic")
+    args = parser.parse_args(argv)
+    args.steps = STEPS[args.backbone] if args.steps is None else args.steps
+    args.out = args.out.resolve()
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Command that makes a complete SPD test bed: models, questions, drafted blocks and harm labels.
+
+    python -m examples.spd_arithmetic.make_testbed --out DIR [--seed S] [--softness U]
+    python -m examples.spd_arithmetic.make_testbed --out DIR --questions gsm8k.jsonl --target DIR --draft DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pandas as pd
+import torch
+from loguru import logger
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from examples.spd_arithmetic import train_models, train_pair
+from examples.spd_arithmetic.blocks import DraftedBlock, OwnPath, Pair, drifted_blocks, harm_labels, own_path
+from examples.spd_arithmetic.questions import SPLITS, Question, Splits, draw_questions, read_gsm8k, write_questions
+from verl.workers.rollout.spd.rules import accept_all, random_share
+
+HERE = Path(__file__).parent
+CODE = (*train_pair.CODE, "questions.py", "blocks.py", "make_testbed.py")
+DRIFT_ACCEPT_SHARE = 0.5
+SANITY_QUESTIONS = 200
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase, with a progress bar on the terminal while it runs."""
+
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[train_pair.Report]:
+        """Time a phase; the yielded function (done, in all, label) moves its bars."""
+        begin = time.perf_counter()
+        bars: dict[str, int] = {}
+
+        def report(done: int, total: int, label: str = "") -> None:
+            title = f"{name} {label}".strip()
+            if title not in bars:
+                bars[title] = self.progress.add_task(title, total=total)
+            self.progress.update(bars[title], completed=done, total=total)
+
+        yield report
+        self.seconds[name] = round(time.perf_counter() - begin, 2)
+        logger.info("{}: {:.1f} s", name, self.seconds[name])
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Make the test bed, or say that the one at --out was made by the same command; returns its folder."""
+    args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
+    console = Console()
+    key = fingerprint(args)
+    if made_by(args.out, key):
+        logger.info("test bed {} was made with the same arguments and code: reused", args.out)
+        console.print(figures_table(json.loads((args.out / "testbed.json").read_text())["figures"]))
+        return args.out
+    refuse_foreign_folder(args.out)
+    partial = args.out.with_name(args.out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        figures = build(args, partial, Phases(progress), key)
+    if args.out.exists():
+        shutil.rmtree(args.out)
+    os.replace(partial, args.out)
+    console.print(figures_table(figures))
+    return args.out
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the test bed")
+    add("--seed", type=int, default=0)
+    add("--softness", type=float, default=0.2, help="u: how much the target tolerates other wordings, 0 to 1")
+    add("--n-train-questions", type=int, default=1000)
+    add("--n-val-questions", type=int, default=400)
+    add("--n-test-questions", type=int, default=1200)
+    add("--n-train-blocks", type=int, default=5000)
+    add("--n-val-blocks", type=int, default=1000)
+    add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
+    add("--drift-share", type=float, default=0.0, help="share of the train blocks met after accepted mismatches")
+    add("--target-steps", type=int, default=train_models.TARGET_STEPS)
+    add("--draft-steps", type=int, default=train_models.DRAFT_STEPS)
+    add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
+    add("--batch-size", type=int, default=200, help="rows decoded together")
+    add("--questions", type=Path, help="GSM8K-format jsonl, instead of the corpus; needs --target and --draft")
+    add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
+    add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
+    add("--device", default="cpu", help="cpu or cuda: where blocks are made")
+    add("--threads", type=int, default=1, help="CPU threads of the decoding; another number may change last digits")
+    args = parser.parse_args(argv)
+    given = [args.questions is not None, args.target is not None, args.draft is not None]
+    if any(given) and not all(given):
+        parser.error("--questions, --target and --draft go together: real questions need a real pair of models")
+    for name in ("softness", "drift_share"):
+        if not 0.0 <= getattr(args, name) <= 1.0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
+    return args
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Hash of everything the result depends on: the arguments and the code."""
+    wanted = {k: str(v) for k, v in sorted(vars(args).items()) if k != "out"}
+    digest = hashlib.sha256(json.dumps(wanted).encode())
+    for source in CODE:
+        digest.update((HERE / source).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def made_by(out: Path, key: str) -> bool:
+    """Whether a finished test bed with this fingerprint lies there."""
+    record = out / "testbed.json"
+    return record.exists() and json.loads(record.read_text())["fingerprint"] == key
+
+
+def refuse_foreign_folder(out: Path) -> None:
+    """Only an older test bed may be replaced."""
+    if out.exists() and any(out.iterdir()) and not (out / "testbed.json").exists():
+        raise FileExistsError(f"--out {out} holds files but no testbed.json; name an empty folder or an older test bed")
+
+
+def build(args: argparse.Namespace, out: Path, phases: Phases, key: str) -> dict[str, float]:
+    """Write all files of the test bed to `out`; returns its figures."""
+    with phases.phase("models") as report:
+        place_models(args, out, report)
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
+    counts = {split: getattr(args, f"n_{split}_questions") for split in SPLITS}
+    with phases.phase("questions"):
+        splits = (draw_questions(counts, args.seed, tokenizer) if args.questions is None
+                  else read_gsm8k(args.questions, counts, args.seed, tokenizer))
+        for split in SPLITS:
+            write_questions(out / f"questions_{split}.jsonl", splits[split])
+    pair = load_pair(args, out, tokenizer)
+    paths = {}
+    for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
+        with phases.phase(f"blocks of {split} questions") as report:
+            n_drifted = round(args.drift_share * n_blocks) if split == "train" else 0
+            paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report)
+            blocks = list(paths[split].blocks)
+            if n_drifted:
+                judge = random_share(DRIFT_ACCEPT_SHARE, args.seed)
+                blocks += drifted_blocks(pair, splits[split], judge, n_drifted, args.seed, report)
+            write_split(out, split, splits[split], blocks, paths[split])
+    with phases.phase("harm labels") as report:
+        questions = splits["test"]
+        found = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
+        labels = harm_labels(pair, found.blocks, {q.question_id: q for q in questions}, report)
+        rows = [asdict(label) for label in labels]
+        pd.DataFrame(rows).to_parquet(out / "harm_labels.parquet")
+        (out / "harm_labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with phases.phase("sanity figures") as report:
+        figures = measure(pair, splits, paths, report)
+    reached = [label for label in labels if not label.already_broken]
+    figures |= {
+        "mismatches_labelled": len(labels),
+        "mismatches_harmful": sum(label.harmful for label in labels) / max(1, len(labels)),
+        "mismatches_harmful_first": sum(label.harmful for label in reached) / max(1, len(reached)),
+    }
+    figures["mismatches_harmless"] = 1.0 - figures["mismatches_harmful"]
+    record = {
+        "fingerprint": key, "seed": args.seed, "softness": args.softness, "gamma": args.gamma,
+        "max_new_tokens": args.max_new_tokens, "source": "corpus" if args.questions is None else str(args.questions),
+        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"}, "figures": figures,
+    }
+    (out / "timings.json").write_text(json.dumps({"phases": phases.seconds}, indent=1))
+    (out / "testbed.json").write_text(json.dumps(record, indent=1))
+    return figures
+
+
+def place_models(args: argparse.Namespace, out: Path, report: train_pair.Report) -> None:
+    """Put target/ and draft/ into the test bed: trained here, or links to the given pair."""
+    if args.target is not None:
+        for name, given in (("target", args.target), ("draft", args.draft)):
+            (out / name).symlink_to(given.resolve(), target_is_directory=True)
+        return
+    jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness),
+            train_pair.Job("draft", args.draft_steps, args.seed, 0.0)]
+    train_pair.train_pair(out, args.out.parent / "models", jobs, report)
+
+
+def load_pair(args: argparse.Namespace, out: Path, tokenizer: PreTrainedTokenizerBase) -> Pair:
+    """Both models on the device; float32 on a CPU, bfloat16 on a GPU."""
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    target, draft = (AutoModelForCausalLM.from_pretrained(out / name, dtype=dtype).to(args.device).eval()
+                     for name in ("target", "draft"))
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise ValueError(f"target has {target.config.vocab_size} tokens and draft {draft.config.vocab_size}; "
+                         "speculative decoding needs one vocabulary")
+    ends = target.generation_config.eos_token_id
+    return Pair(target, draft, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                tokenizer.eos_token_id if ends is None else ends, args.gamma, args.max_new_tokens, args.batch_size)
+
+
+def write_split(out: Path, split: str, questions: list[Question], blocks: list[DraftedBlock], path: OwnPath) -> None:
+    """Write the blocks and the metadata of one split."""
+    pd.DataFrame([asdict(block) for block in blocks]).to_parquet(out / f"blocks_{split}.parquet")
+    pd.DataFrame([
+        {"question_id": q.question_id, "question": q.question, "ground_truth": q.ground_truth,
+         "is_correct_baseline": path.correct[q.question_id]} for q in questions
+    ]).to_parquet(out / f"metadata_{split}.parquet")
+
+
+def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train_pair.Report) -> dict[str, float]:
+    """The figures that tell a good test bed from a bad one; none of them uses test questions."""
+    val = splits["val"]
+    right = [r for path in paths.values() for r in path.correct.values()]
+    drafted = pair.greedy(pair.draft, [q.prompt_ids for q in val], report)
+    lenient = val[:SANITY_QUESTIONS]
+    everything = pair.speculative(lenient, accept_all())
+    return {
+        "target_accuracy": sum(right) / len(right),
+        "draft_accuracy": sum(pair.is_right(ids, q) for ids, q in zip(drafted, val, strict=True)) / len(val),
+        "exact_accepted_per_forward": paths["val"].accepted_per_forward,
+        "exact_tokens_per_forward": paths["val"].tokens_per_forward,
+        "accept_all_accuracy":
+            sum(pair.is_right(ids, q) for ids, q in zip(everything.tokens, lenient, strict=True)) / len(lenient),
+        "accept_all_accepted_per_forward": sum(everything.accepted) / sum(everything.rounds),
+        "train_blocks": len(paths["train"].blocks),
+        "val_blocks": len(paths["val"].blocks),
+    }
+
+
+def figures_table(figures: dict[str, float]) -> Table:
+    """The figures as people read them."""
+    table = Table("figure", "value", title="SPD test bed")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
+    return table
+
+
+if __name__ == "__main__":
+    main()

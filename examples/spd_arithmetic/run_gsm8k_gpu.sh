@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The test bed's whole chain on real models and GSM8K-format questions; needs one CUDA GPU.
+#   QUESTIONS=gsm8k.jsonl TARGET=DIR DRAFT=DIR [OUT=DIR] examples/spd_arithmetic/run_gsm8k_gpu.sh
+# QUESTIONS holds lines {"question": ..., "answer": "... #### 42"}; TARGET and DRAFT share one vocabulary.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+OUT=${OUT:-outputs/spd_gsm8k}
+STEPS=${STEPS:-300}
+
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "run_gsm8k_gpu.sh: skipped: no GPU"
+    exit 0
+fi
+for name in QUESTIONS TARGET DRAFT; do
+    if [ -z "${!name:-}" ]; then
+        echo "run_gsm8k_gpu.sh: $name is not set; it names a local $([ $name = QUESTIONS ] && echo file || echo folder)" >&2
+        exit 2
+    fi
+done
+
+"$PYTHON" -m examples.spd_arithmetic.make_testbed --out "$OUT/testbed" --device cuda --max-new-tokens 400 \
+    --questions "$QUESTIONS" --target "$TARGET" --draft "$DRAFT" \
+    --n-train-questions "${N_TRAIN:-1000}" --n-val-questions "${N_VAL:-300}" --n-test-questions "${N_TEST:-1000}"
+"$PYTHON" train_spd_scorer.py --device cuda --backbone target --model "$OUT/testbed/target" \
+    --blocks "$OUT/testbed/blocks_train.parquet" --metadata "$OUT/testbed/metadata_train.parquet" \
+    --val-blocks "$OUT/testbed/blocks_val.parquet" --val-metadata "$OUT/testbed/metadata_val.parquet" \
+    --output-dir "$OUT/run" --store "$OUT/completions.sqlite3" --max-tokens 400 --steps "$STEPS" --epochs 1000
+"$PYTHON" scripts/eval_spd_scorer.py --device cuda --out "$OUT" --max-new-tokens 400 \
+    --target "$OUT/testbed/target" --draft "$OUT/testbed/draft" \
+    --scorer "$OUT/run/global_step_$STEPS/actor/huggingface" \
+    --questions "$OUT/testbed/questions_test.jsonl" --val-questions "$OUT/testbed/questions_val.jsonl" \
+    --harm-labels "$OUT/testbed/harm_labels.jsonl"

@@ -1,0 +1,163 @@
+"""Training of the target and the draft model of the test bed, in plain torch on a CPU."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from loguru import logger
+from torch import Tensor
+
+from examples.spd_arithmetic import corpus
+from examples.spd_arithmetic.model import Shape, SmallLlama
+from examples.spd_arithmetic.muon import Muon
+from examples.spd_arithmetic.tokenizer import EOS, PAD_ID, Encoder
+
+DRILL_SHARE = 0.15
+DRILL_CALCULATIONS = 16
+TARGET_STEPS, DRAFT_STEPS = 560, 800
+WARM_UP_STEPS = 60
+DECAY_SHARE = 0.6
+BUCKET_BATCHES = 8
+SHARDS = 2
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Budget of one training, in steps: a budget in seconds would not be repeatable."""
+
+    shape: Shape
+    steps: int
+    batch_size: int = 48
+    muon_lr: float = 0.02
+    adamw_lr: float = 2e-3
+    clip: float = 1.0
+
+
+Row = tuple[list[int], list[int]]
+"""Ids of one training row, and its labels: the id where the token counts in the loss, else IGNORED."""
+
+
+def target_row(rng: random.Random, encoder: Encoder, softness: float) -> Row:
+    """Every style as input; the first token that leaves house wording counts only with probability `softness`."""
+    if rng.random() < DRILL_SHARE:
+        return drill_row(rng, encoder)
+    problem = corpus.sample_problem(rng)
+    words, leaves = corpus.render(corpus.answer_slots(problem), corpus.mixed_style(rng))
+    counted = [not leave or rng.random() < softness for leave in leaves]
+    return _answer_row(encoder, corpus.question_text(problem).split(), words, counted)
+
+
+def draft_row(rng: random.Random, encoder: Encoder) -> Row:
+    """The draft's own favourite wordings, all tokens of the answer counted."""
+    if rng.random() < DRILL_SHARE:
+        return drill_row(rng, encoder)
+    problem = corpus.sample_problem(rng)
+    words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item))
+    return _answer_row(encoder, corpus.question_text(problem).split(), words, [True] * len(words))
+
+
+def drill_row(rng: random.Random, encoder: Encoder) -> Row:
+    """Plain calculations; only the results count, since the operands are random."""
+    words = corpus.drill(rng, DRILL_CALCULATIONS)
+    ids = encoder.encode(words)
+    return ids, [ids[i] if i and words[i - 1] == "=" else IGNORED for i in range(len(ids))]
+
+
+def _answer_row(encoder: Encoder, question: list[str], answer: list[str], counted: list[bool]) -> Row:
+    prompt, ids = encoder.encode(question), encoder.encode([*answer, EOS])
+    labels = [token if count else IGNORED for token, count in zip(ids, [*counted, True], strict=True)]
+    return prompt + ids, [IGNORED] * len(prompt) + labels
+
+
+def batches(draw: Callable[[], Row], steps: int, batch_size: int, rng: random.Random
+            ) -> Iterator[tuple[Tensor, Tensor]]:
+    """`steps` batches of (ids [B, T], labels [B, T]), right-padded, rows of like length together."""
+    done = 0
+    while done < steps:
+        rows = sorted((draw() for _ in range(batch_size * BUCKET_BATCHES)), key=lambda row: len(row[0]))
+        chunks = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        rng.shuffle(chunks)
+        for chunk in chunks[: steps - done]:
+            done += 1
+            width = max(len(ids) for ids, _ in chunk)
+            yield (torch.tensor([ids + [PAD_ID] * (width - len(ids)) for ids, _ in chunk]),
+                   torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in chunk]))
+
+
+def train(config: TrainConfig, draw: Callable[[random.Random], Row], seed: int,
+          on_step: Callable[[int, float], None] | None = None) -> SmallLlama:
+    """Train from scratch: Muon for matrices, AdamW for the rest; the same seed gives the same weights."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    model = SmallLlama(config.shape)
+    optimizers = (
+        Muon(model.matrices(), lr=config.muon_lr),
+        torch.optim.AdamW(model.others(), lr=config.adamw_lr, weight_decay=0.0, betas=(0.9, 0.95)),
+    )
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, config.steps))
+                  for o in optimizers]
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    data = batches(lambda: draw(rng), config.steps, config.batch_size, rng)
+    with ThreadPoolExecutor(SHARDS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for step, (ids, labels) in enumerate(data, start=1):
+            loss = backward(model, ids, labels, pool)
+            torch.nn.utils.clip_grad_norm_(model.others(), config.clip)
+            for part in (*optimizers, *schedulers):
+                part.step()
+            if on_step is not None:
+                on_step(step, loss)
+    seconds = time.perf_counter() - begin
+    logger.info("trained {} steps in {:.1f} s ({:.1f} s of CPU time), last loss {:.4f}", config.steps, seconds,
+                time.process_time() - begin_cpu, loss)
+    return model.eval()
+
+
+def backward(model: SmallLlama, ids: Tensor, labels: Tensor, pool: ThreadPoolExecutor) -> float:
+    """Set every gradient of the mean loss over a batch [B, T]; returns the loss.
+
+    The batch is cut into SHARDS, a thread each, and their gradients are added in a fixed order: the result does not
+    depend on timing, nor on the number of cores.
+    """
+    parameters = list(model.parameters())
+    count = int((labels[:, 1:] != IGNORED).sum())
+
+    def shard(rows: tuple[Tensor, Tensor]) -> tuple[float, tuple[Tensor, ...]]:
+        width = int((rows[0] != PAD_ID).any(0).sum())
+        loss = answer_loss(model, rows[0][:, :width], rows[1][:, :width]) / count
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    parts = list(pool.map(shard, zip(ids.chunk(SHARDS), labels.chunk(SHARDS), strict=True)))
+    for p, *gradients in zip(parameters, *(gradient for _, gradient in parts), strict=True):
+        p.grad = sum(gradients[1:], start=gradients[0])
+    return sum(loss for loss, _ in parts)
+
+
+def answer_loss(model: SmallLlama, ids: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropy over the labels that count; ids and labels [B, T], label t is predicted at t - 1."""
+    wanted = labels[:, 1:]
+    at = wanted != IGNORED
+    hidden = model.hidden(ids[:, :-1])[at]  # [N, D]
+    return F.cross_entropy(F.linear(hidden, model.embedding), wanted[at], reduction="sum")
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Warm-up, plateau, then linear decay to zero over the last DECAY_SHARE of the steps."""
+    warm_up = min(1.0, (step + 1) / min(WARM_UP_STEPS, steps))
+    return min(warm_up, (steps - step) / (DECAY_SHARE * steps))
+
+
+def target_config(vocab: int, steps: int = TARGET_STEPS) -> TrainConfig:
+    """The target: 0.68 M parameters."""
+    return TrainConfig(Shape(vocab, dim=128, layers=4, heads=4, ff=256), steps)
+
+
+def draft_config(vocab: int, steps: int = DRAFT_STEPS) -> TrainConfig:
+    """The draft: 93 K parameters."""
+    return TrainConfig(Shape(vocab, dim=64, layers=2, heads=2, ff=128), steps)

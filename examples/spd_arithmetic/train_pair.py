@@ -1,0 +1,112 @@
+"""Target and draft trained side by side, each in a process with one thread of its own, and kept for the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from loguru import logger
+
+from examples.spd_arithmetic import train_models
+from examples.spd_arithmetic.model import export
+from examples.spd_arithmetic.tokenizer import Encoder
+
+HERE = Path(__file__).parent
+CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
+REPORT_EVERY = 5
+Report = Callable[..., None]
+"""Called with (done, in all, label)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the weights of one model depend on, besides the code."""
+
+    role: str  # target or draft
+    steps: int
+    seed: int
+    softness: float
+
+    @property
+    def fingerprint(self) -> str:
+        """Name of the trained model in the cache."""
+        digest = hashlib.sha256(json.dumps([asdict(self), torch.__version__]).encode())
+        for name in CODE:
+            digest.update((HERE / name).read_bytes())
+        return f"{self.role}-{digest.hexdigest()[:12]}"
+
+
+def train_pair(out: Path, cache: Path, jobs: list[Job], report: Report) -> None:
+    """Write out/<role> for every job, from the cache where it holds that model, else trained."""
+    missing = [job for job in jobs if not (cache / job.fingerprint).exists()]
+    for job in jobs:
+        if job not in missing:
+            logger.info("{} was trained before with the same settings and code: reused", job.fingerprint)
+    if missing:
+        _train(missing, cache, report)
+    for job in jobs:
+        shutil.copytree(cache / job.fingerprint, out / job.role)
+
+
+def _train(jobs: list[Job], cache: Path, report: Report) -> None:
+    context = multiprocessing.get_context("spawn")
+    messages = context.Queue()
+    workers = {job: context.Process(target=train_one, args=(job, cache, messages), daemon=True) for job in jobs}
+    for worker in workers.values():
+        worker.start()
+    try:
+        while any(worker.is_alive() for worker in workers.values()):
+            _raise_if_failed(workers)
+            try:
+                job, done = messages.get(timeout=1.0)
+            except queue.Empty:
+                continue
+            report(done, job.steps, job.role)
+    finally:
+        for worker in workers.values():
+            if worker.is_alive():
+                worker.terminate()
+            worker.join()
+    _raise_if_failed(workers)
+
+
+def _raise_if_failed(workers: dict[Job, multiprocessing.process.BaseProcess]) -> None:
+    for job, worker in workers.items():
+        if worker.exitcode not in (None, 0):
+            raise RuntimeError(f"training of the {job.role} ended with exit code {worker.exitcode}; "
+                               "its own error stands above")
+
+
+def train_one(job: Job, cache: Path, messages: multiprocessing.queues.Queue) -> None:
+    """Body of one process: train the job's model and publish it in the cache."""
+    torch.set_num_threads(1)
+    encoder = Encoder()
+
+    def tell(step: int, loss: float) -> None:
+        if step % REPORT_EVERY == 0 or step == job.steps:
+            messages.put((job, step))
+
+    if job.role == "target":
+        config = train_models.target_config(len(encoder.tokens), job.steps)
+        model = train_models.train(config, lambda rng: train_models.target_row(rng, encoder, job.softness),
+                                   job.seed, tell)
+    else:
+        config = train_models.draft_config(len(encoder.tokens), job.steps)
+        model = train_models.train(config, lambda rng: train_models.draft_row(rng, encoder), job.seed, tell)
+    publish(model, cache / job.fingerprint)
+
+
+def publish(model: train_models.SmallLlama, directory: Path) -> None:
+    """Export the model so that its folder exists only when it is complete."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    export(model, partial)
+    os.replace(partial, directory)

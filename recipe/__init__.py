@@ -1,0 +1,1 @@
+"""Recipes: variants that plug into verl through its registries and config."""

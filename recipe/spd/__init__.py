@@ -1,0 +1,1 @@
+"""The speculative-decoding scorer: its masks, models and files."""

@@ -1,0 +1,286 @@
+"""The scoring model: one logit for every drafted token, on a backbone of its own or on the target's hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+
+from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
+from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
+
+HEAD_FILE = "score_head.safetensors"
+ADAPTER_DIR = "adapter"
+BACKBONE_DIR = "backbone"
+
+
+class ScoreHead(nn.Module):
+    """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's hidden state."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.inner = nn.Linear(hidden_size, hidden_size // 4)
+        self.out = nn.Linear(hidden_size // 4, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, g, H] -> [B, g]."""
+        hidden = hidden.to(self.norm.weight.dtype)
+        return self.out(F.gelu(self.inner(self.norm(hidden)))).squeeze(-1)
+
+
+class TargetHead(nn.Module):
+    """3H -> W -> W -> 1 over [the target's last hidden state, embedding of d_i, embedding of t_i]."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * hidden_size, width)
+        self.second = nn.Linear(width, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Three of [B, g, H] -> [B, g]. Each part is brought to unit scale: embeddings may be far smaller than states."""
+        dtype = self.first.weight.dtype
+        parts = [F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target)]
+        return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat(parts, dim=-1)))))).squeeze(-1)
+
+
+class ScoringActor(nn.Module):
+    """z [B, gamma] for drafted blocks; the trainable part is the whole backbone, its LoRA adapters, or the head alone."""
+
+    def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = backbone
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            if config.backbone == "target":
+                self.backbone.requires_grad_(False)
+                self.head: nn.Module = TargetHead(config.hidden_size, config.head_size)
+            else:
+                self.head = ScoreHead(config.hidden_size)
+
+    def train(self, mode: bool = True) -> ScoringActor:
+        """As usual, but a frozen target never leaves evaluation mode."""
+        super().train(mode)
+        if self.config.backbone == "target":
+            self.backbone.eval()
+        return self
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        spd_layout: torch.Tensor,
+    ) -> torch.Tensor:
+        """input_ids, attention_mask (1 = text), position_ids [B, P]; spd_layout [B, 5] -> z [B, gamma] float32.
+
+        gamma is the longest draft of the batch; matches and the padding of shorter drafts get mismatch_logit_value.
+        `spd` and `hybrid` attention count their own positions, `target` those of context and draft alone.
+        """
+        draft_ids, target_ids, judged = block_tokens(input_ids, spd_layout)
+        if self.config.backbone == "target":
+            hidden = self._target_hidden(input_ids, spd_layout, draft_ids.shape[1])
+            z = self.score_features(hidden, draft_ids, target_ids)
+        else:
+            z = self.head(self._own_hidden(input_ids, attention_mask, position_ids, spd_layout, draft_ids.shape[1]))
+            z = self._settle_matches(z, draft_ids, target_ids)
+        return z.masked_fill(~judged, self.config.mismatch_logit_value)
+
+    def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        """hidden [B, g, H]: the target's state (after its final norm) that predicted t_i; ids [B, g] -> z [B, g]."""
+        if self.config.backbone != "target":
+            raise TypeError("score_features needs a scorer with spd.backbone=target; this one has 'own'.")
+        with torch.no_grad():
+            embed = self.backbone.get_input_embeddings()
+            draft, target = embed(draft_ids), embed(target_ids)
+        return self._settle_matches(self.head(hidden, draft, target), draft_ids, target_ids)
+
+    def _settle_matches(self, z: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        """z [B, g] in float32, certain and without gradient where d_i == t_i."""
+        return z.float().masked_fill(draft_ids == target_ids, self.config.mismatch_logit_value)
+
+    def _own_hidden(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        spd_layout: torch.Tensor,
+        gamma: int,
+    ) -> torch.Tensor:
+        """[B, gamma, H]: the own backbone's hidden state at the target tokens t_1..t_gamma."""
+        mask = attention_mask
+        if self.config.attention != "causal":
+            makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
+            mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
+            position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
+        output = self.backbone(
+            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state  # [B, P, H]
+        columns = spd_layout[:, 4:5] + torch.arange(gamma, device=input_ids.device)
+        return _rows_at(output, columns)
+
+    def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
+        """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma."""
+        start, context_len, draft_start, draft_len = (spd_layout[:, i : i + 1] for i in range(4))  # [B, 1]
+        length = context_len + draft_len
+        width = int(length.max())
+        first = width - length
+        position = torch.arange(width, device=input_ids.device)[None, :] - first  # [B, W], below 0 in the padding
+        column = torch.where(position < context_len, start + position, draft_start + position - context_len)
+        text = position >= 0
+        ids = input_ids.gather(1, torch.where(text, column, 0))
+        with torch.no_grad():
+            output = self.backbone(
+                input_ids=ids,
+                attention_mask=text.long(),
+                position_ids=position.clamp(min=0),
+                use_cache=False,
+            ).last_hidden_state
+        # The state over the token before d_i predicted t_i.
+        return _rows_at(output, first + context_len - 1 + torch.arange(gamma, device=input_ids.device))
+
+    def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """Write the trained part with spd_config.json: the head, and the adapters or the whole `own` backbone.
+
+        `state_dict` takes the place of the module's own one where that is sharded (names as in `self.state_dict()`).
+        """
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        state = self.state_dict() if state_dict is None else state_dict
+        parts = {name: {} for name in ("head", "backbone")}
+        for name, tensor in state.items():
+            part, rest = name.split(".", 1)
+            parts[part][rest] = tensor.detach().cpu().contiguous()
+        save_file(parts["head"], directory / HEAD_FILE, metadata={"format": "pt"})
+        config = self.config
+        if config.backbone == "own":
+            config = self._save_backbone(directory, parts["backbone"])
+        config.save(directory)
+
+    def _save_backbone(self, directory: Path, state: dict[str, torch.Tensor]) -> ScoringModelConfig:
+        """Adapters in peft's format, or a whole backbone: also where `state` has the adapters merged in."""
+        if self.config.lora_rank and any(".lora_" in name for name in state):
+            self.backbone.save_pretrained(str(directory / ADAPTER_DIR), state_dict=state)
+            return self.config
+        plain = self.backbone.get_base_model() if self.config.lora_rank else self.backbone
+        plain.save_pretrained(str(directory / BACKBONE_DIR), state_dict=state)
+        return replace(self.config, lora_rank=0)
+
+    def load_trained(self, directory: str | Path) -> None:
+        """Read the trained part that `save_pretrained` wrote into this model; a foreign target is refused."""
+        directory = Path(directory)
+        saved = ScoringModelConfig.load(directory)
+        if saved.backbone != self.config.backbone or saved.lora_rank != self.config.lora_rank:
+            raise ValueError(
+                f"{directory} holds a scorer with backbone={saved.backbone!r}, lora_rank={saved.lora_rank}; this one has "
+                f"backbone={self.config.backbone!r}, lora_rank={self.config.lora_rank}. Set spd.backbone and the LoRA rank alike."
+            )
+        if saved.backbone == "target" and saved.target_fingerprint != self.config.target_fingerprint:
+            raise ValueError(
+                f"the head in {directory} belongs to the target {saved.base_model_path!r} (fingerprint "
+                f"{saved.target_fingerprint}); the target here, {self.config.base_model_path!r}, has "
+                f"{self.config.target_fingerprint}. A head reads the hidden states of its own target only: name that one."
+            )
+        self.head.load_state_dict(load_file(directory / HEAD_FILE))
+        if saved.backbone == "own":
+            _load_backbone(self.backbone, directory, saved)
+
+
+def _load_backbone(backbone: nn.Module, directory: Path, saved: ScoringModelConfig) -> None:
+    if saved.lora_rank:
+        from peft import set_peft_model_state_dict
+
+        result = set_peft_model_state_dict(
+            backbone, load_file(directory / ADAPTER_DIR / "adapter_model.safetensors")
+        )
+        if result.unexpected_keys:
+            raise ValueError(f"{directory / ADAPTER_DIR} has weights this backbone lacks: {result.unexpected_keys[:5]}.")
+        return
+    trained = AutoModel.from_pretrained(directory / BACKBONE_DIR, dtype=torch.float32)
+    backbone.load_state_dict(trained.state_dict())
+
+
+def block_tokens(
+    input_ids: torch.Tensor, spd_layout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input_ids [B, P], spd_layout [B, 5] -> d [B, gamma], t_1..t_gamma [B, gamma], judged bool [B, gamma] (a drafted token)."""
+    draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
+    i = torch.arange(int(draft_len.max()), device=input_ids.device)[None, :]
+    last = input_ids.shape[1] - 1
+    draft = input_ids.gather(1, (draft_start + i).clamp(max=last))
+    target = input_ids.gather(1, (target_start + i).clamp(max=last))
+    return draft, target, i < draft_len
+
+
+def _rows_at(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """hidden [B, P, H] at columns [B, g] (cut to the last one) -> [B, g, H]."""
+    columns = columns.clamp(max=hidden.shape[1] - 1)
+    return hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+class AutoModelForSPDScoring:
+    """Builds scorers from a config or from a saved directory."""
+
+    @staticmethod
+    def from_config(
+        config: ScoringModelConfig,
+        torch_dtype: torch.dtype = torch.float32,
+        base_model: PreTrainedModel | None = None,
+        **backbone_kwargs: Any,
+    ) -> ScoringActor:
+        """A scorer with a new head on config.base_model_path, or on `base_model` (a loaded model, shared, not copied)."""
+        if base_model is None:
+            backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
+        else:
+            backbone = base_model.base_model
+        width = backbone.config.get_text_config().hidden_size
+        if config.hidden_size not in (0, width):
+            raise ValueError(
+                f"hidden_size={config.hidden_size}, but the model in {config.base_model_path!r} has {width}. "
+                "Leave hidden_size at 0, or name the right model."
+            )
+        config.hidden_size = width
+        if config.backbone == "target":
+            config.target_fingerprint = model_fingerprint(backbone)
+        if config.lora_rank:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(config.seed)
+            backbone = get_peft_model(
+                backbone,
+                LoraConfig(
+                    r=config.lora_rank,
+                    lora_alpha=config.lora_alpha,
+                    target_modules=config.lora_target_modules,
+                    bias="none",
+                ),
+            )
+        return ScoringActor(config, backbone)
+
+    @staticmethod
+    def from_pretrained(
+        directory: str | Path,
+        base_model_path: str | None = None,
+        base_model: PreTrainedModel | None = None,
+        torch_dtype: torch.dtype = torch.float32,
+    ) -> ScoringActor:
+        """The scorer saved in `directory`, on the model it names, on `base_model_path`, or on a loaded `base_model`."""
+        directory = Path(directory)
+        config = ScoringModelConfig.load(directory)
+        config.base_model_path = base_model_path or config.base_model_path
+        if config.backbone == "own" and not config.lora_rank and base_model_path is None and base_model is None:
+            # A full fine-tune brings its whole backbone along; the model it started from is not needed.
+            backbone = AutoModel.from_config(AutoConfig.from_pretrained(directory / BACKBONE_DIR), dtype=torch_dtype)
+            model = ScoringActor(config, backbone)
+        else:
+            model = AutoModelForSPDScoring.from_config(config, torch_dtype, base_model)
+        model.load_trained(directory)
+        return model.eval()

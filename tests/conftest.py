@@ -1,0 +1,27 @@
+"""Shared fixtures: one Ray cluster a session, tiny models made here, one thread a process."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+from tests.helpers.models import save_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A local Ray cluster of four logical CPUs, shared by every test that needs Ray."""
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> str:
+    """Directory of a 2-layer Llama (64 words, head dimension 32) with its word-level tokenizer."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))

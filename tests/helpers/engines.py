@@ -1,0 +1,72 @@
+"""Small engines, batches and actors for tests of one rank or several."""
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto
+from verl.workers.actor import DataParallelPPOActor
+from verl.workers.config import (
+    CheckpointConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+)
+from verl.workers.engine import FSDPEngine
+from verl.workers.policy import get_policy
+
+
+def make_engine(path, *, optim=True, lr=1e-2, contents=("model", "optimizer", "extra"), engine=None, **model):
+    """An initialised CPU engine in float32 over a model directory; keywords go into HFModelConfig."""
+    built = FSDPEngine(
+        HFModelConfig(path=path, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model}),
+        FSDPEngineConfig(**{"dtype": "float32", **(engine or {})}),
+        FSDPOptimizerConfig(lr=lr, clip_grad=1.0) if optim else None,
+        CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+        device="cpu",
+    )
+    built.initialize()
+    return built
+
+
+def make_actor(engine, *, mini=8, micro=8, **config):
+    settings = dict(
+        ppo_mini_batch_size=mini, ppo_micro_batch_size_per_gpu=micro, rollout_n=1, grad_clip=1.0, clip_ratio=0.2
+    )
+    return DataParallelPPOActor(FSDPActorConfig(**{**settings, **config}), engine, get_policy("causal_lm"))
+
+
+def rl_batch(rows=8, prompt=4, response=6, vocab=64, seed=0) -> DataProto:
+    """Rows of unlike lengths, advantages, masks with holes, old log-probs near the truth of a fresh model."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, vocab, (rows, prompt + response), generator=g)
+    mask = torch.ones_like(ids)
+    for i in range(rows):
+        mask[i, : i % prompt] = 0
+        mask[i, prompt + response - (i * 2) % response :] = 0
+    response_mask = mask[:, prompt:].clone()
+    response_mask[::3, 1] = 0
+    batch = DataProto.from_dict(
+        tensors={
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": (ids * mask)[:, prompt:],
+            "response_mask": response_mask,
+            "advantages": torch.randn(rows, response, generator=g),
+            "old_log_probs": -4.2 + 0.1 * torch.randn(rows, response, generator=g),
+            "ref_log_prob": -4.1 + 0.1 * torch.randn(rows, response, generator=g),
+        }
+    )
+    batch.meta_info["temperature"] = 0.8
+    return batch
+
+
+def weights_of(engine) -> dict:
+    """Whole weights as float32 numpy arrays by Hugging Face name."""
+    return {name: t.float().numpy().copy() for name, t in engine.get_per_tensor_param()}
+
+
+def leave_group():
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""Runs a function on several gloo ranks, in fresh processes, with a rendezvous of its own."""
+
+import socket
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _entry(rank: int, world_size: int, port: int, fn, args, queue) -> None:
+    import os
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    try:
+        queue.put((rank, fn(rank, world_size, *args)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(fn, world_size: int, *args):
+    """Call `fn(rank, world_size, *args)` on every rank; returns what each returned, in rank order.
+
+    `fn` must be importable (a module-level function) and return plain Python or numpy values.
+    """
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_entry, args=(world_size, _free_port(), fn, args, queue), nprocs=world_size, join=True)
+    got = dict(queue.get() for _ in range(world_size))
+    return [got[r] for r in range(world_size)]

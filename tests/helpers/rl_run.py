@@ -1,0 +1,173 @@
+"""Small RL runs for tests: composed config, data files, a reward file, and workers that need no Ray."""
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+from tests.helpers.models import make_tokenizer
+from verl.protocol import DataProto
+
+REWARD = '''
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw):
+    broken = os.environ.get("TEST_BROKEN_ROW")
+    if broken is not None and extra_info["index"] == int(broken):
+        raise ZeroDivisionError("the reward is broken")
+    words = solution_str.split()
+    return {"score": sum(w.isdigit() for w in words) / max(1, len(words)), "words": len(words)}
+'''
+
+
+def write_prompts(directory: Path, prompts: int = 24) -> dict[str, str]:
+    """train.jsonl, val.jsonl and reward.py in `directory`; their paths by name."""
+    rows = [
+        {
+            "data_source": "letters",
+            "prompt": [{"role": "user", "content": f"{i % 20} + {3 * i % 20} ="}],
+            "reward_model": {"style": "rule", "ground_truth": "a"},
+            "extra_info": {"index": i},
+        }
+        for i in range(prompts)
+    ]
+    paths = {name: str(directory / name) for name in ("train.jsonl", "val.jsonl", "reward.py")}
+    Path(paths["train.jsonl"]).write_text("".join(json.dumps(r) + "\n" for r in rows))
+    Path(paths["val.jsonl"]).write_text("".join(json.dumps(r) + "\n" for r in rows[:4]))
+    Path(paths["reward.py"]).write_text(REWARD)
+    return paths
+
+
+def overrides(directory: Path, model: str, **more) -> list[str]:
+    """Overrides of a GRPO run on CPU ranks with the hf rollout; `more` has dots written as two underscores."""
+    files = write_prompts(directory)
+    keys = {
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.logger": "[]",
+        "trainer.total_epochs": 2,
+        "trainer.val_before_train": "false",
+        "trainer.report": "false",
+        "trainer.default_local_dir": directory / "out",
+        "data.train_files": files["train.jsonl"],
+        "data.val_files": files["val.jsonl"],
+        "data.train_batch_size": 8,
+        "data.max_prompt_length": 12,
+        "data.max_response_length": 6,
+        "data.seed": 1,
+        "data.dataloader_num_workers": 0,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.rollout_correction.rollout_is": "null",
+        "custom_reward_function.path": files["reward.py"],
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.use_remove_padding": "false",
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 16,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.optim.lr": "1e-3",
+    }
+    keys.update({key.replace("__", "."): value for key, value in more.items()})
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def compose_run(directory: Path, model: str, **more) -> DictConfig:
+    """The config of such a run."""
+    return OmegaConf.merge(_defaults(), OmegaConf.from_dotlist(overrides(directory, model, **more)))
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer")
+
+
+def metrics_rows(directory: Path) -> list[dict]:
+    """metrics.jsonl without what differs between machines and moments."""
+    rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    moment = ("timing", "perf/")
+    return [{"step": r["step"], **{k: v for k, v in r["data"].items() if not k.startswith(moment)}} for r in rows]
+
+
+class FakeGroup:
+    """Stands in for a worker group: two ranks without processes, answers that depend on prompt and sample only."""
+
+    world_size = 2
+    lost_rows: tuple[int, ...] = ()  # of every generated batch
+    nonfinite = False
+
+    def __init__(self, **kwargs) -> None:
+        self.calls: list[str] = []
+        self.updates: list[DataProto] = []
+        self.generated: list[list[str]] = []
+        self.version = 0
+
+    def init_model(self) -> None:
+        self.calls.append("init_model")
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        self.calls.append("generate")
+        assert len(prompts) % self.world_size == 0
+        n = prompts.meta_info["n"]
+        self.generated.append(prompts.non_tensor_batch["uid"].tolist())
+        batch = prompts.repeat(n, interleave=True).batch
+        rows = len(batch["input_ids"])
+        number = torch.arange(rows) % n  # [rows] the sample's number among those of its prompt
+        responses = torch.where(torch.arange(6) < 2 + number[:, None], 5 + number[:, None], 30)
+        mask = torch.ones_like(responses)
+        tensors = {
+            "prompts": batch["input_ids"],
+            "responses": responses,
+            "input_ids": torch.cat([batch["input_ids"], responses], 1),
+            "attention_mask": torch.cat([batch["attention_mask"], mask], 1),
+            "position_ids": torch.cat([batch["position_ids"], batch["position_ids"][:, -1:] + torch.arange(1, 7)], 1),
+        }
+        lost = np.zeros(rows, dtype=bool)
+        lost[list(self.lost_rows)] = True
+        columns = {"weights_version": np.full(rows, self.version), "__lost__": lost}
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"metrics": {"fake/rows": [rows]}})
+
+    def update_actor(self, data: DataProto) -> DataProto:
+        self.calls.append("update")
+        assert len(data) % self.world_size == 0
+        self.updates.append(data)
+        self.version = data.meta_info["global_steps"]
+        return DataProto(meta_info={"metrics": {"actor/nonfinite_steps": [float(self.nonfinite)]}})
+
+    def save_checkpoint(self, path, *args) -> None:
+        Path(path).mkdir()
+        (Path(path) / "version").write_text(str(self.version))
+
+    def load_checkpoint(self, path, *args) -> None:
+        self.calls.append("load")
+        self.version = int((Path(path) / "version").read_text())
+
+
+def fake_trainer(config: DictConfig, group_class: type = FakeGroup):
+    """A RayPPOTrainer whose only worker group is a FakeGroup; nothing of it needs Ray."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    class NoPools(ResourcePoolManager):
+        def create_resource_pool(self) -> None:
+            self.resource_pool_dict = {"pool": None}
+
+    tokenizer = make_tokenizer()
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping={Role.ActorRollout: FakeGroup},
+        resource_pool_manager=NoPools({"pool": [2]}, {Role.ActorRollout: "pool"}),
+        ray_worker_group_cls=group_class,
+        reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
+        val_reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
+    )
+    trainer.init_workers()
+    return trainer

@@ -1,0 +1,183 @@
+"""The client against small real HTTP servers that answer, fail, hang, or serve another model."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from aiohttp import web
+
+from verl.workers.rollout.spd.client import (
+    ClientSettings,
+    RequestRefused,
+    VllmEngineServer,
+    WrongModelError,
+    preferred_first,
+    same_model,
+    server_urls,
+)
+from verl.workers.rollout.spd.store import Completion
+
+FAST = ClientSettings(timeout_s=1.0, attempts=3, backoff_s=0.01, prompts_per_request=4, concurrency=2)
+
+
+class FakeServer:
+    """Answers each prompt with its last id + 100 and an end token; `behaviour` may raise or wait first."""
+
+    def __init__(self, behaviour=None, model="target"):
+        self.behaviour, self.model = behaviour, model
+        self.requests: list[dict] = []
+        self.inside = self.most_inside = 0
+
+    async def models(self, request):
+        return web.json_response({"data": [{"id": "served", "root": self.model}]})
+
+    async def completions(self, request):
+        body = await request.json()
+        self.requests.append(body)
+        self.inside += 1
+        self.most_inside = max(self.most_inside, self.inside)
+        try:
+            if self.behaviour is not None:
+                await self.behaviour(len(self.requests))
+        finally:
+            self.inside -= 1
+        choices = [
+            {"index": i, "token_ids": [p[-1] + 100, 2], "finish_reason": "length" if p[-1] == 50 else "stop"}
+            for i, p in enumerate(body["prompt"])
+        ]
+        return web.json_response({"choices": choices[::-1]})  # the order of choices is not promised
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        loop = asyncio.new_event_loop()
+        app = web.Application()
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.completions)
+        runner = web.AppRunner(app)
+        loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        loop.run_until_complete(site.start())
+        port = site._server.sockets[0].getsockname()[1]
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+
+@contextmanager
+def client(*urls, settings=FAST, **kwargs):
+    made = VllmEngineServer(list(urls), "target", max_tokens=8, eos_token_ids=[2], settings=settings, **kwargs)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def ask(c, n=10):
+    return [done and done.token_ids for done in c.complete([[1, i] for i in range(n)])]
+
+
+EXPECTED = [(i + 100,) for i in range(10)]
+
+
+async def fail(count):
+    raise web.HTTPInternalServerError()
+
+
+async def hang(count):
+    await asyncio.sleep(30)
+
+
+def test_answers_come_in_order_in_chunks_with_bounded_concurrency():
+    async def slow(count):
+        await asyncio.sleep(0.05)
+
+    server = FakeServer(slow)
+    with server.running() as url, client(url) as c:
+        c.check_model()
+        got = []
+        done = c.complete([[1, i] for i in range(10)], on_chunk=lambda where, what: got.append((where, len(what))))
+        assert [d.token_ids for d in done] == EXPECTED  # without the end token
+        assert sorted(i for where, _ in got for i in where) == list(range(10))
+        assert c.complete([[50]]) == [Completion((150,), hit_limit=True)]
+    assert server.most_inside == 2 and max(len(r["prompt"]) for r in server.requests) == 4
+    first = server.requests[0]
+    assert first["model"] == "served" and first["temperature"] == 0 and first["max_tokens"] == 8
+
+
+def test_a_failure_that_passes_is_retried():
+    async def twice(count):
+        if count <= 2:
+            raise web.HTTPServiceUnavailable()
+
+    with FakeServer(twice).running() as url, client(url) as c:
+        assert ask(c) == EXPECTED
+
+
+def test_a_broken_and_a_hanging_server_are_left_for_one_that_works():
+    broken, hanging, working = FakeServer(fail), FakeServer(hang), FakeServer()
+    with broken.running() as a, hanging.running() as b, working.running() as good:
+        with client(a, b, good) as c:
+            start = time.monotonic()
+            assert ask(c) == EXPECTED
+            assert time.monotonic() - start < 8
+            seen = len(broken.requests) + len(hanging.requests)
+            assert ask(c) == EXPECTED  # those that failed are asked last from now on
+            assert len(broken.requests) + len(hanging.requests) == seen
+
+
+def test_nothing_is_made_up_when_no_server_answers():
+    with FakeServer(fail).running() as url, client(url, "http://127.0.0.1:9") as c:
+        assert ask(c, 3) == [None, None, None]
+        assert c.last_error
+    with client("http://127.0.0.1:9") as c, pytest.raises(ConnectionError, match="none of the SPD servers"):
+        c.check_model()
+
+
+def test_a_refused_request_is_an_error_at_once():
+    async def refuse(count):
+        raise web.HTTPBadRequest(text="too long")
+
+    server = FakeServer(refuse)
+    with server.running() as url, client(url) as c, pytest.raises(RequestRefused, match="400: too long"):
+        ask(c, 1)
+    assert len(server.requests) == 1
+
+
+def test_another_model_is_refused_by_name():
+    with FakeServer(model="somebody/else").running() as url:
+        with client(url) as c, pytest.raises(WrongModelError, match="serves served .*'target'"):
+            c.check_model()
+        with client(url, served_model="served") as c:
+            c.check_model()
+
+
+def test_same_model_by_path_files_or_name(tiny_llama, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_llama, copy)
+    assert same_model(str(copy), tiny_llama) and same_model("meta/Llama-3-8B", "/elsewhere/Llama-3-8B")
+    (copy / "config.json").write_text("{}")
+    assert not same_model(str(copy), tiny_llama)
+
+
+def test_servers_of_environment_config_and_rank(monkeypatch):
+    assert server_urls(None) == [] and server_urls(["http://a:1/"]) == ["http://a:1"]
+    monkeypatch.setenv("SPD_VLLM_URLS", "http://b:1/v1, http://c:2")
+    assert server_urls(["http://a:1"]) == ["http://b:1", "http://c:2"]
+    monkeypatch.setenv("SPD_VLLM_URLS", "b:1")
+    with pytest.raises(ValueError, match="'b:1'.*must start with http"):
+        server_urls(None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert preferred_first(["x", "y", "z"], rank=0) == ["z", "x", "y"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert preferred_first(["x", "y", "z"], rank=1) == ["y", "z", "x"]

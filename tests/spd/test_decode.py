@@ -1,0 +1,252 @@
+"""Claims on the speculative decoder: exact match is greedy decoding, and its caches equal a plain forward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from verl.workers.rollout.spd.decode import (
+    FROM_MATCH,
+    FROM_MISMATCH,
+    FROM_TARGET,
+    SpecResult,
+    _alive,
+    _commit,
+    greedy_generate,
+    replay_blocks,
+    speculative_generate,
+)
+
+VOCAB = 23
+
+
+def tiny_llama(seed: int, layers: int = 2, attention: str = "sdpa", kv_heads: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=kv_heads, max_position_embeddings=96, initializer_range=0.3, tie_word_embeddings=False,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def noisy_copy(model: torch.nn.Module, scale: float, seed: int) -> torch.nn.Module:
+    """A draft that agrees with its target about half the time, so that every length of accepted block occurs."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = type(model)(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale * parameter.std())
+    return copy
+
+
+def ragged_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 14, (count,), generator=generator).tolist()
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def reject_all(block):
+    return torch.zeros_like(block.mismatch)
+
+
+def accept_all(block):
+    return torch.ones_like(block.mismatch)
+
+
+def hf_greedy(model, prompt: list[int], new_tokens: int, eos: list[int]) -> list[int]:
+    """One row through Hugging Face's own generate: the reference no line of ours takes part in."""
+    output = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+        max_new_tokens=new_tokens, eos_token_id=eos, pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("draft_kind", ["noisy", "stranger"])
+def test_exact_match_is_the_targets_greedy_text_token_for_token(draft_kind):
+    target = tiny_llama(0)
+    draft = noisy_copy(target, 0.08, 1) if draft_kind == "noisy" else tiny_llama(5, layers=1)
+    prompts = ragged_prompts(24)
+    eos = [1, 2, 7]
+    result = speculative_generate(
+        target, draft, prompts, reject_all, gamma=4, max_new_tokens=30, eos_token_id=eos, batch_size=10
+    )
+    expected = [hf_greedy(target, prompt, 30, eos) for prompt in prompts]
+    assert result.tokens == expected
+    assert result.finished == [tokens[-1] in eos for tokens in expected]
+    assert {True, False} == set(result.finished)  # the case holds both kinds of ending
+    assert sum(result.accepted_mismatches) == 0
+    if draft_kind == "noisy":
+        share = sum(result.accepted) / sum(result.rounds)
+        assert 0.5 < share < 3.5  # neither all nor nothing was rolled back
+
+
+def test_greedy_generate_equals_hugging_face():
+    target = tiny_llama(3)
+    prompts = ragged_prompts(20, seed=4)
+    result = greedy_generate(target, prompts, max_new_tokens=20, eos_token_id=[1, 2, 7], batch_size=7)
+    assert result.tokens == [hf_greedy(target, prompt, 20, [1, 2, 7]) for prompt in prompts]
+    assert result.rounds == [len(tokens) for tokens in result.tokens]
+
+
+@pytest.mark.parametrize("kind", ["eager", "grouped_heads", "gpt2"])
+def test_other_attention_and_other_architectures_decode_alike(kind):
+    if kind == "gpt2":
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=44, initializer_range=0.3)
+        target = GPT2LMHeadModel(config).eval()
+    else:
+        target = tiny_llama(0, attention="eager" if kind == "eager" else "sdpa", kv_heads=1)
+    draft = noisy_copy(target, 0.08, 1)
+    prompts = ragged_prompts(8)
+    result = speculative_generate(target, draft, prompts, reject_all, gamma=5, max_new_tokens=30, eos_token_id=None)
+    assert result.tokens == [hf_greedy(target, prompt, 30, [VOCAB + 5]) for prompt in prompts]
+
+
+def test_without_end_token_every_row_is_cut_at_the_limit():
+    target, draft = tiny_llama(0), tiny_llama(1)
+    result = speculative_generate(target, draft, ragged_prompts(6), accept_all, max_new_tokens=13, eos_token_id=None)
+    assert [len(tokens) for tokens in result.tokens] == [13] * 6
+    assert result.finished == [False] * 6
+    assert result.rounds == [2] * 6  # 8 + 1, then 4 of the next draft
+    assert result.accepted == [12] * 6
+
+
+def test_accepting_everything_gives_the_drafts_words_and_the_targets_bonus():
+    target, draft = tiny_llama(0), tiny_llama(1)
+    prompts = ragged_prompts(5)
+    result = speculative_generate(target, draft, prompts, accept_all, gamma=3, max_new_tokens=8, eos_token_id=None)
+    for prompt, tokens in zip(prompts, result.tokens, strict=True):
+        context = list(prompt)
+        for step in range(8):
+            speaker = target if step % 4 == 3 else draft
+            with torch.no_grad():
+                context.append(int(speaker(torch.tensor([context])).logits[0, -1].argmax()))
+        assert tokens == context[len(prompt) :]
+
+
+def test_blocks_equal_a_plain_forward_after_rounds_with_rejections():
+    target = tiny_llama(0)
+    draft = noisy_copy(target, 0.08, 1)
+    prompts = ragged_prompts(9)
+    generator = torch.Generator().manual_seed(0)
+    seen = []
+
+    def coin(block):
+        return torch.rand(block.draft_ids.shape, generator=generator) < 0.5
+
+    def check(block, accepted):
+        for k, question in enumerate(block.rows.tolist()):
+            context, drafted = block.context_ids[k], block.draft_ids[k].tolist()
+            assert context[: len(prompts[question])] == prompts[question]
+            ids = torch.tensor([context + drafted])
+            with torch.no_grad():
+                plain = target(ids, output_hidden_states=True)
+                draft_logits = draft(ids).logits[0, len(context) - 1 : -1]
+            logits = plain.logits[0, len(context) - 1 :]
+            torch.testing.assert_close(block.target_logits[k], logits, rtol=1e-4, atol=1e-4)
+            hidden = plain.hidden_states[-1][0, len(context) - 1 :]
+            torch.testing.assert_close(block.target_hidden[k], hidden, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(target.lm_head(block.target_hidden[k]), logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(block.draft_logits[k], draft_logits, rtol=1e-4, atol=1e-4)
+            assert block.draft_ids[k].tolist() == draft_logits.argmax(-1).tolist()
+            chosen = logits[:-1].argmax(-1).tolist()
+            assert block.mismatch[k].tolist() == [d != t for d, t in zip(drafted, chosen, strict=True)]
+        seen.extend(accepted.tolist())
+
+    speculative_generate(
+        target, draft, prompts, coin, gamma=4, max_new_tokens=24, eos_token_id=[1, 2, 7], batch_size=5, on_block=check
+    )
+    assert set(seen) == {0, 1, 2, 3, 4}  # every length of accepted block occurred
+
+
+def test_replay_shows_the_same_block_as_decoding_did():
+    target = tiny_llama(0)
+    draft = noisy_copy(target, 0.08, 1)
+    recorded = []
+    speculative_generate(
+        target, draft, ragged_prompts(6), reject_all, gamma=4, max_new_tokens=12, eos_token_id=None,
+        on_block=lambda block, accepted: recorded.append(block),
+    )
+    contexts = [context for block in recorded for context in block.context_ids]
+    drafts = [tokens for block in recorded for tokens in block.draft_ids.tolist()]
+    hidden = torch.cat([block.target_hidden for block in recorded])
+    logits = torch.cat([block.draft_logits for block in recorded])
+    chosen = torch.cat([block.target_ids for block in recorded])
+    short = [tokens[:2] for tokens in drafts]  # another draft length in the same call
+    for block in replay_blocks(target, draft, contexts * 2, drafts + short, batch_size=7):
+        width = block.draft_ids.shape[1]
+        places = block.rows % len(contexts)
+        torch.testing.assert_close(block.target_hidden, hidden[places, : width + 1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(block.draft_logits, logits[places, :width], rtol=1e-4, atol=1e-4)
+        assert torch.equal(block.target_ids, chosen[places, : width + 1])
+
+
+def scripted_round(drafted, chosen, accepted, *, limit=100, ends=frozenset(), before=()):
+    """Commit one block by hand: tokens as numbers, no model. Returns the result and whether the row goes on."""
+    result = SpecResult.empty(1)
+    result.tokens[0] = list(before)
+    mismatch = [d != t for d, t in zip(drafted, chosen[:-1], strict=True)]
+    block = SimpleNamespace(
+        rows=torch.tensor([0]), draft_ids=torch.tensor([drafted]), target_ids=torch.tensor([chosen]),
+        mismatch=torch.tensor([mismatch]),
+    )
+    _commit(block, torch.tensor([accepted]), {0: []}, result, limit, frozenset(ends))
+    return result, bool(_alive(result, [0], limit, torch.device("cpu"))[0])
+
+
+def test_counts_by_hand_with_a_rejection():
+    # d: 5 6 7 8, t: 5 9 7 4 (bonus 3); the mismatch at 1 is let through, the one at 3 is not.
+    result, alive = scripted_round([5, 6, 7, 8], [5, 9, 7, 4, 3], accepted=3)
+    assert result.tokens[0] == [5, 6, 7, 4]
+    assert result.origin[0] == [FROM_MATCH, FROM_MISMATCH, FROM_MATCH, FROM_TARGET]
+    assert (result.accepted, result.rounds) == ([3], [1])
+    assert (result.judged_mismatches, result.accepted_mismatches) == ([2], [1])
+    assert alive
+
+
+def test_what_follows_an_end_token_in_the_draft_is_dropped_from_text_and_counts():
+    result, alive = scripted_round([5, 2, 7, 8], [5, 9, 7, 4, 3], accepted=3, ends={2})
+    assert result.tokens[0] == [5, 2]
+    assert result.accepted == [2]
+    assert (result.judged_mismatches, result.accepted_mismatches) == ([1], [1])
+    assert result.finished == [True]
+    assert not alive
+
+
+def test_an_end_token_as_correction_ends_the_row_and_is_no_accepted_token():
+    result, alive = scripted_round([5, 6], [5, 2, 3], accepted=1, ends={2})
+    assert result.tokens[0] == [5, 2]
+    assert result.accepted == [1]
+    assert result.judged_mismatches == [1]
+    assert not alive
+
+
+def test_the_limit_cuts_inside_a_block():
+    result, alive = scripted_round([5, 6, 7], [5, 6, 7, 8], accepted=3, limit=4, before=[1, 1])
+    assert result.tokens[0] == [1, 1, 5, 6]
+    assert result.accepted == [2]
+    assert result.finished == [False]
+    assert not alive
+
+
+def test_models_are_left_as_they_were():
+    target, draft = tiny_llama(0).train(), tiny_llama(1)
+    greedy_generate(target, [[3, 4]], max_new_tokens=2, eos_token_id=None)
+    speculative_generate(target, draft, [[3, 4]], reject_all, max_new_tokens=2, eos_token_id=None)
+    assert target.training and not draft.training
+
+
+def test_wrong_input_is_named():
+    target, draft = tiny_llama(0), tiny_llama(1)
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        greedy_generate(target, [[3], []], max_new_tokens=2, eos_token_id=None)
+    with pytest.raises(ValueError, match="90 new ones do not fit into the 96 positions of LlamaForCausalLM"):
+        greedy_generate(target, [[3] * 8], max_new_tokens=90, eos_token_id=None)
+    with pytest.raises(TypeError, match="the judge returned torch.float32"):
+        speculative_generate(target, draft, [[3]], lambda b: b.mismatch.float(), max_new_tokens=2, eos_token_id=None)

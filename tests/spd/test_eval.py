@@ -1,0 +1,182 @@
+"""The evaluation's arithmetic by hand, and the command once on tiny random models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.models import make_tokenizer, save_tiny_llama
+from verl.workers.rollout.spd import evaluation, harm, rules
+from verl.workers.rollout.spd.decode import SpecResult
+from verl.workers.rollout.spd.evaluation import EvaluationRow
+
+KEYS = [
+    "rule", "threshold", "accuracy", "accuracy_se", "drop", "drop_se", "accepted_per_forward", "tokens_per_forward",
+    "output_length_ratio", "not_terminated", "harmless_accepted", "harmful_accepted", "seconds",
+]
+
+
+def result_of(tokens, rounds, accepted, finished, judged=None, passed=None):
+    zeros = [0] * len(tokens)
+    return SpecResult(tokens, [[0] * len(t) for t in tokens], rounds, accepted, judged or zeros, passed or zeros,
+                      finished, 2.5)
+
+
+def test_measures_by_hand():
+    result = result_of([[1] * 6, [1] * 9, [1] * 3, [1] * 2], [2, 3, 1, 1], [4, 6, 2, 1], [True, True, True, False])
+    row = evaluation.measure(
+        "margin", 3.0, result, [True, False, True, False], exact_correct=[True, True, True, False], target_tokens=16
+    )
+    assert row.accuracy == 0.5
+    assert row.accuracy_se == pytest.approx(math.sqrt(4 * 0.25 / 3 / 4))
+    assert row.drop == 0.25  # one of four questions lost
+    # differences 0, 1, 0, 0: variance (3 / 16 + 9 / 16) / 3 = 1/4, over four questions
+    assert row.drop_se == pytest.approx(0.25)
+    assert row.accepted_per_forward == 13 / 7
+    assert row.tokens_per_forward == 20 / 7
+    assert row.output_length_ratio == 1.25
+    assert row.not_terminated == 0.25
+    assert (row.rule, row.threshold, row.seconds) == ("margin", 3.0, 2.5)
+
+
+def test_unequal_lists_are_named():
+    result = result_of([[1], [1]], [1, 1], [0, 0], [True, True])
+    with pytest.raises(ValueError, match="margin: 2 answers, 1 checks, 2 checks of exact match"):
+        evaluation.measure("margin", 1.0, result, [True], exact_correct=[True, True], target_tokens=2)
+
+
+def row_of(threshold, drop, speed, accuracy=0.9):
+    return EvaluationRow("scorer", threshold, accuracy, 0.0, drop, 0.0, speed, speed + 1, 1.0, 0.0, None, None, 0.0)
+
+
+def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
+    rows = [row_of(0, 0.02, 5.9), row_of(2, 0.004, 5.6), row_of(4, -0.01, 4.8)]
+    assert evaluation.choose_threshold(rows, 0.005).threshold == 2
+    assert evaluation.choose_threshold(rows, 0.03).threshold == 0
+    assert evaluation.choose_threshold(rows, -0.02).threshold == 4
+    with pytest.raises(ValueError, match="at least one scorer threshold"):
+        evaluation.choose_threshold([], 0.0)
+
+
+def test_curve_is_read_between_its_points():
+    rows = [row_of(1, 0, 4.0, 0.80), row_of(2, 0, 2.0, 0.90)]
+    assert evaluation.accuracy_on_curve(rows, 2.5) == pytest.approx(0.875)
+    assert evaluation.accuracy_on_curve(rows, 4.0) == pytest.approx(0.80)
+    assert evaluation.accuracy_on_curve(rows, 4.1) is None
+
+
+def test_accepted_share_counts_only_what_was_judged():
+    result = result_of([[1], [1]], [1, 1], [0, 0], [True, True], judged=[3, 5], passed=[2, 0])
+    assert evaluation.accepted_share(result) == 0.25
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """Target and draft directories, questions and labelled blocks, all random."""
+    root = tmp_path_factory.mktemp("eval")
+    save_tiny_llama(root / "target", seed=0, vocab_size=64)
+    save_tiny_llama(root / "draft", hidden=32, layers=1, seed=1, vocab_size=64)
+    tokenizer = make_tokenizer()
+    for split, count in (("test", 12), ("val", 6)):
+        lines = []
+        for i in range(count):
+            prompt = tokenizer.encode(f"q : {i} + {i % 5} a :")
+            lines.append({"question_id": f"{split}-{i}", "prompt_ids": prompt, "ground_truth": str(i + i % 5)})
+        (root / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    labels = [
+        {"block_id": f"test-{block}/own/0", "position": position, "context_ids": [5, 6, 7 + block],
+         "draft_ids": [8, 9, 10], "harmful": harmful}
+        for block, position, harmful in [(0, 0, False), (0, 2, True), (1, 1, True), (1, 2, False)]
+    ]
+    (root / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in labels))
+    return root
+
+
+def load_script():
+    path = Path(__file__).parents[2] / "scripts" / "eval_spd_scorer.py"
+    spec = importlib.util.spec_from_file_location("eval_spd_scorer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_harm_shares_by_hand(house):
+    script = load_script()
+    target, draft = (script.load_model(str(house / name), "cpu") for name in ("target", "draft"))
+    blocks = harm.read_labels(house / "labels.jsonl")
+    assert [block.harmful for block in blocks] == [{0: False, 2: True}, {1: True, 2: False}]
+
+    def second_only(block):
+        verdict = torch.zeros_like(block.mismatch)
+        verdict[:, 1] = True
+        return verdict
+
+    shares = harm.harm_shares([rules.exact(), rules.accept_all(), second_only], target, draft, blocks)
+    assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5)]
+
+
+def test_labels_that_do_not_fit_are_named(house, tmp_path):
+    lines, path = (house / "labels.jsonl").read_text().splitlines(), tmp_path / "bad.jsonl"
+    path.write_text(lines[0] + "\n" + lines[1].replace("[8, 9, 10]", "[8, 9, 11]") + "\n")
+    with pytest.raises(ValueError, match="line 2: block 'test-0/own/0' has another context or draft above"):
+        harm.read_labels(path)
+    path.write_text(lines[0].replace('"position": 0', '"position": 3') + "\n")
+    with pytest.raises(ValueError, match="position 3 lies outside of the 3 draft tokens"):
+        harm.read_labels(path)
+    path.write_text('{"block_id": "b"}\n')
+    with pytest.raises(ValueError, match="line 1: no .'position', 'context_ids', 'draft_ids', 'harmful'"):
+        harm.read_labels(path)
+
+
+@pytest.mark.parametrize("backbone", ["target", "own"])
+def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, backbone, capsys):
+    from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
+
+    config = ScoringModelConfig(base_model_path=str(house / "target"), backbone=backbone)
+    AutoModelForSPDScoring.from_config(config).save_pretrained(tmp_path / "scorer")
+    threads = torch.get_num_threads()
+    load_script().main([
+        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(tmp_path / "scorer"),
+        "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"),
+        "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path / "out"), "--max-new-tokens", "12",
+        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", "--divergences", "0.5",
+        "--all-rules", "--threads", str(threads),
+    ])  # fmt: skip
+    record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert list(record) == ["questions", "rows"]
+    assert record["questions"] == 12
+    assert all(list(row) == KEYS for row in record["rows"])
+    counts = {}
+    for row in record["rows"]:
+        counts[row["rule"]] = counts.get(row["rule"], 0) + 1
+    assert counts == {
+        "target": 1, "exact": 1, "all": 1, "scorer": 1, "random": 1, "scorer_untrained": 1, "margin": 2,
+        "scorer_sweep": 1, "typical": 5, "divergence": 1, "divergence_strict": 1,
+    }
+    by_rule = {row["rule"]: row for row in record["rows"]}
+    assert by_rule["exact"]["drop"] == by_rule["target"]["drop"] == 0.0
+    assert by_rule["exact"]["output_length_ratio"] == by_rule["target"]["output_length_ratio"] == 1.0
+    assert (by_rule["target"]["accepted_per_forward"], by_rule["target"]["tokens_per_forward"]) == (0.0, 1.0)
+    assert by_rule["all"]["accepted_per_forward"] > 2.0
+    assert (by_rule["exact"]["harmless_accepted"], by_rule["exact"]["harmful_accepted"]) == (0.0, 0.0)
+    assert (by_rule["all"]["harmless_accepted"], by_rule["all"]["harmful_accepted"]) == (1.0, 1.0)
+    assert by_rule["target"]["harmless_accepted"] is None
+    choice = json.loads((tmp_path / "out" / "validation.json").read_text())
+    assert choice["chosen"] == by_rule["scorer"]["threshold"]
+    assert {row["threshold"] for row in choice["rows"] if row["rule"] == "scorer_sweep"} == {-1.0, 0.0}
+    assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
+    assert "12 held-out questions" in capsys.readouterr().out
+
+
+def test_a_question_in_both_splits_is_refused(house, tmp_path):
+    with pytest.raises(ValueError, match="12 questions stand in both splits"):
+        load_script().main([
+            "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", "none",
+            "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),
+            "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path), "--threads", "1",
+        ])  # fmt: skip

@@ -1,0 +1,144 @@
+"""Each rule against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl.workers.rollout.spd import rules
+from verl.workers.rollout.spd.decode import Block
+
+
+def block_of(target_p, draft_ids, draft_p=None, contexts=None):
+    """One row or more: target_p [B, g + 1, V] and draft_p [B, g, V] probabilities, draft_ids [B, g]."""
+    target_logits = torch.tensor(target_p).log()
+    draft_ids = torch.tensor(draft_ids)
+    batch, gamma = draft_ids.shape
+    target_ids = target_logits.argmax(-1)
+    draft_logits = torch.tensor(draft_p).log() if draft_p else torch.zeros(batch, gamma, target_logits.shape[-1])
+    return Block(
+        context_ids=contexts or [[1]] * batch,
+        draft_ids=draft_ids,
+        target_ids=target_ids,
+        target_logits=target_logits + 3.0,  # a shift of all logits changes no rule
+        draft_logits=draft_logits - 1.0,
+        target_hidden=torch.arange(batch * (gamma + 1) * 2.0).view(batch, gamma + 1, 2),
+        mismatch=draft_ids != target_ids[:, :-1],
+        rows=torch.arange(batch),
+    )
+
+
+# Position 0: t = 0, d = 1. Position 1: t = 2, d = 0. Position 2 is the bonus token's.
+PROBABILITIES = [[[0.6, 0.3, 0.1], [0.02, 0.03, 0.95], [1 / 3, 1 / 3, 1 / 3]]]
+BLOCK = block_of(PROBABILITIES, [[1, 0]])
+
+
+def test_exact_rejects_and_all_accepts_every_mismatch():
+    assert BLOCK.mismatch.tolist() == [[True, True]]
+    assert rules.exact()(BLOCK).tolist() == [[False, False]]
+    assert rules.accept_all()(BLOCK).tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [(0.69, [False, False]), (0.70, [True, False]), (3.86, [True, False]), (3.87, [True, True])],
+)
+def test_margin_is_the_logit_gap(threshold, expected):
+    # log(.6 / .3) = 0.6931, log(.95 / .02) = 3.8607
+    assert rules.margin(threshold)(BLOCK).tolist() == [expected]
+
+
+def test_typical_acceptance_by_hand():
+    # Entropies 0.898 and 0.232, so delta * exp(-H) = 0.3 * 0.4074 = 0.122 and 0.3 * 0.793 = 0.238: eps 0.09 decides.
+    assert rules.typical(0.09, 0.3)(BLOCK).tolist() == [[True, False]]
+    # With eps out of the way: 0.3 > 0.7 * 0.4074 = 0.285, not > 0.75 * 0.4074 = 0.306; 0.02 < both.
+    assert rules.typical(1.0, 0.70)(BLOCK).tolist() == [[True, False]]
+    assert rules.typical(1.0, 0.75)(BLOCK).tolist() == [[False, False]]
+    # 0.02 > 0.025 * 0.793 = 0.0198, not > 0.026 * 0.793 = 0.0206
+    assert rules.typical(1.0, 0.025)(BLOCK).tolist() == [[True, True]]
+    assert rules.typical(1.0, 0.026)(BLOCK).tolist() == [[True, False]]
+
+
+def test_divergence_is_kl_from_draft_to_target():
+    drafted = [[[0.25, 0.5, 0.25], [0.9, 0.05, 0.05]]]
+    block = block_of(PROBABILITIES, [[1, 0]], drafted)
+    first = 0.25 * math.log(0.25 / 0.6) + 0.5 * math.log(0.5 / 0.3) + 0.25 * math.log(0.25 / 0.1)  # 0.2656
+    second = 0.9 * math.log(0.9 / 0.02) + 0.05 * math.log(0.05 / 0.03) + 0.05 * math.log(0.05 / 0.95)  # 3.3043
+    assert (round(first, 4), round(second, 4)) == (0.2656, 3.3043)
+    for threshold, expected in [(0.265, [False, False]), (0.267, [True, False]), (3.305, [True, True])]:
+        assert rules.divergence(threshold)(block).tolist() == [expected]
+    # Strict: the target is .95 sure of its token at the second position.
+    assert rules.divergence(9.0, strict=True)(block).tolist() == [[True, False]]
+    assert rules.divergence(9.0, strict=True, confident=0.96)(block).tolist() == [[True, True]]
+
+
+def test_random_share_is_met_and_repeatable():
+    big = SimpleNamespace(draft_ids=torch.zeros(1000, 10, dtype=torch.long))
+    first, second = rules.random_share(0.3, seed=1)(big), rules.random_share(0.3, seed=1)(big)
+    assert torch.equal(first, second)
+    assert abs(first.float().mean().item() - 0.3) < 0.02  # 4 standard errors
+    assert not torch.equal(first, rules.random_share(0.3, seed=2)(big))
+    with pytest.raises(ValueError, match="share=1.5"):
+        rules.random_share(1.5, seed=1)
+
+
+class SpyScorer(torch.nn.Module):
+    """Returns given scores, and keeps what it was asked."""
+
+    def __init__(self, backbone, z):
+        super().__init__()
+        self.config = SimpleNamespace(backbone=backbone)
+        self.z = torch.tensor(z)
+        self.seen = None
+
+    def score_features(self, hidden, draft_ids, target_ids):
+        self.seen = (hidden, draft_ids, target_ids)
+        return self.z
+
+    def forward(self, **inputs):
+        self.seen = inputs
+        return self.z
+
+
+def test_head_scorer_reads_the_state_that_predicted_each_target_token():
+    model = SpyScorer("target", [[1.5, 2.5]])
+    judge = rules.scorer(model, 2.0, sep_token_id=0, pad_token_id=0, end_ids=frozenset())
+    assert judge(BLOCK).tolist() == [[False, True]]
+    hidden, draft_ids, target_ids = model.seen
+    assert hidden.tolist() == [[[0.0, 1.0], [2.0, 3.0]]]  # the bonus position's state is not read
+    assert draft_ids.tolist() == [[1, 0]]
+    assert target_ids.tolist() == [[0, 2]]
+
+
+def test_text_scorer_reads_context_draft_and_target_by_hand():
+    model = SpyScorer("own", [[1.0, -1.0], [-1.0, 1.0]])
+    block = block_of(PROBABILITIES * 2, [[1, 0], [2, 2]], contexts=[[5, 6, 7], [8]])
+    accept = rules.scorer(model, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset())(block)
+    assert accept.tolist() == [[True, False], [False, True]]
+    assert model.seen["input_ids"].tolist() == [
+        [5, 6, 7, 9, 1, 0, 9, 0, 2, 0, 9],
+        [4, 4, 8, 9, 2, 2, 9, 0, 2, 0, 9],
+    ]
+    assert model.seen["attention_mask"].tolist() == [[1] * 11, [0, 0] + [1] * 9]
+    assert model.seen["position_ids"].tolist() == [list(range(11)), [0, 0] + list(range(9))]
+    assert model.seen["spd_layout"].tolist() == [[0, 3, 4, 2, 7], [2, 1, 4, 2, 7]]
+
+
+def test_text_scorer_shows_a_draft_up_to_its_end_token():
+    model = SpyScorer("own", [[1.0, 1.0], [1.0, 1.0]])
+    block = block_of(PROBABILITIES * 2, [[1, 0], [2, 2]], contexts=[[5, 6, 7], [8]])
+    rules.text_scorer(model, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))(block)
+    assert model.seen["input_ids"].tolist() == [[5, 6, 7, 9, 1, 9, 0, 2, 9], [8, 9, 2, 2, 9, 0, 2, 0, 9]]
+    assert model.seen["spd_layout"].tolist() == [[0, 3, 4, 1, 6], [0, 1, 2, 2, 5]]
+    # Every draft of the batch ends early: the scorer answers for one position, the decoder asks for two.
+    short = SpyScorer("own", [[1.0]])
+    judge = rules.text_scorer(short, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))
+    assert judge(block_of(PROBABILITIES, [[1, 0]])).tolist() == [[True, False]]
+
+
+def test_unknown_backbone_is_named():
+    with pytest.raises(ValueError, match="backbone='mine'"):
+        rules.scorer(SpyScorer("mine", [[0.0]]), 0.0, sep_token_id=0, pad_token_id=0, end_ids=frozenset())

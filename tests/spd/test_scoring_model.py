@@ -1,0 +1,184 @@
+"""The scorer: where z is read, matches, save and load, and that a foreign target is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData, load_spd_scorer
+from tests.helpers.models import save_tiny_llama
+from verl.utils.model import create_huggingface_actor
+from verl.workers.policy import get_policy
+
+CONTEXTS = [[5, 6, 7, 8], [9, 10]]
+DRAFTS = [[11, 12, 13], [14, 15]]
+TARGETS = [[11, 20, 21, 22], [23, 15, 24]]
+MATCH = [[True, False, False], [False, True, True]]  # the last one is padding of a shorter draft
+
+
+def data(pad: int = 0) -> SPDInputData:
+    return SPDInputData.from_blocks(CONTEXTS, DRAFTS, TARGETS, sep_token_id=3, pad_token_id=pad)
+
+
+def build(directory: str, **settings):
+    return AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=directory, **settings)).eval()
+
+
+def test_layout_of_blocks_by_hand():
+    inputs = data()
+    # 4 + 3 separators + 3 + 4 = 14 columns; the second row has 2 + 3 + 2 + 3 = 10, so 4 columns of padding
+    assert inputs.input_ids.tolist() == [
+        [5, 6, 7, 8, 3, 11, 12, 13, 3, 11, 20, 21, 22, 3],
+        [0, 0, 0, 0, 9, 10, 3, 14, 15, 3, 23, 15, 24, 3],
+    ]
+    assert inputs.spd_layout.tolist() == [[0, 4, 5, 3, 9], [4, 2, 7, 2, 10]]
+
+
+@pytest.mark.parametrize("settings", [{"backbone": "target"}, {"backbone": "own"}, {"backbone": "own", "attention": "spd"}])
+def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
+    z = build(tiny_llama, **settings)(**data().as_kwargs())
+    assert z.shape == (2, 3) and z.dtype == torch.float32
+    assert torch.equal(z == 50.0, torch.tensor(MATCH))
+
+
+def test_target_head_reads_the_state_that_predicted_t_i(tiny_llama):
+    model = build(tiny_llama, backbone="target")
+    z = model(**data().as_kwargs())
+    plain = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    for row, (context, draft, target) in enumerate(zip(CONTEXTS, DRAFTS, TARGETS, strict=True)):
+        states = plain.model(torch.tensor([context + draft])).last_hidden_state
+        assert torch.allclose(plain.lm_head(states), plain(torch.tensor([context + draft])).logits)  # feeds the head
+        for i, (d, t) in enumerate(zip(draft, target, strict=False)):
+            if d == t:
+                continue
+            hidden = states[:, len(context) - 1 + i : len(context) + i]
+            alone = model.score_features(hidden, torch.tensor([[d]]), torch.tensor([[t]]))
+            assert torch.allclose(z[row, i], alone[0, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"backbone": "own", "attention": a} for a in ("causal", "spd", "hybrid")])
+def test_own_score_does_not_hang_on_padding_or_neighbours(tiny_llama, settings):
+    model = build(tiny_llama, **settings)
+    both = model(**data().as_kwargs())
+    alone = SPDInputData.from_blocks(CONTEXTS[1:], DRAFTS[1:], TARGETS[1:], sep_token_id=3, pad_token_id=17)
+    assert torch.allclose(both[1:, :2], model(**alone.as_kwargs()), atol=1e-5)
+
+
+def test_what_each_mask_lets_the_first_score_see(tiny_llama):
+    """Changing d_3 reaches z_2 (i = 1) under hybrid only; changing t_4, the bonus, likewise."""
+    for attention, sees in (("causal", False), ("spd", False), ("hybrid", True)):
+        model = build(tiny_llama, backbone="own", attention=attention)
+        before = model(**data().as_kwargs())[0, 1]
+        other = SPDInputData.from_blocks(
+            CONTEXTS, DRAFTS, [[11, 20, 21, 40], TARGETS[1]], sep_token_id=3, pad_token_id=0
+        )
+        assert bool((model(**other.as_kwargs())[0, 1] - before).abs() > 1e-7) is sees
+        later = SPDInputData.from_blocks(
+            CONTEXTS, [[11, 12, 41], DRAFTS[1]], TARGETS, sep_token_id=3, pad_token_id=0
+        )
+        # causal reads the whole draft before the target; spd hides draft tokens behind i
+        assert bool((model(**later.as_kwargs())[0, 1] - before).abs() > 1e-7) is (attention != "spd")
+
+
+def test_only_the_head_of_a_target_scorer_is_trained(tiny_llama):
+    model = build(tiny_llama, backbone="target").train()
+    assert not model.backbone.training and model.head.training
+    model(**data().as_kwargs()).sum().backward()
+    assert all(p.grad is not None for p in model.head.parameters())
+    assert all(p.grad is None and not p.requires_grad for p in model.backbone.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"backbone": "target"}, {"backbone": "own"}, {"backbone": "own", "lora_rank": 4, "attention": "hybrid"}],
+)
+def test_saved_and_loaded_scores_are_the_same(tiny_llama, tmp_path, settings):
+    model = build(tiny_llama, **settings)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSPDScoring.from_pretrained(tmp_path)
+    assert torch.allclose(loaded(**data().as_kwargs()), model(**data().as_kwargs()), atol=1e-6)
+    assert not list(tmp_path.rglob("*.bin")) and (tmp_path / "score_head.safetensors").is_file()
+    if settings["backbone"] == "target":
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["score_head.safetensors", "spd_config.json"]
+    if "lora_rank" in settings:
+        assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_merged_weights_of_an_adapted_model_save_as_a_whole_backbone(tiny_llama, tmp_path):
+    from verl.utils.peft_weights import full_weights
+
+    model = build(tiny_llama, backbone="own", lora_rank=4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(std=0.1, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(tmp_path, state_dict=dict(full_weights(model)))
+    loaded = AutoModelForSPDScoring.from_pretrained(tmp_path)
+    assert loaded.config.lora_rank == 0
+    assert torch.allclose(loaded(**data().as_kwargs()), model(**data().as_kwargs()), atol=1e-5)
+
+
+def test_a_head_is_refused_beside_another_target(tiny_llama, tmp_path):
+    build(tiny_llama, backbone="target").save_pretrained(tmp_path / "head")
+    other = save_tiny_llama(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="belongs to the target .*fingerprint"):
+        AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model_path=other)
+    beside = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    assert AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model=beside).config.backbone == "target"
+
+
+def test_bad_settings_are_named(tiny_llama, tmp_path):
+    with pytest.raises(ValueError, match="spd.backbone='targe'.*did you mean 'target'"):
+        ScoringModelConfig(backbone="targe")
+    with pytest.raises(ValueError, match="spd.attention=causal and lora_rank=0"):
+        ScoringModelConfig(backbone="target", attention="hybrid")
+    with pytest.raises(FileNotFoundError, match="spd_config.json"):
+        AutoModelForSPDScoring.from_pretrained(tmp_path)
+    (tmp_path / "spd_config.json").write_text(json.dumps({"backbon": "own"}))
+    with pytest.raises(ValueError, match="unknown keys .*backbon"):
+        AutoModelForSPDScoring.from_pretrained(tmp_path)
+
+
+def test_loader_builds_the_same_scorer_twice_and_starts_from_a_saved_one(tiny_llama, tmp_path):
+    first, second = (create_huggingface_actor(tiny_llama, loader="spd_scorer") for _ in range(2))
+    assert load_spd_scorer.__name__ == "load_spd_scorer"
+    assert torch.equal(first(**data().as_kwargs()), second(**data().as_kwargs()))
+    with torch.no_grad():
+        first.head.out.bias.fill_(3.0)
+    first.save_pretrained(tmp_path)
+    again = create_huggingface_actor(tiny_llama, loader="spd_scorer", loader_kwargs={"adapter_path": str(tmp_path)})
+    assert again.head.out.bias.item() == 3.0
+
+
+def test_no_gradient_through_mismatches_after_the_first_rejection(tiny_llama):
+    """z of the second mismatch gets no gradient when the first was rejected and only counted positions enter."""
+    from tensordict import TensorDict
+
+    from verl.workers.rollout.spd.hybrid import counted_positions, hybrid_of
+
+    model = build(tiny_llama, backbone="target")
+    seen = []
+    original = model.score_features
+
+    def watched(*args):
+        z = original(*args)
+        z.retain_grad()
+        seen.append(z)
+        return z
+
+    model.score_features = watched
+    actions = [[1, 0, 1], [1, 1, 0]]
+    reached = [hybrid_of(d, t, a, {2}).reached for d, t, a in zip(DRAFTS, TARGETS, actions, strict=True)]
+    counted = [
+        counted_positions(d, t, r, "judged") + [0] * (3 - len(d)) for d, t, r in zip(DRAFTS, TARGETS, reached, strict=True)
+    ]
+    assert counted == [[0, 1, 0], [1, 0, 0]]
+    batch = TensorDict({**data().as_kwargs(), "responses": torch.tensor(actions)}, batch_size=2)
+    log_p, _ = get_policy("bernoulli").log_probs(model, batch, temperature=1.0, with_entropy=False)
+    (log_p * torch.tensor(counted)).sum().backward()
+    assert torch.equal(seen[0].grad != 0, torch.tensor(counted).bool())

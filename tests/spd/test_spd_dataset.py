@@ -1,0 +1,119 @@
+"""Offsets of a drafted block under padding and truncation, and the rows that are refused."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.helpers.models import make_tokenizer
+from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.dataset.spd_dataset import SPDRLHFDataset, build_spd_input, resolve_sep_token_id
+
+SEP = 3
+TOKENIZER = make_tokenizer()
+
+
+def row(context, draft, target, **changes):
+    ids, offsets = build_spd_input(context, draft, target, SEP)
+    extra = {
+        **offsets, "index": 7, "context_ids": context, "draft_ids": draft, "target_ids": target, "is_correct_baseline": 1,
+    }  # fmt: skip
+    return {
+        "data_source": "spd_scorer", "prompt": "q", "input_ids": ids, "extra_info": extra, "rollout_info": dict(offsets),
+        "reward_model": {"style": "rule", "ground_truth": "4"}, **changes,
+    }  # fmt: skip
+
+
+def dataset(tmp_path, rows, width=32, gamma=8):
+    file = tmp_path / "blocks.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    config = OmegaConf.create(
+        {"max_prompt_length": width, "max_response_length": gamma, "shuffle": False, "seed": None}
+    )
+    return SPDRLHFDataset(str(file), TOKENIZER, config)
+
+
+def test_offsets_move_with_the_padding(tmp_path):
+    # 3 + 2 + 3 + 3 separators = 11 ids in 14 columns: 3 columns of padding
+    item = dataset(tmp_path, [row([5, 6, 7], [8, 9], [8, 10, 11])], width=14)[0]
+    assert item["input_ids"].tolist() == [0, 0, 0, 5, 6, 7, SEP, 8, 9, SEP, 8, 10, 11, SEP]
+    assert item["spd_layout"].tolist() == [3, 3, 7, 2, 10]
+    for where in ("extra_info", "rollout_info"):
+        assert (item[where]["draft_start"], item[where]["target_start"], item[where]["context_len"]) == (7, 10, 3)
+    assert item["extra_info"]["ground_truth"] == "4" and item["index"] == 7 and item["sample_index"] == 0
+
+
+def test_truncation_keeps_the_last_tokens_and_shifts_the_offsets_down(tmp_path):
+    item = dataset(tmp_path, [row([4, 5, 6, 7], [8, 9], [8, 10, 11])], width=10)[0]
+    assert item["input_ids"].tolist() == [6, 7, SEP, 8, 9, SEP, 8, 10, 11, SEP]
+    assert item["spd_layout"].tolist() == [0, 2, 3, 2, 6]
+    assert item["extra_info"]["context_len"] == 2 and item["extra_info"]["context_ids"] == [4, 5, 6, 7]
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(21, 60), st.randoms(use_true_random=False))
+def test_offsets_point_at_the_block_whatever_the_width(tmp_path_factory, context_len, gamma, width, random):
+    draw = lambda n: [random.randrange(5, 40) for _ in range(n)]  # noqa: E731
+    context, draft, target = draw(context_len), draw(gamma), draw(gamma + 1)
+    item = dataset(tmp_path_factory.mktemp("d"), [row(context, draft, target)], width=width)[0]
+    start, kept, draft_start, draft_len, target_start = item["spd_layout"].tolist()
+    ids = item["input_ids"].tolist()
+    assert len(ids) == width and ids[draft_start : draft_start + draft_len] == draft
+    assert ids[target_start : target_start + gamma + 1] == target
+    assert ids[start : start + kept] == context[-kept:] and kept == min(context_len, width - 2 * gamma - 4)
+    assert ids[draft_start - 1] == ids[target_start - 1] == ids[-1] == SEP
+    assert item["attention_mask"].tolist() == [0] * start + [1] * (width - start)
+    assert item["extra_info"]["draft_start"] == item["rollout_info"]["draft_start"] == draft_start
+
+
+def test_a_batch_has_tensors_and_columns(tmp_path):
+    data = dataset(tmp_path, [row([5, 6], [8, 9], [8, 10, 11]), row([5], [8], [9, 9])])
+    batch = collate_fn([data[0], data[1]])
+    assert batch["spd_layout"].shape == (2, 5) and batch["sample_index"].tolist() == [0, 1]
+    assert batch["extra_info"][1]["draft_len"] == 1 and torch.is_tensor(batch["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "changes, width, gamma, message",
+    [
+        ({}, 11, 1, "row 1: the draft has 2 tokens, data.max_response_length=1. Raise it to 2"),
+        ({}, 8, 8, "row 1: draft and target .* need 9 tokens, data.max_prompt_length=8 would cut the draft"),
+        ({"input_ids": [1, 2, 3]}, 32, 8, "row 1: input_ids is not"),
+        ({"rollout_info": {"draft_start": 99}}, 32, 8, "row 1: rollout_info.context_len is None"),
+        ({"extra_info": {"context_ids": [5]}}, 32, 8, "row 1: extra_info lacks context_len"),
+        ({"reward_model": {"style": "rule"}}, 32, 8, "row 1: reward_model has no 'ground_truth'"),
+    ],
+)
+def test_bad_rows_are_refused_by_file_and_row(tmp_path, changes, width, gamma, message):
+    good = row([5], [8], [9, 9])
+    with pytest.raises(ValueError, match=r"blocks.jsonl, " + message):
+        dataset(tmp_path, [good, row([5, 6], [8, 9], [8, 10, 11], **changes)], width, gamma)
+
+
+def test_separator_comes_from_environment_then_tokenizer_then_reserved(monkeypatch):
+    assert resolve_sep_token_id(TOKENIZER) == 3
+    monkeypatch.setenv("SPD_SEP_TOKEN_ID", "9")
+    assert resolve_sep_token_id(TOKENIZER) == 9
+    monkeypatch.setenv("SPD_SEP_TOKEN_ID", "9999")
+    with pytest.raises(ValueError, match="SPD_SEP_TOKEN_ID='9999'"):
+        resolve_sep_token_id(TOKENIZER)
+    monkeypatch.delenv("SPD_SEP_TOKEN_ID")
+    other = make_tokenizer()
+    other.sep_token = None
+    with pytest.raises(ValueError, match="set SPD_SEP_TOKEN_ID"):
+        resolve_sep_token_id(other)
+    other.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]})
+    assert resolve_sep_token_id(other) == other.convert_tokens_to_ids("<|reserved_special_token_0|>")
+
+
+def test_five_thousand_rows_are_read_and_checked_quickly(tmp_path):
+    import time
+
+    rows = [row(list(range(5, 60)), [8] * 8, [9] * 9)] * 5000
+    start = time.monotonic()
+    data = dataset(tmp_path, rows, width=80)
+    for i in range(0, 5000, 10):
+        data[i]
+    assert time.monotonic() - start < 8

@@ -1,0 +1,75 @@
+"""The completion store: two processes, first completion wins, keys by model and sampling."""
+
+import multiprocessing as mp
+
+import pytest
+
+from verl.workers.rollout.spd.store import Completion, CompletionStore, StoreError, model_dir_fingerprint
+
+
+def open_store(path, model="m", **sampling):
+    return CompletionStore(path, model, {"max_tokens": 8, **sampling})
+
+
+def _write(path, worker, start):
+    store = open_store(path)
+    start.wait()
+    for first in range(0, 200, 20):
+        contexts = [(i,) for i in range(first, first + 20)]
+        held = store.put_many(contexts, [Completion((worker, i), False) for (i,) in contexts])
+        assert all(done.token_ids[1] == i for (i,), done in zip(contexts, held, strict=True))
+    store.close()
+
+
+def test_what_is_put_is_found_again_also_after_closing(tmp_path):
+    path = tmp_path / "deep" / "c.sqlite3"
+    store = open_store(path)
+    assert store.get_many([(1, 2), (3,)]) == {}
+    store.put_many([(3,)], [Completion((7, 70_000), True)])
+    store.close()
+    assert open_store(path).get_many([(1, 2), (3,)]) == {1: Completion((7, 70_000), True)}
+
+
+def test_another_model_or_sampling_finds_nothing(tmp_path):
+    open_store(tmp_path / "c").put_many([(1,)], [Completion((7,), False)])
+    assert open_store(tmp_path / "c", model="other").get_many([(1,)]) == {}
+    assert open_store(tmp_path / "c", max_tokens=9).get_many([(1,)]) == {}
+    assert len(open_store(tmp_path / "c")) == 1
+
+
+def test_two_processes_end_with_one_completion_a_key(tmp_path):
+    context = mp.get_context("spawn")
+    start = context.Barrier(2)
+    workers = [context.Process(target=_write, args=(tmp_path / "c", w, start)) for w in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    store = open_store(tmp_path / "c")
+    assert len(store) == 200
+    held = store.get_many([(i,) for i in range(200)])
+    first = store.put_many([(5,)], [Completion((9, 9, 9), True)])[0]
+    assert first == held[5] and first.token_ids[1] == 5  # what stands there stays
+
+
+def test_more_keys_than_a_query_holds(tmp_path):
+    store, contexts = open_store(tmp_path / "c"), [(i,) for i in range(1201)]
+    store.put_many(contexts, [Completion((i,), False) for (i,) in contexts])
+    assert {i: c.token_ids for i, c in store.get_many(contexts).items()} == {i: (i,) for i in range(1201)}
+
+
+def test_a_file_that_is_no_store_is_named(tmp_path):
+    (tmp_path / "c").write_text("this is no database, however long one looks at it" * 50)
+    with pytest.raises(StoreError, match="spd.rollout.store_path=.*cannot be opened"):
+        open_store(tmp_path / "c")
+
+
+def test_fingerprint_of_a_model_directory_changes_with_its_weights(tiny_llama, tmp_path):
+    from tests.helpers.models import save_tiny_llama
+
+    assert model_dir_fingerprint(tiny_llama) == model_dir_fingerprint(save_tiny_llama(tmp_path / "same"))
+    assert model_dir_fingerprint(tiny_llama) != model_dir_fingerprint(save_tiny_llama(tmp_path / "other", seed=1))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreError, match="no weight file"):
+        model_dir_fingerprint(tmp_path / "empty")

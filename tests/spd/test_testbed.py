@@ -1,0 +1,310 @@
+"""The test bed's corpus, models and blocks."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pandas as pd
+import pytest
+import torch
+
+from examples.spd_arithmetic import blocks, corpus, make_testbed, questions, train_models
+from examples.spd_arithmetic.model import Shape, SmallLlama, export
+from examples.spd_arithmetic.muon import Muon, orthogonalise
+from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
+from verl.workers.rollout.spd.decode import greedy_generate
+from verl.workers.rollout.spd.rules import exact
+
+NUMBER = r"(\d+)"
+CHANGES = (  # pattern of a sentence, value before -> value after
+    (rf"\w+ (?:loses|sells|drops|eats) {NUMBER} \w+", lambda v, n: v - n),
+    (r"\w+ (?:loses|sells|drops|eats) half of the \w+", lambda v: v // 2),
+    (rf"\w+ (?:buys|finds|wins) {NUMBER} more \w+", lambda v, n: v + n),
+    (rf"\w+ gives {NUMBER} \w+ to \w+", lambda v, n: v - n),
+    (rf"\w+ gets {NUMBER} \w+ from \w+", lambda v, n: v + n),
+)
+COMPARES = (
+    (rf"\w+ has {NUMBER} more \w+ than \w+", lambda v, n: v + n),
+    (rf"\w+ has {NUMBER} fewer \w+ than \w+", lambda v, n: v - n),
+    (r"\w+ has twice as many \w+ as \w+", lambda v: 2 * v),
+    (r"\w+ has half as many \w+ as \w+", lambda v: v // 2),
+)
+STARTS = (
+    (rf"\w+ has {NUMBER} \w+ and each one holds {NUMBER} \w+", lambda a, b: a * b),
+    (rf"\w+ has {NUMBER} \w+ and in total they hold {NUMBER} \w+", lambda a, b: b),
+    (rf"\w+ has {NUMBER} red \w+ and {NUMBER} green \w+", lambda a, b: a + b),
+)
+
+
+def read_and_solve(text: str) -> int:
+    """Answer a question from its text alone, by patterns of its sentences."""
+    *facts, question = re.split(r" \. ", text)
+
+    def first(rules, sentence, *before):
+        for pattern, result in rules:
+            match = re.fullmatch(pattern, sentence)
+            if match:
+                return result(*before, *map(int, match.groups()))
+        return None
+
+    value, second = first(STARTS, facts[0]), None
+    assert value is not None, text
+    for sentence in facts[1:]:
+        changed = first(CHANGES, sentence, value)
+        if changed is None:
+            second = first(COMPARES, sentence, value)
+            assert second is not None, sentence
+        else:
+            value = changed
+    if question.endswith("together ?"):
+        return value + second
+    return value if question.endswith("now ?") else second
+
+
+def drawn(count: int, seed: int = 1) -> list[corpus.Problem]:
+    rng = random.Random(seed)
+    return [corpus.sample_problem(rng) for _ in range(count)]
+
+
+def styles(problem: corpus.Problem, rng: random.Random) -> list[corpus.Chooser]:
+    return [corpus.house_style, corpus.mixed_style(rng), corpus.mixed_style(rng), corpus.draft_style(problem.item)]
+
+
+def test_answers_are_right_under_every_wording():
+    rng = random.Random(2)
+    for problem in drawn(400):
+        wanted = read_and_solve(corpus.question_text(problem))
+        assert wanted == corpus.solve(problem)
+        for style in styles(problem, rng):
+            words, _ = corpus.render(corpus.answer_slots(problem), style)
+            text = " ".join(words)
+            assert words[-3:] == ["answer", "is", str(wanted)]
+            calculations = re.findall(r"(\d+) ([-+*/]) (\d+) (?:=|makes|is) (\d+)", text)
+            for a, sign, b, result in calculations:
+                a, b = int(a), int(b)
+                assert int(result) == {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign], text
+            silent = problem.start.kind == "total"  # its first step has nothing to calculate
+            assert len(calculations) == problem.steps - silent
+            assert all(0 <= int(n) <= corpus.MAX_NUMBER for n in re.findall(r"\d+", text))
+
+
+def test_problems_have_two_to_five_steps():
+    assert {p.steps for p in drawn(200)} == {2, 3, 4, 5}
+
+
+def test_draft_style_is_house_in_about_45_percent_of_the_slots():
+    slots = {(s.name, p.item): len(s.options) for p in drawn(800) for s in corpus.answer_slots(p) if len(s.options) > 1}
+    house = [corpus.draft_style(item)(name, n) == 0 for (name, item), n in slots.items()]
+    assert 0.38 < sum(house) / len(house) < 0.52
+
+
+def test_mask_marks_exactly_the_first_token_that_leaves_house_wording():
+    slots = [
+        corpus.Slot("a", ("first ,", "at first ,")),
+        corpus.Slot("b", (", so", ", that is")),
+        corpus.Slot("c", ("of them", "of")),
+        corpus.Slot("d", ("7",)),
+    ]
+    words, leaves = corpus.render(slots, lambda name, n: n - 1)
+    assert words == "at first , , that is of 7".split()
+    assert [w for w, leave in zip(words, leaves, strict=True) if leave] == ["at", "that", "7"]
+    assert corpus.render(slots, corpus.house_style)[1] == [False] * 7
+
+
+@pytest.mark.parametrize(("softness", "share"), [(0.0, 0.0), (1.0, 1.0), (0.3, 0.3)])
+def test_softness_is_the_share_of_leaving_tokens_that_count(softness, share, monkeypatch):
+    monkeypatch.setattr(train_models, "DRILL_SHARE", 0.0)
+    monkeypatch.setattr(corpus, "mixed_style", lambda rng: lambda name, n: n - 1)
+    leaving = counted = 0
+    for seed in range(60):
+        ids, labels = train_models.target_row(random.Random(seed), Encoder(), softness)
+        (problem,) = drawn(1, seed)
+        prompt = len(corpus.question_text(problem).split())
+        marks = corpus.render(corpus.answer_slots(problem), lambda name, n: n - 1)[1]
+        assert labels[:prompt] == [-100] * prompt and ids[-1] == labels[-1] == EOS_ID
+        for token, label, mark in zip(ids[prompt:-1], labels[prompt:-1], marks, strict=True):
+            assert label == token or (mark and label == -100)
+            leaving += mark
+            counted += mark and label == token
+    assert counted / leaving == pytest.approx(share, abs=0.06)
+
+
+def test_drill_counts_only_right_results():
+    ids, labels = train_models.drill_row(random.Random(0), Encoder())
+    text = Encoder().decode(ids)
+    for a, sign, b, result in re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text):
+        assert int(result) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b),
+                               "/": int(a) // int(b)}[sign]
+    assert sum(label != -100 for label in labels) == train_models.DRILL_CALCULATIONS
+
+
+def test_tokenizer_round_trip_and_agreement_with_the_encoder():
+    tokenizer, encoder = build_tokenizer(), Encoder()
+    for problem in drawn(50):
+        words, _ = corpus.render(corpus.answer_slots(problem), corpus.draft_style(problem.item))
+        text = corpus.question_text(problem) + " " + " ".join(words)
+        ids = tokenizer(text)["input_ids"]
+        assert ids == encoder.encode(text.split())
+        assert tokenizer.decode([*ids, EOS_ID], skip_special_tokens=True) == text == encoder.decode([*ids, EOS_ID])
+    assert len({tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id}) == 3
+
+
+def test_unknown_word_is_named():
+    with pytest.raises(ValueError, match="bananas"):
+        Encoder().encode(["bananas"])
+
+
+def test_hugging_face_export_gives_the_same_logits(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = SmallLlama(Shape(vocab=len(Encoder().tokens), dim=64, layers=2, heads=2, ff=96))
+    for gain in model.others()[1:]:
+        torch.nn.init.uniform_(gain, 0.5, 1.5)
+    export(model, tmp_path)
+    ids = torch.randint(0, model.shape.vocab, (3, 40))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.head_dim == 32
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_muon_agrees_with_torch_up_to_its_bfloat16():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(64, 32)), torch.nn.Parameter(torch.randn(32, 64))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    optimizers = Muon(ours, lr=0.1), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=0.01, rtol=0.0)
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 40, 24)))
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_equal_seeds_train_equal_weights():
+    encoder = Encoder()
+    config = train_models.TrainConfig(Shape(len(encoder.tokens), dim=32, layers=1, heads=1, ff=32), 3, batch_size=4)
+    first, again, other = (
+        train_models.train(config, lambda rng: train_models.draft_row(rng, encoder), seed).embedding
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_splits_share_no_text():
+    splits = questions.draw_questions({"train": 300, "val": 100, "test": 200}, 3, build_tokenizer())
+    texts = [q.question for split in questions.SPLITS for q in splits[split]]
+    assert len(set(texts)) == 600
+    assert len({q.question_id for split in questions.SPLITS for q in splits[split]}) == 600
+    assert all(q.ground_truth == str(read_and_solve(q.question)) for q in splits["test"])
+
+
+def test_gsm8k_file_is_read_and_split(tmp_path):
+    rows = [{"question": f"what is {i} + 1 ?", "answer": f"it is <<{i}+1>> . #### {i + 1:,}"} for i in range(1200, 1210)]
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = questions.read_gsm8k(path, {"train": 4, "val": 2, "test": 3}, 0, build_tokenizer())
+    assert [len(splits[s]) for s in questions.SPLITS] == [4, 2, 3]
+    assert all(int(q.ground_truth) == int(q.question.split()[2]) + 1 for s in splits.values() for q in s)
+    with pytest.raises(ValueError, match="10 distinct questions, but 11"):
+        questions.read_gsm8k(path, {"train": 6, "val": 2, "test": 3}, 0, build_tokenizer())
+
+
+def test_a_draft_is_cut_behind_its_end_token():
+    assert blocks.cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
+    assert blocks.cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
+
+
+@pytest.fixture(scope="module")
+def tiny_testbed(tmp_path_factory):
+    """A whole test bed of models that know nothing."""
+    out = tmp_path_factory.mktemp("spd") / "testbed"
+    root = out.parent / "models"
+    shape = Shape(len(Encoder().tokens), dim=32, layers=1, heads=1, ff=32)
+    for seed, name in enumerate(("target", "draft")):
+        torch.manual_seed(seed)
+        export(SmallLlama(shape), root / name)
+    gsm8k = out.parent / "questions.jsonl"
+    gsm8k.write_text("".join(
+        json.dumps({"question": corpus.question_text(p), "answer": f"#### {corpus.solve(p)}"}) + "\n" for p in drawn(12)))
+    arguments = ["--out", str(out), "--questions", str(gsm8k), "--target", str(root / "target"), "--draft",
+                 str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
+                 "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
+                 "--gamma", "4"]
+    make_testbed.main(arguments)
+    return out, arguments
+
+
+def test_testbed_has_every_file_and_true_blocks(tiny_testbed):
+    out, _ = tiny_testbed
+    figures = json.loads((out / "testbed.json").read_text())["figures"]
+    assert figures["target_accuracy"] == 0.0
+    assert set(json.loads((out / "timings.json").read_text())["phases"]) >= {"models", "questions", "harm labels"}
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(out / "target")
+    for split in ("train", "val"):
+        metadata = pd.read_parquet(out / f"metadata_{split}.parquet")
+        rows = pd.read_parquet(out / f"blocks_{split}.parquet")
+        assert set(rows.question_id) <= set(metadata.question_id) and len(rows) == figures[f"{split}_blocks"]
+        for row in rows.itertuples():
+            ids = torch.tensor([[*row.context_ids, *row.draft_ids]])
+            seen = target(input_ids=ids).logits[0, len(row.context_ids) - 1 :].argmax(-1).tolist()
+            assert list(row.target_ids) == seen
+            assert list(row.draft_ids) != seen[:-1]
+
+
+def test_a_second_run_reuses_the_first(tiny_testbed):
+    out, arguments = tiny_testbed
+    before = (out / "testbed.json").stat().st_mtime_ns
+    make_testbed.main(arguments)
+    assert (out / "testbed.json").stat().st_mtime_ns == before
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="no testbed.json"):
+        make_testbed.main(["--out", str(tmp_path)])
+
+
+def test_harm_is_counterfactual():
+    """A pair with a scripted target: only the second mismatch of the block turns the answer wrong."""
+    encoder = Encoder()
+    end = encoder.encode(["answer", "is"])
+    question = questions.Question("q", "", [10], "3")
+    pair = blocks.Pair(torch.nn.Identity(), torch.nn.Identity(), encoder.decode, EOS_ID, 4, 16, 8)
+    calls = []
+
+    def complete(model, prompts, progress):
+        calls.extend(prompts)
+        said = ["4" if encoder.ids["half"] in prompt else "3" for prompt in prompts]
+        return [[*end, encoder.ids[number], EOS_ID] for number in said]
+
+    object.__setattr__(pair, "greedy", complete)
+    draft, target = encoder.encode("she twice half pens".split()), encoder.encode("kim twice twice pens so".split())
+    rows = [blocks.DraftedBlock("b", "q", [10], draft, target, True),
+            blocks.DraftedBlock("never right", "q", [10], draft, target, False)]
+    labels = blocks.harm_labels(pair, rows, {"q": question}, lambda *_: None)
+    assert calls == [[10, *draft[:1]], [10, *draft[:3]]]
+    assert [(x.block_id, x.position, x.harmful, x.already_broken) for x in labels] == [
+        ("b", 0, False, False), ("b", 2, True, False)]
+
+
+def test_own_path_is_the_targets_greedy_text(tiny_testbed):
+    out, _ = tiny_testbed
+    arguments = make_testbed.parse_arguments(["--out", str(out), "--max-new-tokens", "20"])
+    pair = make_testbed.load_pair(arguments, out, build_tokenizer())
+    asked = questions.draw_questions({"train": 5, "val": 0, "test": 0}, 0, build_tokenizer())["train"]
+    own = pair.greedy(pair.target, [q.prompt_ids for q in asked], lambda *_: None)
+    assert pair.speculative(asked, exact()).tokens == own
+    assert greedy_generate(pair.target, [asked[0].prompt_ids], max_new_tokens=20, eos_token_id=EOS_ID).tokens == own[:1]

@@ -1,0 +1,247 @@
+"""Misspelt keys, values out of range, names of parts, batch sizes: each found, named and mended in the message."""
+
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
+from verl.utils.batch_arithmetic import batch_problems
+from verl.utils.config import forced_override, validate_config
+from verl.utils.config_check import find_problems
+from verl.utils.problems import ConfigError
+
+KNOWN = compose_ppo()
+
+
+def problems(*overrides):
+    return find_problems(compose_ppo(*SOUND, *overrides), known=KNOWN)
+
+
+def only(*overrides):
+    found = problems(*overrides)
+    assert len(found) == 1, [p.message for p in found]
+    return found[0]
+
+
+def test_a_sound_config_has_no_problem():
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("+data.max_promt_length=3", "data.max_prompt_length"),
+        ("+actor_rollout_ref.actor.lr=1", "actor_rollout_ref.actor.optim.lr"),
+        ("+trainer.dryrun=true", "trainer.dry_run"),
+        ("+algoritm.gamma=1", "algorithm"),
+        ("+actor_rollout_ref.rollout.val_kwarg.n=2", "actor_rollout_ref.rollout.val_kwargs"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(override, nearest):
+    found = only(override)
+    assert found.kind == "wrong"
+    assert f"did you mean {nearest}?" in found.message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.1",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+        "+actor_rollout_ref.rollout.custom.a.b=1",
+        "+data.apply_chat_template_kwargs.enable_thinking=false",
+        "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "+custom_reward_function.reward_kwargs.alpha=0.1",
+        "+ray_kwargs.ray_init.runtime_env.working_dir=x",
+        "+actor_rollout_ref.model.loader.kwargs.backbone=own",
+        "+actor_rollout_ref.model.policy.kwargs.share=true",
+        "actor_rollout_ref.actor.optim.override_optimizer_config={eps:1e-6}",
+        "+actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=[A]",
+        "+trainer.wandb_proxy=http://x",
+        "data.train_files=[a.parquet,b.parquet]",
+        "trainer.logger=console",
+    ],
+)
+def test_open_mappings_take_any_key(override):
+    assert problems(override) == []
+
+
+def test_a_removed_key_is_told():
+    assert "trainer.report was removed" in only("~trainer.report").message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.truncation=lft", "did you mean 'left'"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token_mean", "did you mean 'token-mean'"),
+        ("actor_rollout_ref.actor.clip_ratio=-0.1", "use 0 or more"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "above 1"),
+        ("algorithm.gamma=1.5", "use 1 or less"),
+        ("algorithm.kl_ctrl.type=adaptiv", "did you mean 'adaptive'"),
+        ("actor_rollout_ref.actor.strategy=megatron", "Megatron is not supported"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "two numbers"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "is a str; expected float"),
+        ("actor_rollout_ref.actor.calculate_entropy=1", "expected bool"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[models]", "did you mean 'model'"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
+        ("actor_rollout_ref.rollout.mode=async", "comes with multi-turn"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "greedy samples"),
+        ("trainer.resume_mode=resume_path", "global_step_N"),
+        ("reward_manager.source=importlib", "reward_manager.module.path"),
+        ("actor_rollout_ref.model.external_lib=no_such_module_here", "cannot be imported"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_mend(override, said):
+    found = only(override)
+    key, _, value = override.partition("=")
+    assert key.rpartition(".")[2] in found.message
+    assert said in found.message
+
+
+def test_an_unknown_estimator_has_the_nearest():
+    assert "'grop' is unknown; did you mean 'grpo'?" in only("algorithm.adv_estimator=grop").message
+
+
+def test_all_problems_come_at_once():
+    found = problems("data.truncation=lft", "+data.sed=1", "algorithm.gamma=2", "data.train_batch_size=60")
+    assert {p.key for p in found} >= {"data.truncation", "data.sed", "algorithm.gamma", "data.train_batch_size"}
+
+
+# 8 ranks. 60 x 5 = 300 is no multiple of 8; since 5 and 8 share no divisor, prompts must be a multiple of 8: 56, 64.
+# 60 x 2 = 120 is a multiple of 8. 62 x 2 = 124 is not; 8 / gcd(2, 8) = 4, so a multiple of 4: 60 or 64.
+def test_samples_that_ranks_cannot_share():
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    found = only("data.train_batch_size=60", "actor_rollout_ref.rollout.n=5", mini)
+    assert "data.train_batch_size=60 x actor_rollout_ref.rollout.n=5 gives 300 samples" in found.message
+    assert "which 8 ranks cannot share evenly. Use a multiple of 8 (56 or 64)." in found.message
+    assert problems("data.train_batch_size=60", "actor_rollout_ref.rollout.n=2", mini) == []
+    assert "multiple of 4 (60 or 64)" in only("data.train_batch_size=62", "actor_rollout_ref.rollout.n=2", mini).message
+
+
+def test_shared_prompts_need_whole_groups_on_a_rank():
+    found = only(
+        "data.train_batch_size=60", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.share_prompt_forward=true", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    )  # fmt: skip
+    assert "60 prompts cannot be shared evenly by 8 ranks" in found.message
+    assert "multiple of 8 (56 or 64)" in found.message
+
+
+def test_a_mini_batch_larger_than_the_batch():
+    assert "Use 128 or less" in only("data.train_batch_size=128").message
+
+
+def test_a_mini_batch_that_ranks_cannot_share():
+    found = only("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.n_gpus_per_node=8")
+    assert "gives 12 samples, which 8 ranks cannot share evenly. Use a multiple of 8 (8 or 16)." in found.message
+
+
+def test_exactly_one_micro_batch_size():
+    both = only("actor_rollout_ref.actor.ppo_micro_batch_size=16")
+    assert "are both set" in both.message
+    neither = only("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null")
+    assert neither.key == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    dynamic = ("actor_rollout_ref.actor.use_dynamic_bsz=true",)
+    assert problems("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null", *dynamic) == []
+
+
+def test_the_old_micro_batch_size_is_shared_by_the_ranks():
+    one = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"
+    assert problems(one, "actor_rollout_ref.actor.ppo_micro_batch_size=16") == []
+    found = only(one, "actor_rollout_ref.actor.ppo_micro_batch_size=20")
+    assert "multiple of 8 (16 or 24), or set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2" in found.message
+
+
+def test_the_reference_needs_its_micro_batch_size_when_there_is_one():
+    key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+    assert only("actor_rollout_ref.actor.use_kl_loss=true").key == key
+    assert problems("actor_rollout_ref.actor.use_kl_loss=true", f"{key}=4") == []
+    assert problems("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8") == []
+
+
+def test_the_critic_tells_only_what_the_actor_did_not():
+    def arithmetic(*overrides):
+        plain = OmegaConf.to_container(compose_ppo(*SOUND, *overrides), resolve=True)
+        return [p.key for p in batch_problems(plain, use_reference_policy=False, use_critic=True)]
+
+    assert arithmetic() == []
+    assert arithmetic("critic.ppo_mini_batch_size=12") == ["critic.ppo_mini_batch_size"]
+    actor = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    assert arithmetic(f"{actor}=12") == [actor]
+
+
+@pytest.mark.parametrize("key", ["rollout.tensor_model_parallel_size", "actor.fsdp_config.fsdp_size"])
+def test_group_sizes_divide_the_ranks(key):
+    assert "Use one of 1, 2, 4, 8." in only(f"actor_rollout_ref.{key}=3").message
+
+
+def test_validate_config_raises_one_error_with_all():
+    config = compose_ppo(*SOUND, "data.truncation=lft", "algorithm.gamma=2")
+    with pytest.raises(ConfigError, match="2 problems") as error:
+        validate_config(config, use_reference_policy=False, use_critic=False)
+    assert "data.truncation" in str(error.value) and "algorithm.gamma" in str(error.value)
+    assert isinstance(error.value, ValueError)
+    validate_config(compose_ppo(*SOUND), use_reference_policy=False, use_critic=False)
+
+
+def test_what_is_not_built_is_said_before_the_start():
+    assert "needs a critic, which is not built yet" in only("algorithm.adv_estimator=gae").message
+    assert "custom_reward_function.path" in problems("reward_model.enable=true")[0].message
+
+
+@pytest.mark.parametrize(
+    ("argument", "forced"),
+    [
+        ("a.b=1", "++a.b=1"), ("+a.b.c={x:1}", "++a.b.c={x:1}"), ("++a.b=x=y", "++a.b=x=y"), ("~a.b", "~a.b"),
+        ("optim=fsdp", "optim=fsdp"), ("optim@a.optim=x", "optim@a.optim=x"), ("--config-name", "--config-name"),
+        ("--config-path=/x/a.b", "--config-path=/x/a.b"), ("a/b=c", "a/b=c"),
+    ],
+)  # fmt: skip
+def test_overrides_reach_the_check(argument, forced):
+    assert forced_override(argument) == forced
+
+
+RECIPE = """
+defaults:
+  - ppo_trainer
+  - _self_
+hydra:
+  searchpath:
+    - pkg://verl.trainer.config
+spd:
+  backbone: target
+actor_rollout_ref:
+  rollout:
+    custom: ${spd}
+    n: 4
+"""
+
+APP = """
+import sys
+from verl.utils.config import hydra_main
+@hydra_main(config_path=sys.argv.pop(1), config_name="toy")
+def main(config):
+    from verl.utils.config_check import find_problems
+    print(config.actor_rollout_ref.rollout.custom.backbone, config.actor_rollout_ref.rollout.n)
+    print([p.message for p in find_problems(config)])
+main()
+"""
+
+
+def test_a_recipe_extends_the_tree_and_its_own_group_is_known(tmp_path):
+    (tmp_path / "toy.yaml").write_text(RECIPE)
+    (tmp_path / "app.py").write_text(APP)
+    run = subprocess.run(
+        [sys.executable, str(tmp_path / "app.py"), str(tmp_path), *SOUND, "spd.backbone=own", "+spd.bakbone=x",
+         "spd.backbon=y"],
+        capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": str(CONFIG_DIR.parents[2]), "PATH": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines = run.stdout.splitlines()
+    assert lines[0] == "own 4"
+    unknown = [f"spd.{name} is no known key; did you mean spd.backbone?" for name in ("bakbone", "backbon")]
+    assert lines[1] == str(unknown)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["app.py", "toy.yaml"]  # Hydra left no folder

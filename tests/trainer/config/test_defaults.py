@@ -1,0 +1,119 @@
+"""Yaml and dataclasses say the same; public keys stay."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers.configs import CONFIG_DIR, compose_ppo
+from verl.base_config import BaseConfig
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.config_check import SECTIONS
+
+KEYS_FILE = Path(__file__).with_name("public_keys.txt")
+
+# Keys whose value in the yaml is not the dataclass's own: required there, or following another key only there.
+DIFFERENT = {
+    "actor_rollout_ref.rollout.name": "???",
+    "actor_rollout_ref.model.path": "???",
+    "actor_rollout_ref.actor.rollout_n": 1,
+    "actor_rollout_ref.actor.use_remove_padding": True,
+    "critic.model.tokenizer_path": "some/model",
+}
+
+
+def leaves(node, prefix=""):
+    for key, value in node.items():
+        path = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def plain(value):
+    if isinstance(value, BaseConfig):
+        return {f.name: plain(value[f.name]) for f in dataclasses.fields(value) if f.name != "_target_"}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def at(tree, path):
+    for part in path.split("."):
+        tree = tree[part]
+    return tree
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_each_yaml_default_is_the_dataclass_default(section):
+    config = compose_ppo("actor_rollout_ref.model.path=some/model")
+    tree = OmegaConf.to_container(config, resolve=True)
+    if section == "actor_rollout_ref.model":
+        tree["actor_rollout_ref"]["model"]["path"] = "???"
+    yaml = dict(leaves(at(tree, section)))
+    default = plain(SECTIONS[section]())
+    compared = 0
+    for path, value in yaml.items():
+        full = f"{section}.{path}"
+        if path.endswith("_target_"):
+            continue
+        if full in DIFFERENT:
+            assert value == DIFFERENT[full], full
+            continue
+        assert at(default, path) == value, full
+        compared += 1
+    assert compared >= 3
+
+
+def test_every_target_is_the_dataclass_of_its_section():
+    config = compose_ppo("actor_rollout_ref.model.path=some/model", "actor_rollout_ref.rollout.name=hf")
+    for section, dataclass_type in SECTIONS.items():
+        node = OmegaConf.select(config, section)
+        if "_target_" in node:
+            assert type(omega_conf_to_dataclass(node)) is dataclass_type
+
+
+def test_public_keys_are_frozen():
+    tree = OmegaConf.to_container(compose_ppo(), resolve=False)
+    keys = sorted(p for p, _ in leaves(tree) if not p.endswith("_target_"))
+    frozen = KEYS_FILE.read_text().split()
+    gone, new = sorted(set(frozen) - set(keys)), sorted(set(keys) - set(frozen))
+    assert not gone, f"users set these keys: {gone}"
+    assert not new, f"add to {KEYS_FILE.name}, and to CHANGES.md if users see them: {new}"
+
+
+@pytest.mark.parametrize("path", sorted(p.relative_to(CONFIG_DIR).as_posix() for p in CONFIG_DIR.rglob("*.yaml")))
+def test_a_sentence_stands_above_each_key(path):
+    if path.startswith("_generated"):
+        return
+    lines = (CONFIG_DIR / path).read_text().splitlines()
+    inside = None
+    for above, line in zip(["", *lines], lines, strict=False):
+        indent = len(line) - len(line.lstrip())
+        if inside is not None and line.strip() and indent > inside:
+            continue
+        if line.startswith("defaults:") or line.startswith("hydra:"):
+            inside = 0
+            continue
+        if line.strip():
+            inside = None
+        if re.match(r"\s*[\w]+:( |$)", line):
+            assert re.match(r"\s*# \S.*[.:?;)a-z]$", above), f"{path}: {line}"
+
+
+def test_required_keys_are_asked_for():
+    assert OmegaConf.missing_keys(compose_ppo()) == {"actor_rollout_ref.model.path", "actor_rollout_ref.rollout.name"}
+
+
+def test_followers_follow():
+    config = compose_ppo(
+        "data.max_response_length=77", "data.train_batch_size=8", "actor_rollout_ref.actor.grad_clip=0.3",
+        "actor_rollout_ref.rollout.n=5", "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+    )  # fmt: skip
+    roles = config.actor_rollout_ref
+    assert roles.rollout.response_length == 77
+    assert config.data.gen_batch_size == 8
+    assert roles.actor.optim.clip_grad == 0.3 and config.critic.optim.clip_grad == 1.0
+    assert roles.actor.rollout_n == 5 and config.critic.rollout_n == 5
+    assert list(roles.actor.checkpoint.load_contents) == ["model"]

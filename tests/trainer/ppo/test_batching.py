@@ -1,0 +1,162 @@
+"""Drops, groups and shares of a batch, by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.batching import (
+    DropCounts,
+    balanced_order,
+    compute_response_mask,
+    drop_lost,
+    fill_groups,
+    group_rows,
+    rollout_probs_diff,
+    share_weights,
+)
+
+
+def samples(groups: str, lost: str = "") -> DataProto:
+    """One row a letter of `groups` (its uid); rows whose place in `lost` is an x are lost."""
+    columns = {"uid": np.array(list(groups), dtype=object)}
+    if lost:
+        columns["__lost__"] = np.array([c == "x" for c in lost])
+    number = torch.arange(len(groups))
+    tensors = {"number": number, "response_mask": torch.ones(len(groups), 3, dtype=torch.int64)}
+    return DataProto.from_dict(tensors=tensors, non_tensors=columns)
+
+
+def numbers(data: DataProto) -> list[int]:
+    return data.batch["number"].tolist()
+
+
+def test_response_mask_is_the_end_of_the_attention_mask():
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    data = DataProto.from_dict({"attention_mask": mask, "responses": torch.zeros(2, 3)})
+    assert compute_response_mask(data).tolist() == [[1, 1, 0], [1, 0, 0]]
+
+
+def test_nothing_lost_leaves_the_batch_as_it_is():
+    data, counts = drop_lost(samples("aabb"), n=2, ranks=2, whole_groups=False)
+    assert numbers(data) == [0, 1, 2, 3]
+    assert counts == DropCounts(requested=4, scored=4)
+
+
+def test_lost_rows_go_and_a_group_with_one_sample_left_goes_whole():
+    data, counts = drop_lost(samples("aaabbbccc", "x..xx...."), n=3, ranks=1, whole_groups=False)
+    assert numbers(data) == [1, 2, 6, 7, 8]
+    assert counts == DropCounts(requested=9, scored=5, lost=3, small_group=1)
+    assert "__lost__" not in data.non_tensor_batch
+    assert counts.metrics()["training/dropped_samples"] == 4
+
+
+def test_one_sample_a_prompt_is_no_small_group():
+    data, counts = drop_lost(samples("abc", "..x"), n=1, ranks=1, whole_groups=False)
+    assert numbers(data) == [0, 1]
+    assert counts.small_group == 0
+
+
+def test_prompts_are_cut_to_what_ranks_share_evenly():
+    # three full groups of two on two ranks: six samples can be shared, three whole groups cannot
+    data, counts = drop_lost(samples("aabbcc"), n=2, ranks=2, whole_groups=False)
+    assert len(data) == 6 and counts.uneven == 0
+    data, counts = drop_lost(samples("aabbcc"), n=2, ranks=2, whole_groups=True)
+    assert numbers(data) == [0, 1, 2, 3]
+    assert counts.uneven == 2
+    # a group that is no longer full has to stay whole too
+    data, counts = drop_lost(samples("aaabbbccc", "x........"), n=3, ranks=2, whole_groups=False)
+    assert numbers(data) == [1, 2, 3, 4, 5]
+    assert (counts.lost, counts.uneven, counts.scored) == (1, 3, 5)
+
+
+def test_everything_lost_leaves_no_row():
+    data, counts = drop_lost(samples("aabb", "xxxx"), n=2, ranks=2, whole_groups=False)
+    assert len(data) == 0
+    assert counts == DropCounts(requested=4, lost=4)
+
+
+def test_counts_that_do_not_add_up_are_a_fault():
+    with pytest.raises(RuntimeError, match="10 samples were requested, but 8 scored \\+ 1 dropped"):
+        DropCounts(requested=10, scored=8, lost=1).metrics()
+
+
+def test_fillers_complete_a_group_without_counting_anywhere():
+    data = samples("aabbb")
+    filled, own = fill_groups(data, n=3)
+    assert numbers(filled) == [0, 1, 0, 2, 3, 4]
+    assert own.tolist() == [True, True, False, True, True, True]
+    assert filled.batch["response_mask"].sum(-1).tolist() == [3, 3, 0, 3, 3, 3]
+    assert data.batch["response_mask"].sum().item() == 15  # the data's own mask is untouched
+    assert numbers(filled.select_idxs(own)) == numbers(data)
+
+
+def test_full_groups_are_not_copied():
+    data = samples("abab")
+    assert fill_groups(data, n=2)[0] is data
+
+
+def test_group_rows_follow_first_appearance():
+    assert [rows.tolist() for rows in group_rows(samples("babca"))] == [[0, 2], [1, 4], [3]]
+
+
+def heaviest_first(weights, parts):
+    """A balancer of equal counts: deal out from the heaviest, there and back."""
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    shares = [[] for _ in range(parts)]
+    for place, item in enumerate(order):
+        lap, at = divmod(place, parts)
+        shares[at if lap % 2 == 0 else parts - 1 - at].append(item)
+    return shares
+
+
+def test_balance_evens_out_tokens_row_by_row():
+    order = balanced_order([[9, 1], [8, 2]], 2, 2, heaviest_first, whole_groups=False)
+    assert [sorted(s) for s in np.split(order, 2)] == [[0, 1], [2, 3]]  # 9 + 1 and 8 + 2
+
+
+def test_balance_keeps_groups_on_one_rank_with_rows_adjacent():
+    order = balanced_order([[9, 9], [1, 1], [8, 8], [2, 2]], 2, 4, heaviest_first, whole_groups=True)
+    assert order.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]  # groups 0 and 1 weigh 20, groups 2 and 3 too
+    order = balanced_order([[9, 9], [8, 8], [1, 1], [2, 2]], 2, 4, heaviest_first, whole_groups=True)
+    assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_mini_batch_holds_the_same_rows_on_any_number_of_ranks(ranks):
+    sizes = [[3, 5], [2, 9], [4, 4], [7, 1], [6, 6], [1, 2], [3, 3], [5, 5]]  # 8 prompts x 2
+    order = balanced_order(sizes, ranks, 4, heaviest_first, whole_groups=False)
+    assert sorted(order.tolist()) == list(range(16))
+    shares = np.split(order, ranks)
+    first = np.concatenate([s[: 8 // ranks] for s in shares])
+    assert sorted(first.tolist()) == list(range(8))
+
+
+def test_without_a_balancer_ranks_take_rows_in_order():
+    order = balanced_order([[1, 1], [1, 1], [1, 1], [1, 1]], 2, 2, None, whole_groups=False)
+    assert order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_mini_batch_that_ranks_cannot_share_is_named():
+    with pytest.raises(ValueError, match="ppo_mini_batch_size=1 gives a mini-batch of 3 samples, which 2 ranks"):
+        balanced_order([[1, 1, 1], [1, 1, 1]], 2, 1, None, whole_groups=False)
+
+
+def test_share_weights_are_attended_tokens_by_group():
+    data = samples("aabb")
+    data.batch["attention_mask"] = torch.tensor([[1, 1], [1, 0], [0, 0], [1, 1]])
+    assert share_weights(data) == [[2, 1], [0, 2]]
+
+
+def test_probs_diff_counts_masked_tokens_only():
+    data = DataProto.from_dict(
+        {
+            "response_mask": torch.tensor([[1, 1, 0]]),
+            "rollout_log_probs": torch.tensor([[0.5, 0.25, 0.9]]).log(),
+            "old_log_probs": torch.tensor([[0.25, 0.125, 0.1]]).log(),
+        }
+    )
+    diff = rollout_probs_diff(data)
+    assert diff["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert diff["training/rollout_probs_diff_mean"] == pytest.approx(0.1875)
+    assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)

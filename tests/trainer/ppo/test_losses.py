@@ -1,0 +1,279 @@
+"""Policy losses, aggregation, KL, value loss: ratios set to round numbers, results by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, kl_penalty_forward
+
+
+def config(**changes):
+    settings = dict(
+        clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0, tau_pos=1.0, tau_neg=1.05,
+        global_batch_info={},
+        policy_loss=SimpleNamespace(
+            clip_cov_ratio=0.25, clip_cov_lb=0.05, clip_cov_ub=5.0, kl_cov_ratio=0.25, ppo_kl_coef=1.0
+        ),
+    )  # fmt: skip
+    return SimpleNamespace(**(settings | changes))
+
+
+def loss_of(name, ratios, advantages, mask=None, mode="token-mean", cfg=None, weights=None, base=-1.0):
+    """Loss of one row whose tokens have these ratios pi / pi_old, old log-prob `base`."""
+    ratios = torch.tensor([ratios])
+    old = torch.full_like(ratios, base)
+    new = (old + ratios.log()).requires_grad_()
+    advantages = torch.tensor([advantages])
+    mask = torch.ones_like(ratios) if mask is None else torch.tensor([mask])
+    loss, metrics = get_policy_loss_fn(name)(old, new, advantages, mask, mode, cfg or config(), weights)
+    loss.backward()
+    return loss.item(), new.grad[0], metrics
+
+
+@pytest.mark.parametrize(
+    "ratio, advantage, expected, has_gradient",
+    [
+        (1.0, 1.0, -1.0, True),
+        (0.5, 1.0, -0.5, True),  # below the range, A > 0: not clipped
+        (2.0, 1.0, -1.2, False),  # clip at 1 + high
+        (0.5, -1.0, 0.8, False),  # clip at 1 - low
+        (2.0, -1.0, 2.0, True),  # A < 0 grows
+        (10.0, -1.0, 3.0, False),  # dual clip at c
+    ],
+)
+def test_vanilla_clips(ratio, advantage, expected, has_gradient):
+    loss, gradient, _ = loss_of("vanilla", [ratio], [advantage])
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert bool(gradient.abs().max() > 1e-6) == has_gradient
+
+
+def test_vanilla_metrics_count_only_masked_tokens():
+    _, _, metrics = loss_of("vanilla", [2.0, 1.0, 10.0, 2.0], [1.0, 1.0, -1.0, 1.0], mask=[1, 1, 1, 0])
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(1 / 3)
+    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(1 / 3)
+    assert metrics["actor/ppo_kl"] == pytest.approx(-(0.693147 + 2.302585) / 3, rel=1e-4)
+
+
+def test_asymmetric_clip_range():
+    cfg = config(clip_ratio_low=0.1, clip_ratio_high=0.5)
+    assert loss_of("vanilla", [2.0], [1.0], cfg=cfg)[0] == pytest.approx(-1.5)
+    assert loss_of("vanilla", [0.5], [-1.0], cfg=cfg)[0] == pytest.approx(0.9)
+
+
+def test_only_clip_ratio_set_reaches_both_bounds():
+    cfg = config(clip_ratio=0.4)
+    assert loss_of("vanilla", [2.0], [1.0], cfg=cfg)[0] == pytest.approx(-1.4)
+    assert loss_of("vanilla", [0.5], [-1.0], cfg=cfg)[0] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gpg", "cispo", "gspo", "sapo", "geo_mean", "kl_cov", "clip_cov"])
+def test_rollout_weights_scale_the_loss(name):
+    torch.manual_seed(0)
+    plain = loss_of(name, [1.1, 0.9], [1.0, 1.0], cfg=config())[0]
+    torch.manual_seed(0)
+    assert loss_of(name, [1.1, 0.9], [1.0, 1.0], weights=torch.full((1, 2), 0.5))[0] == pytest.approx(plain / 2)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gpg", "cispo", "gspo", "sapo", "geo_mean", "kl_cov"])
+def test_masked_tokens_have_no_gradient(name):
+    _, gradient, _ = loss_of(name, [1.1, 0.9, 7.0], [1.0, -0.5, 50.0], mask=[1, 1, 0])
+    assert gradient[2] == 0 and gradient[:2].abs().min() > 0
+
+
+def test_gpg_is_plain_policy_gradient():
+    loss, gradient, _ = loss_of("gpg", [2.0, 1.0], [1.0, -2.0])
+    assert gradient.tolist() == pytest.approx([-0.5, 1.0])
+    assert loss == pytest.approx(-(1.0 * (-1 + 0.693147) - 2.0 * -1) / 2, rel=1e-5)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    loss, gradient, metrics = loss_of("cispo", [2.0], [1.0])
+    assert gradient.tolist() == pytest.approx([-1.2])
+    assert loss == pytest.approx(-1.2 * (-1 + 0.693147), rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] == 1.0
+
+
+def test_gspo_clips_the_geometric_mean_ratio():
+    # ratios 4 and 1/4: the sequence's ratio is 1, so nothing is clipped although each token is far off
+    loss, gradient, metrics = loss_of("gspo", [4.0, 0.25], [1.0, 1.0])
+    assert loss == pytest.approx(-1.0)
+    assert gradient.tolist() == pytest.approx([-0.5, -0.5])
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert loss_of("gspo", [4.0, 1.0], [1.0, 1.0])[0] == pytest.approx(-1.2)  # sequence ratio 2
+
+
+def test_sapo_gate_by_hand():
+    # tau 1: 4 * sigmoid(1) = 2.924234; at r = 1 the gate is 2 / tau
+    assert loss_of("sapo", [2.0], [1.0])[0] == pytest.approx(-4 * 0.731059, rel=1e-5)
+    assert loss_of("sapo", [1.0], [-1.0])[0] == pytest.approx(2 / 1.05, rel=1e-5)
+    assert loss_of("sapo", [1.0], [1.0])[1].tolist() == pytest.approx([-1.0])  # slope 1, as the plain ratio
+
+
+def test_geo_mean_takes_the_clipped_geometric_mean():
+    # log ratios (ln 2 -> 0.2, -0.1): mean 0.05
+    loss, _, metrics = loss_of("geo_mean", [2.0, 0.904837], [1.0, 1.0])
+    assert loss == pytest.approx(-1.051271, rel=1e-4)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(0.5)
+
+
+def test_kl_cov_penalises_the_highest_covariance():
+    ratios, advantages = [1.0, 1.0, 1.0, 2.0], [0.0, 0.0, 0.0, 4.0]
+    loss, _, _ = loss_of("kl_cov", ratios, advantages)
+    assert loss == pytest.approx((-8.0 + 0.693147) / 4, rel=1e-4)
+
+
+def test_clip_cov_drops_the_gradient_of_a_token_in_the_band():
+    # only the last token has a covariance in the band (2 - 1) * (0.0953 - 0.0238)
+    loss, gradient, metrics = loss_of("clip_cov", [1.0, 1.0, 1.0, 1.1], [1.0, 1.0, 0.0, 2.0])
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(0.25)
+    assert gradient[3] == 0
+    assert loss == pytest.approx(-0.5)
+
+
+def test_unknown_loss_names_the_nearest():
+    with pytest.raises(ValueError, match=r"loss_mode='vanila' is unknown; did you mean 'vanilla'\?"):
+        get_policy_loss_fn("vanila")
+
+
+def test_plain_compute_policy_loss_agrees_with_vanilla():
+    old, new = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-0.5, -3.0]])
+    advantages, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
+    loss, clipfrac, kl, lower = core_algos.compute_policy_loss(old, new, advantages, mask, cliprange=0.2)
+    want, metrics = get_policy_loss_fn("vanilla")(old, new, advantages, mask, "token-mean", config(), None)
+    assert loss == want
+    assert [clipfrac.item(), kl.item(), lower.item()] == pytest.approx(
+        [metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], metrics["actor/pg_clipfrac_lower"]]
+    )
+
+
+LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, float("nan"), 8.0], [7.0, 7.0, 7.0]])
+LOSS_MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("token-mean", 18 / 5),
+        ("seq-mean-token-sum", 18 / 2),  # the row without a counted token is no sequence
+        ("seq-mean-token-mean", (2 + 6) / 2),
+        ("seq-mean-token-sum-norm", (6 / 3 + 12 / 3) / 2),
+    ],
+)
+def test_aggregation_by_hand(mode, expected):
+    assert agg_loss(LOSS, LOSS_MASK, mode).item() == pytest.approx(expected)
+
+
+def test_scale_factor_replaces_the_length():
+    assert agg_loss(LOSS, LOSS_MASK, "seq-mean-token-sum-norm", loss_scale_factor=6).item() == pytest.approx(1.5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999), cut=st.integers(1, 5), dp_size=st.sampled_from([1, 2]),
+    mode=st.sampled_from(core_algos.LOSS_AGG_MODES),
+)  # fmt: skip
+def test_losses_of_parts_add_up_to_the_whole(seed, cut, dp_size, mode):
+    """Micro-batches add their losses; ranks average their gradients, hence the mean over dp_size ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.randn(6, 4, generator=generator)
+    mask = (torch.rand(6, 4, generator=generator) < 0.6).long()
+    counts = {"batch_num_tokens": mask.sum(), "global_batch_size": (mask.sum(-1) > 0).sum(), "dp_size": dp_size}
+    parts = sum(agg_loss(loss[s], mask[s], mode, **counts) for s in (slice(0, cut), slice(cut, 6)))
+    assert (parts / dp_size).item() == pytest.approx(agg_loss(loss, mask, mode).item(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", core_algos.LOSS_AGG_MODES)
+def test_nothing_counted_is_zero(mode):
+    assert agg_loss(torch.ones(2, 3), torch.zeros(2, 3), mode).item() == 0
+
+
+def test_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="loss_agg_mode='mean'"):
+        agg_loss(LOSS, LOSS_MASK, "mean")
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [("kl", 0.5), ("k1", 0.5), ("abs", 0.5), ("mse", 0.125), ("k2", 0.125), ("k3", 0.106531), ("low_var_kl", 0.106531)],
+)
+def test_kl_by_hand(name, expected):
+    got = kl_penalty_forward(torch.tensor([-0.5]), torch.tensor([-1.0]), name)
+    assert got.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_k3_is_bounded():
+    assert kl_penalty_forward(torch.tensor([-100.0]), torch.tensor([0.0]), "k3").item() == 10
+    assert kl_penalty_forward(torch.tensor([-1.0]), torch.tensor([0.0]), "abs").item() == 1
+
+
+@pytest.mark.parametrize("name", ["k1", "k3", "low_var_kl", "abs"])
+def test_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
+    logprob = torch.tensor([-0.5, -2.0], requires_grad=True)
+    ref = torch.tensor([-1.0, -1.0])
+    value = kl_penalty(logprob, ref, name + "+")
+    value.sum().backward()
+    assert torch.allclose(value, kl_penalty_forward(logprob, ref, name))
+    assert torch.allclose(logprob.grad, (logprob - ref).detach())
+
+
+def test_full_kl_and_unknown_kl_are_refused():
+    zero = torch.zeros(1)
+    with pytest.raises(ValueError, match="whole vocabulary"):
+        kl_penalty(zero, zero, "full")
+    with pytest.raises(ValueError, match=r"did you mean 'low_var_kl'\?"):
+        kl_penalty(zero, zero, "low_var_k")
+
+
+def test_rewards_less_kl():
+    got = core_algos.compute_rewards(torch.tensor([[1.0]]), torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), 0.1)
+    assert got.item() == pytest.approx(0.8)
+
+
+def test_adaptive_controller_follows_the_measured_kl():
+    control = core_algos.get_kl_controller(SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=0.2, horizon=100))
+    control.update(current_kl=0.22, n_steps=10)  # error 0.1
+    assert control.value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    control.update(current_kl=10.0, n_steps=10)  # clipped to 0.2
+    assert control.value == pytest.approx(0.101 * 1.02)
+    other = core_algos.AdaptiveKLController(1.0, 0.2, 100)
+    other.load_state_dict(control.state_dict())
+    assert other.value == control.value
+
+
+def test_fixed_controller_stays():
+    control = core_algos.get_kl_controller(SimpleNamespace(type="fixed", kl_coef=0.3, target_kl=0.1, horizon=1))
+    control.update(5.0, 10)
+    assert control.value == 0.3
+    with pytest.raises(ValueError, match="kl_ctrl.type='fix'"):
+        core_algos.get_kl_controller(SimpleNamespace(type="fix"))
+
+
+def test_value_loss_by_hand():
+    # V 2, R 0, V_old 1, c 0.5: clipped V 1.5 -> max(4, 2.25) = 4; second: V 1, R 2, V_old 0 -> clip 0.5: max(1, 2.25)
+    loss, clipfrac = core_algos.compute_value_loss(
+        torch.tensor([[2.0, 1.0, 9.0]]), torch.tensor([[0.0, 2.0, 0.0]]), torch.tensor([[1.0, 0.0, 0.0]]),
+        torch.tensor([[1, 1, 0]]), cliprange_value=0.5,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(0.5 * (4 + 2.25) / 2)
+    assert clipfrac.item() == pytest.approx(0.5)
+
+
+def test_entropy_loss_of_uniform_logits():
+    got = core_algos.compute_entropy_loss(torch.zeros(2, 3, 8), torch.ones(2, 3))
+    assert got.item() == pytest.approx(2.0794415)
+
+
+def test_pf_ppo_draws_by_score():
+    from verl.protocol import DataProto
+
+    scores = torch.tensor([[0.0, 0.0], [0.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    data = DataProto.from_dict(tensors={"token_level_scores": scores, "row": torch.arange(4)})
+    torch.manual_seed(0)
+    drawn = core_algos.compute_pf_ppo_reweight_data(data, "pow", 2.0)
+    assert drawn.batch["row"].tolist() == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="reweight_method='best'"):
+        core_algos.compute_pf_ppo_reweight_data(data, "best")

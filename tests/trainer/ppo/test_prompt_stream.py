@@ -1,0 +1,72 @@
+"""A saved and resumed stream of prompts gives the batches that an uninterrupted one gives."""
+
+import io
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, i):
+        return {"x": torch.tensor(i)}
+
+
+def collate(rows):
+    return {"x": torch.stack([r["x"] for r in rows])}
+
+
+def stream(seed: int = 3) -> PromptStream:
+    data = Numbers()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(seed))
+    return PromptStream(StatefulDataLoader(data, batch_size=3, drop_last=True, sampler=sampler, collate_fn=collate))
+
+
+def drawn(source: PromptStream, batches: int) -> list[tuple[list[int], list[str]]]:
+    rows = [source.draw() for _ in range(batches)]
+    return [(b.batch["x"].tolist(), b.non_tensor_batch["uid"].tolist()) for b in rows]
+
+
+def test_epochs_follow_each_other_in_new_orders_and_uids_count_on():
+    source = stream()
+    rows = drawn(source, 7)
+    assert source.position() == {"epoch": 2, "drawn": 21, "batches_in_epoch": 1}
+    assert rows[0][0] != rows[3][0]
+    assert [uid for _, uids in rows for uid in uids] == [str(i) for i in range(21)]
+
+
+@pytest.mark.parametrize("before", range(8))  # 3 and 6 are ends of an epoch
+def test_resumed_stream_goes_on_where_it_was(before):
+    whole = drawn(stream(), 8)
+    first = stream()
+    drawn(first, before)
+    file = io.BytesIO()
+    torch.save(first.loader.state_dict(), file)
+    file.seek(0)
+    second = stream(seed=99)
+    second.resume(first.position(), torch.load(file, weights_only=True))
+    assert drawn(second, 8 - before) == whole[before:]
+
+
+def test_changed_data_begin_at_their_first_batch_and_keep_the_counters():
+    source = stream()
+    source.restart({"epoch": 1, "drawn": 15, "batches_in_epoch": 2})
+    rows = drawn(source, 1)
+    assert rows[0][1] == ["15", "16", "17"]
+    assert source.position() == {"epoch": 1, "drawn": 18, "batches_in_epoch": 1}
+
+
+def test_fingerprint_sees_a_changed_byte_but_not_another_folder(tmp_path):
+    for folder, text in (("a", "same"), ("b", "same"), ("c", "sane")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text(text)
+    a, b, c = (data_fingerprint(str(tmp_path / f / "train.jsonl"), rows=4) for f in "abc")
+    assert a == b != c
+    assert data_fingerprint([str(tmp_path / "a" / "train.jsonl")], rows=5) != a

@@ -1,0 +1,192 @@
+"""The loop on the driver, with workers that need no Ray: order of steps, drops, stops, resume."""
+
+import json
+
+import pytest
+import torch
+
+from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
+from verl.trainer.ppo.run_keeping import NonFiniteRun
+from verl.trainer.ppo.steps import StepFailed
+
+
+def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused"))
+    trainer.fit()
+    rows = metrics_rows(tmp_path)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]  # 24 prompts, 8 a step, 2 epochs
+    assert [r["training/epoch"] for r in rows] == [0, 0, 0, 1, 1, 1]
+    assert [r["training/weights_version"] for r in rows] == [0, 1, 2, 3, 4, 5]
+    assert all(r["training/requested_samples"] == r["training/scored_samples"] == 32 for r in rows)
+    # sample j of a prompt: j + 2 numbers among 6 words
+    assert rows[0]["critic/score/mean"] == pytest.approx((2 + 3 + 4 + 5) / 4 / 6)
+    assert rows[0]["reward/words/mean"] == 6
+    group = trainer.actor_rollout_wg
+    assert group.calls == ["init_model"] + ["generate", "update"] * 6  # no old-log-prob pass: it would be the same
+    update = group.updates[0]
+    assert {"advantages", "response_mask", "group_index"} <= set(update.batch.keys())
+    assert update.meta_info["temperature"] == 1.0
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert {s["kind"] for s in samples} == {"best", "worst", "random"}
+    assert max(s["score"] for s in samples if s["step"] == 1) == pytest.approx(5 / 6)
+
+
+def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", algorithm__norm_adv_by_std_in_grpo="false"))
+    trainer.fit()
+    batch = trainer.actor_rollout_wg.updates[0].batch
+    numbers = (batch["responses"] != 30).sum(-1)  # score of a row in sixths
+    assert torch.allclose(batch["advantages"][:, 0], (numbers - 3.5) / 6, atol=1e-6)
+
+
+class Losing(FakeGroup):
+    lost_rows = (0, 1, 2, 5)  # prompt 0 keeps one of four samples, prompt 1 three
+
+
+def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1), Losing)
+    trainer.fit()
+    row = metrics_rows(tmp_path)[0]
+    # lost 4; the one left of prompt 0; then 7 prompts on 2 ranks: the last prompt goes
+    assert row["training/dropped_samples/lost"] == 4
+    assert row["training/dropped_samples/small_group"] == 1
+    assert row["training/dropped_samples/uneven"] == 4
+    assert row["training/requested_samples"] == row["training/scored_samples"] + row["training/dropped_samples"] == 32
+    update = trainer.actor_rollout_wg.updates[0]
+    assert len(update) == 24  # 6 prompts x 4: the lost place is filled, and counts nowhere
+    counted = update.batch["response_mask"].sum(-1)
+    assert counted.tolist().count(0) == 1
+    # the baseline of the group of three is made of its three real samples
+    index = update.batch["group_index"]
+    short = index[counted == 0].item()
+    kept = (index == short) & (counted > 0)
+    assert update.batch["advantages"][kept][:, 0].sum().item() == pytest.approx(0, abs=1e-5)
+    for rank in range(2):
+        assert index[rank * 12 : rank * 12 + 12].unique().numel() == 3
+
+
+class LosingAll(FakeGroup):
+    lost_rows = tuple(range(32))
+
+
+def test_a_step_without_a_sample_left_says_so(tmp_path):
+    with pytest.raises(StepFailed, match="none of the 32 samples can be trained on"):
+        fake_trainer(compose_run(tmp_path, "unused"), LosingAll).fit()
+
+
+def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
+    config = compose_run(tmp_path, "unused", actor_rollout_ref__actor__share_prompt_forward="true")
+    trainer = fake_trainer(config)
+    trainer.fit()
+    for update in trainer.actor_rollout_wg.updates:
+        assert torch.unique_consecutive(update.batch["group_index"]).numel() == 8
+        assert not set(update.batch["group_index"][:16].tolist()) & set(update.batch["group_index"][16:].tolist())
+
+
+def test_a_failing_step_is_named_with_its_cause(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_BROKEN_ROW", "3")
+    with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken") as failure:
+        fake_trainer(compose_run(tmp_path, "unused")).fit()
+    assert failure.value.step_name == "reward"
+
+
+class NeverFinite(FakeGroup):
+    nonfinite = True
+
+
+def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3), NeverFinite)
+    with pytest.raises(StepFailed, match="NaN or infinite in 3 steps in a row") as failure:
+        trainer.fit()
+    assert isinstance(failure.value.__cause__, NonFiniteRun)
+    assert len(trainer.actor_rollout_wg.updates) == 3
+
+
+def test_stop_finishes_the_step_and_saves_it(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused"))
+    trainer.stop_requested = lambda: trainer.global_steps == 2
+    trainer.fit()
+    assert (tmp_path / "out" / "global_step_2" / "trainer_state.json").is_file()
+    assert [r["step"] for r in metrics_rows(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 4])  # 3 is the end of an epoch
+def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = fake_trainer(compose_run(tmp_path / "whole", "unused"))
+    whole.fit()
+    first = fake_trainer(compose_run(tmp_path / "parts", "unused"))
+    first.stop_requested = lambda: first.global_steps == stop_at
+    first.fit()
+    with open(tmp_path / "parts" / "out" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 5, "data": {}}\n{"step": 6, "da')  # written by a run that was killed later
+    second = fake_trainer(compose_run(tmp_path / "parts", "unused", data__seed=77))
+    second.fit()
+    drawn = first.actor_rollout_wg.generated + second.actor_rollout_wg.generated
+    assert drawn == whole.actor_rollout_wg.generated
+    assert metrics_rows(tmp_path / "parts") == metrics_rows(tmp_path / "whole")
+    ids = [u.batch["input_ids"] for t in (first, second) for u in t.actor_rollout_wg.updates]
+    assert all(torch.equal(a, u.batch["input_ids"]) for a, u in zip(ids, whole.actor_rollout_wg.updates, strict=True))
+    assert second.counters == whole.counters
+
+
+def test_changed_training_data_are_refused_unless_allowed(tmp_path):
+    first = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__save_freq=1))
+    first.fit()
+    config = compose_run(tmp_path, "unused", trainer__total_training_steps=2)
+    with open(tmp_path / "train.jsonl") as f:
+        rows = f.readlines()
+    (tmp_path / "train.jsonl").write_text("".join(rows[:-8]))
+    with pytest.raises(StepFailed, match="data.train_files changed .* trainer.allow_data_change=true"):
+        fake_trainer(config).fit()
+    config.trainer.allow_data_change = True
+    again = fake_trainer(config)
+    again.fit()
+    assert len(again.actor_rollout_wg.updates) == 1
+
+
+def test_altered_checkpoint_is_passed_over_for_the_one_before(tmp_path):
+    fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2, trainer__save_freq=1)).fit()
+    (tmp_path / "out" / "global_step_2" / "actor" / "version").write_text("7")
+    again = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2))
+    again.fit()
+    assert [len(g) for g in again.actor_rollout_wg.generated] == [8]
+    assert [r["training/weights_version"] for r in metrics_rows(tmp_path)] == [0, 1]
+
+
+def test_validation_is_named_by_source_and_dumped(tmp_path):
+    config = compose_run(
+        tmp_path,
+        "unused",
+        trainer__val_only="true",
+        trainer__validation_data_dir=tmp_path / "val",
+        actor_rollout_ref__rollout__val_kwargs__n=2,
+    )
+    trainer = fake_trainer(config)
+    trainer.fit()
+    assert not trainer.actor_rollout_wg.updates
+    (row,) = metrics_rows(tmp_path)
+    assert row["val-core/letters/reward/mean@2"] == pytest.approx(2.5 / 6)
+    dumped = [json.loads(line) for line in (tmp_path / "val" / "0.jsonl").read_text().splitlines()]
+    assert len(dumped) == 8
+    assert dumped[0]["gts"] == "a" and dumped[0]["words"] == 6 and dumped[0]["score"] == pytest.approx(2 / 6)
+
+
+def test_rollout_dump_has_a_row_a_sample(tmp_path):
+    config = compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__rollout_data_dir=tmp_path / "d")
+    fake_trainer(config).fit()
+    rows = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    assert {"input", "output", "gts", "score", "step", "words"} <= rows[0].keys()
+    assert rows[0]["input"].startswith("q : ")
+
+
+def test_what_is_not_there_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(NotImplementedError, match="asks for a critic, which this version does not have"):
+        fake_trainer(compose_run(tmp_path, "unused", algorithm__adv_estimator="gae"))
+
+
+def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="gives 24 prompts, fewer than one batch of 32"):
+        fake_trainer(compose_run(tmp_path, "unused", data__train_batch_size=32))

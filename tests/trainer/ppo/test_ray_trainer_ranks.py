@@ -1,0 +1,119 @@
+"""The whole chain on real Ray ranks: FSDP over gloo, the hf rollout, a tiny Llama.
+
+Not covered: CUDA ranks, other rollouts.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers.rl_run import compose_run, metrics_rows, overrides
+
+# Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
+SETTINGS = {
+    "actor_rollout_ref__actor__ppo_mini_batch_size": 4,
+    "actor_rollout_ref__actor__use_kl_loss": "true",
+    "actor_rollout_ref__actor__checkpoint__save_contents": "[model,optimizer,extra,hf_model]",
+    "trainer__total_training_steps": 4,
+    "trainer__save_freq": 2,
+}
+
+
+def train(directory: Path, model: str, stop_at: int | None = None, **more) -> None:
+    from verl.trainer.main_ppo import TaskRunner
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    directory.mkdir(exist_ok=True)
+    trainer = TaskRunner().build(RayPPOTrainer, compose_run(directory, model, **{**SETTINGS, **more}), None)
+    if stop_at is not None:
+        trainer.stop_requested = lambda: trainer.global_steps == stop_at
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+
+
+def final_weights(directory: Path) -> dict:
+    (file,) = (directory / "out" / "global_step_4" / "actor" / "huggingface").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.fixture(scope="module")
+def one_rank(ray_cluster, tiny_llama, tmp_path_factory) -> Path:
+    """A run of four steps on one rank, never interrupted."""
+    directory = tmp_path_factory.mktemp("one_rank")
+    train(directory, tiny_llama, trainer__report="true")
+    return directory
+
+
+@pytest.mark.slow
+def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
+    rows = metrics_rows(one_rank)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert [r["training/weights_version"] for r in rows] == [0, 1, 2, 3]
+    for row in rows:
+        assert row["actor/nonfinite_steps"] == 0
+        assert row["actor/grad_norm"] > 0
+        assert row["training/requested_samples"] == row["training/scored_samples"] == 32
+    assert rows[0]["actor/kl_loss"] < rows[-1]["actor/kl_loss"]  # the reference stays where the actor began
+    out = one_rank / "out"
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert (out / "report.html").is_file()
+    state = json.loads((out / "global_step_4" / "trainer_state.json").read_text())
+    assert state["counters"]["scored"] == 128
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp_path):
+    train(tmp_path, tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=-1)
+    for one, two in zip(metrics_rows(one_rank), metrics_rows(tmp_path), strict=True):
+        assert one.keys() == two.keys()
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):
+            assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_run_equals_the_uninterrupted_one_bit_for_bit(one_rank, ray_cluster, tiny_llama, tmp_path):
+    train(tmp_path, tiny_llama, stop_at=3)
+    train(tmp_path, tiny_llama)
+    assert metrics_rows(tmp_path) == metrics_rows(one_rank)
+    whole, parts = final_weights(one_rank), final_weights(tmp_path)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert tensor.equal(parts[name]), name
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_the_step_saves_and_exits_with_0(tiny_llama, tmp_path):
+    keys = {"trainer__total_epochs": 10000, "trainer__val_before_train": "false"}
+    root = Path(__file__).parents[3]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path, tiny_llama, **keys)],
+        cwd=root,
+        env={**os.environ, "LOGURU_LEVEL": "INFO"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        begin = time.monotonic()
+        while not metrics.exists() or not metrics.read_text():
+            assert run.poll() is None and time.monotonic() - begin < 200, run.stderr.read()
+            time.sleep(0.2)
+        run.send_signal(signal.SIGTERM)
+        _, text = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 0, text
+    last = metrics_rows(tmp_path)[-1]["step"]
+    assert (tmp_path / "out" / f"global_step_{last}" / "manifest.json").is_file()
+    assert not list(Path("/tmp").glob(f"verl-ray-{run.pid}-*"))

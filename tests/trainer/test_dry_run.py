@@ -1,0 +1,130 @@
+"""A dry run prints config, plan and every problem, in two classes, and starts nothing."""
+
+import sys
+
+import pandas as pd
+import pytest
+
+from tests.helpers.configs import compose_ppo
+from verl.trainer.dry_run import dry_run
+from verl.trainer.dry_run_checks import check_url
+from verl.utils.problems import absent, wrong
+
+
+def prompts(count, **changes):
+    row = {"data_source": "toy", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    rows = [{**row, "prompt": [{"role": "user", "content": "1 + 1"}], "extra_info": {"index": i}} for i in range(count)]
+    for row in rows:
+        row.update(changes)
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture
+def overrides(tmp_path, tiny_llama):
+    prompts(70).to_parquet(tmp_path / "train.parquet")
+    prompts(6).to_parquet(tmp_path / "val.parquet")
+    return [
+        f"data.train_files={tmp_path}/train.parquet", f"data.val_files=[{tmp_path}/val.parquet]",
+        f"actor_rollout_ref.model.path={tiny_llama}", "actor_rollout_ref.rollout.name=hf",
+        "data.train_batch_size=16", "actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4", "trainer.total_epochs=3",
+        "data.max_prompt_length=16", "data.max_response_length=8",
+    ]  # fmt: skip
+
+
+def plan(overrides, capsys, **kwargs):
+    """(exit code, printed text)"""
+    code = dry_run(compose_ppo(*overrides), known=compose_ppo(), **kwargs)
+    return code, capsys.readouterr().out
+
+
+def row(text, name):
+    line = next(line for line in text.splitlines() if f" {name} " in line)
+    return line.split("│")[2].strip()
+
+
+# 16 prompts x 4 = 64 samples on 8 ranks: 8 a rank. Two mini-batches of 8 x 4 = 32 samples: 4 a rank, hence two
+# micro-batches of at most 3. 70 prompts fill 4 batches an epoch, 12 in 3 epochs.
+def test_eight_gpu_ranks_are_planned_without_a_gpu(overrides, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, text = plan(overrides, capsys)
+    assert code == 0, text[-3000:]
+    assert row(text, "prompts for training") == "70"
+    assert row(text, "prompts for validation") == "6"
+    assert row(text, "ranks") == "8"
+    assert row(text, "samples a step") == "64 (16 prompts x 4)"
+    assert row(text, "samples a step and rank") == "8"
+    assert row(text, "mini-batches a step") == "2 of 32 samples"
+    assert row(text, "samples a mini-batch and rank") == "4"
+    assert row(text, "micro-batches a mini-batch and rank") == "2 of 3 samples"
+    assert row(text, "steps per epoch") == "4"
+    assert row(text, "steps in all") == "12"
+    assert "Memory of one rank" in text
+    assert "Wrong on every machine: 0" in text
+    assert "this machine has 0 GPUs" in text.partition("Absent on this machine: 1")[2]
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+
+
+def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
+    code, text = plan(
+        [*overrides, "+data.sed=1", "data.truncation=lft", f"data.val_files={tmp_path}/none.parquet",
+         "actor_rollout_ref.rollout.name=hff", "actor_rollout_ref.model.policy.name=causal", "trainer.device=cpu",
+         "custom_reward_function.path=no/such/file.py", "data.train_batch_size=30"],
+        capsys,
+    )  # fmt: skip
+    wrong_part = text.partition("Wrong on every machine")[2].partition("Absent on this machine")[0]
+    assert code == 1
+    for said in ("did you mean data.seed?", "did you mean 'left'", "none.parquet", "did you mean 'hf'",
+                 "did you mean 'causal_lm'", "no/such/file.py"):  # fmt: skip
+        assert said in wrong_part, said
+
+
+def test_a_folder_that_is_missing_is_wrong_and_a_hub_name_is_absent(overrides, capsys):
+    code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.model.path=/no/such/folder"], capsys)
+    assert code == 1 and "/no/such/folder: no such folder" in text
+    code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.model.path=someone/some-model"], capsys)
+    assert code == 0 and "someone/some-model is neither a folder nor in the cache" in text
+    assert row(text, "prompts for training") == "70"
+
+
+def test_rows_that_cannot_be_used_are_named(overrides, capsys, tmp_path):
+    prompts(70, prompt="1 + 1").to_parquet(tmp_path / "train.parquet")
+    code, text = plan([*overrides, "trainer.device=cpu"], capsys)
+    assert code == 1
+    assert "train.parquet, row 0: column 'prompt' is a string; expected a list of {role, content}" in text
+    assert "65 further rows have errors like these" in text
+
+
+def test_a_column_that_the_reward_needs_is_asked_for(overrides, capsys, tmp_path):
+    prompts(6).drop(columns="reward_model").to_parquet(tmp_path / "val.parquet")
+    code, text = plan([*overrides, "trainer.device=cpu"], capsys)
+    assert code == 1 and "no column reward_model" in text
+
+
+def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
+    code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10"], capsys)
+    assert code == 1 and "has 10 prompts, which do not fill one batch of 16" in text
+
+
+def test_a_recipe_adds_its_own_checks(overrides, capsys):
+    cpu = [*overrides, "trainer.device=cpu"]
+    code, text = plan(cpu, capsys, extra_checks=[lambda config: [absent("spd.servers", "spd.servers does not answer")]])
+    assert code == 0 and "spd.servers does not answer" in text
+    code, text = plan(cpu, capsys, extra_checks=[lambda config: [wrong("spd.backbone", "spd.backbone=x is unknown")]])
+    assert code == 1 and "spd.backbone=x is unknown" in text
+
+
+def test_secrets_are_not_printed(overrides, capsys):
+    _, text = plan(
+        [*overrides, "+trainer.wandb_proxy='http://user:hush1@proxy:80'",
+         "+actor_rollout_ref.rollout.custom.api_key=hush2", "+ray_kwargs.ray_init.runtime_env.env_vars.ANY=hush3"],
+        capsys,
+    )  # fmt: skip
+    assert "hush" not in text
+    assert "max_prompt_length: 16" in text
+
+
+def test_addresses():
+    assert check_url("k", "no address")[0].kind == "wrong"
+    assert check_url("k", "http://127.0.0.1:9/")[0].kind == "absent"

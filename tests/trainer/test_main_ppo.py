@@ -1,0 +1,84 @@
+"""Roles by name, samplers, and the driver's environment."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import SequentialSampler
+
+from verl.trainer.main_ppo import create_rl_sampler
+from verl.trainer.ppo.ray_session import logical_cpus, with_worker_env
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, refuse_missing_parts, uses_kl
+
+
+def data_config(**keys):
+    return OmegaConf.create({"sampler": {"class_path": None, "class_name": None}, "shuffle": True, "seed": 5, **keys})
+
+
+def algorithm(**keys):
+    base = {"adv_estimator": "grpo", "use_kl_in_reward": False, "rollout_correction": None, "use_pf_ppo": False}
+    return OmegaConf.create(
+        {
+            "algorithm": {**base, **keys},
+            "critic": {"enable": None},
+            "reward_model": {"enable": False},
+            "actor_rollout_ref": {"actor": {"use_kl_loss": False}},
+        }
+    )
+
+
+def test_sampler_follows_the_seed():
+    orders = [list(create_rl_sampler(data_config(), range(20))) for _ in range(2)]
+    assert orders[0] == orders[1] != list(range(20))
+    assert list(create_rl_sampler(data_config(seed=6), range(20))) != orders[0]
+    assert isinstance(create_rl_sampler(data_config(shuffle=False), range(20)), SequentialSampler)
+
+
+def test_sampler_of_a_user_is_loaded_and_refuses_loader_processes(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "class Backwards:\n"
+        "    def __init__(self, data_source, data_config):\n        self.n = len(data_source)\n"
+        "    def __iter__(self):\n        return iter(range(self.n - 1, -1, -1))\n"
+    )
+    chosen = {"class_path": str(tmp_path / "mine.py"), "class_name": "Backwards"}
+    sampler = create_rl_sampler(data_config(sampler=chosen, dataloader_num_workers=0), torch.arange(3))
+    assert list(sampler) == [2, 1, 0]
+    with pytest.raises(ValueError, match="data.dataloader_num_workers=2"):
+        create_rl_sampler(data_config(sampler=chosen, dataloader_num_workers=2), torch.arange(3))
+
+
+def test_roles_by_name():
+    assert Role.from_string("ref") is Role.RefPolicy and str(Role.ActorRollout) == "actor_rollout"
+    with pytest.raises(ValueError, match="did you mean 'critic'"):
+        Role.from_string("critc")
+    assert need_reference_policy({Role.RefPolicy: object}) and not need_reference_policy({Role.ActorRollout: object})
+
+
+def test_a_critic_is_needed_by_gae_alone_unless_said_otherwise():
+    assert need_critic(algorithm(adv_estimator="gae")) and not need_critic(algorithm())
+    config = algorithm(adv_estimator="gae")
+    config.critic.enable = False
+    assert not need_critic(config)
+    assert uses_kl(algorithm(use_kl_in_reward=True)) and not uses_kl(algorithm())
+
+
+def test_missing_parts_are_refused():
+    refuse_missing_parts(algorithm())
+    with pytest.raises(NotImplementedError, match="adv_estimator='gae' .* asks for a critic"):
+        refuse_missing_parts(algorithm(adv_estimator="gae"))
+    with pytest.raises(NotImplementedError, match="use_pf_ppo"):
+        refuse_missing_parts(algorithm(use_pf_ppo=True))
+
+
+def test_local_ray_has_a_cpu_for_each_rank_and_the_runner():
+    config = OmegaConf.create({"trainer": {"nnodes": 1, "n_gpus_per_node": 100}})
+    assert logical_cpus(config) == 102
+
+
+def test_worker_environment_takes_the_user_over_the_shell_over_the_defaults(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("LOGURU_LEVEL", "DEBUG")
+    env = with_worker_env({"env_vars": {"TOKENIZERS_PARALLELISM": "false"}, "working_dir": "x"})
+    assert env["working_dir"] == "x"
+    assert env["env_vars"]["NCCL_DEBUG"] == "INFO"
+    assert env["env_vars"]["LOGURU_LEVEL"] == "DEBUG"
+    assert env["env_vars"]["TOKENIZERS_PARALLELISM"] == "false"

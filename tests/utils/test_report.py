@@ -1,0 +1,82 @@
+"""The report page: what it reads, what it shows, that it needs no network."""
+
+import json
+import math
+import re
+
+import pytest
+
+from verl.utils.report import collect_series, read_jsonl, summary_cards, write_report
+from verl.utils.report_plots import smooth
+
+
+def _run_dir(tmp_path):
+    rows = [
+        {
+            "step": i,
+            "data": {
+                "critic/score/mean": i / 10,
+                "spd/scenario/A": 0.5,
+                "spd/scenario/B": 0.1,
+                "timing_s/gen": 1.0,
+                "timing_s/step": 2.0,
+                "training/dropped_samples": 1,
+                "actor/odd": 3.0,
+            },
+        }
+        for i in range(1, 41)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    sample = {
+        "step": 40,
+        "kind": "best",
+        "prompt": "how many <b>apples</b> ?",
+        "response": None,
+        "score": 1.25,
+        "extras": {"L": 3},
+        "segments": [{"text": "five", "kind": "match"}, {"text": "pears", "kind": "rejected"}],
+    }
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    (tmp_path / "run_config.yaml").write_text("trainer:\n  nnodes: 1\n")
+    (tmp_path / "versions.json").write_text('{"torch": "2.13.0"}')
+    return tmp_path
+
+
+def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_path):
+    page = write_report(_run_dir(tmp_path)).read_text()
+    assert page.count("<svg") == 5  # reward, scenarios, timings; below: actor/odd, dropped samples
+    for text in ("Scenario shares", "Seconds per phase", "actor/odd", "nnodes: 1", "2.13.0", "tok rejected", "pears"):
+        assert text in page
+    assert "how many &lt;b&gt;apples" in page  # text of a model never becomes markup
+    assert not re.search(r"""(src|href)=["'](https?:)?//""", page)
+
+
+def test_cards_give_first_and_last_tenth_and_sums(tmp_path):
+    cards = dict(summary_cards(collect_series(read_jsonl(_run_dir(tmp_path) / "metrics.jsonl")), 40))
+    assert cards["reward, first and last tenth"] == "0.25 → 3.85"  # means of 0.1..0.4 and of 3.7..4.0
+    assert cards["seconds in steps"] == "80"
+    assert cards["dropped samples"] == "40"
+
+
+def test_step_logged_twice_keeps_the_last_value():
+    series = collect_series([{"step": 3, "data": {"a": 1.0}}, {"step": 3, "data": {"a": 2.0, "text": "x"}}])
+    assert (series["a"].steps, series["a"].values) == ([3], [2.0])
+    assert set(series) == {"a"}
+
+
+def test_half_written_last_line_is_left_out_and_a_broken_inner_line_is_named(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1, "data": {}}\n{"step": 2, "da')
+    assert len(read_jsonl(path)) == 1
+    path.write_text('{"step": 1, "da\n{"step": 2, "data": {}}\n')
+    with pytest.raises(ValueError, match="m.jsonl, line 1: not JSON"):
+        read_jsonl(path)
+
+
+def test_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no metrics.jsonl"):
+        write_report(tmp_path)
+
+
+def test_smooth_leaves_nan_out():
+    assert smooth([1.0, math.nan, 4.0], 2) == [1.0, 2.5, 4.0]

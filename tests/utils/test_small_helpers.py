@@ -1,0 +1,110 @@
+"""Imports by name, files, configs, metrics, groups: one small claim each."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, dataclass, field
+
+import pytest
+import torch
+
+from verl.base_config import BaseConfig
+from verl.utils import fs, hf_processor, hf_tokenizer, ray_utils
+from verl.utils import import_utils as imp
+from verl.utils.groupwise import as_torch_index, group_mean_std
+from verl.utils.metric import reduce_metrics
+
+
+def test_floor_one_starts_without_ray_vllm_and_transformers():
+    code = (
+        "import sys, verl.protocol, verl.utils.torch_functional, verl.utils.seqlen_balancing, verl.utils.ray_utils, "
+        "verl.utils.distributed, verl.utils.fs, verl.utils.tokenizer; "
+        "print([m for m in ('ray', 'vllm', 'transformers', 'hydra') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_modules_load_from_path_url_and_package(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score():\n    return 7\n")
+    for path in (str(file), f"file://{file}"):
+        assert imp.load_extern_object(path, "compute_score")() == 7
+    assert imp.load_extern_object("pkg://json", "loads")("1") == 1
+    assert imp.load_module("") is None
+    with pytest.raises(AttributeError, match="has no 'score'; it has: compute_score"):
+        imp.load_extern_object(str(file), "score")
+    with pytest.raises(FileNotFoundError, match="no Python file at"):
+        imp.load_module(str(tmp_path / "none.py"))
+    with pytest.warns(FutureWarning, match="use load_extern_object"):
+        assert imp.load_extern_type(str(file), "compute_score")() == 7
+    assert imp.load_extern_type.__name__ == "load_extern_type"
+
+
+def test_a_class_is_found_by_its_full_name():
+    assert imp.load_class_from_fqn("collections.OrderedDict").__name__ == "OrderedDict"
+    with pytest.raises(ValueError, match="sampler 'Nothing' must be a full dotted name"):
+        imp.load_class_from_fqn("Nothing", "sampler")
+    with pytest.raises(ImportError, match="no_such_module"):
+        imp.load_class_from_fqn("no_such_module.A")
+    with pytest.raises(AttributeError, match="has no 'Nothing'"):
+        imp.load_class_from_fqn("collections.Nothing")
+
+
+def test_metrics_are_reduced_by_the_word_in_their_name():
+    got = reduce_metrics({"a/max": [1, 3], "a/min": [[1, 2], 3], "timing_s/gen": [1, 3], "loss": [torch.tensor(2.0)]})
+    assert got == {"a/max": 3, "a/min": 1, "timing_s/gen": 2, "loss": 2}
+    with pytest.raises(ValueError, match="metric 'loss' is an empty list"):
+        reduce_metrics({"loss": []})
+
+
+def test_group_statistics_by_hand():
+    index = as_torch_index(["b", "a", "b", "c"])
+    assert index.tolist() == [0, 1, 0, 2]
+    mean, std, count = group_mean_std(torch.tensor([1.0, 5.0, 3.0, 2.0]), index)
+    assert mean.tolist() == [2, 0, 0] and count.tolist() == [2, 1, 1]
+    assert std.tolist() == pytest.approx([2**0.5, 1, 1])
+
+
+@dataclass
+class Optim(BaseConfig):
+    _mutable_fields = {"steps"}
+    lr: float = 1e-3
+    steps: int = -1
+    betas: list = field(default_factory=lambda: [0.9, 0.95])
+
+
+def test_a_config_is_a_mapping_whose_fields_are_set_once():
+    config = Optim(lr=1.0)
+    assert config["lr"] == config.get("lr") == 1.0 and config.get("none", 4) == 4
+    assert set(config) == {"_target_", "lr", "steps", "betas"} and len(config) == 4 and "lr" in config
+    config.steps = 10
+    with pytest.raises(FrozenInstanceError, match="Optim.lr is already set to 1.0 and cannot become 2.0"):
+        config.lr = 2.0
+    with pytest.raises(KeyError, match="did you mean 'betas'"):
+        config["beta"]
+
+
+def test_local_paths_stay_and_copies_are_compared(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "w.bin").write_bytes(b"12")
+    assert fs.copy_to_local(str(tmp_path / "m")) == str(tmp_path / "m")
+    assert not fs.verify_copy(str(tmp_path / "m"), str(tmp_path / "none"))
+    assert fs.is_non_local("hdfs://x/y") and not fs.is_non_local("/x")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(FileNotFoundError, match="`hdfs` command is not on PATH"):
+        fs.copy_to_local("hdfs://x/y", cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_text_model_has_a_tokenizer_and_no_processor(tiny_llama):
+    assert hf_tokenizer(tiny_llama).pad_token == "<pad>"
+    assert hf_processor(tiny_llama) is None
+
+
+def test_parallel_put_keeps_the_order(ray_cluster):
+    assert ray_cluster.get(ray_utils.parallel_put(list(range(20)), max_workers=4)) == list(range(20))
+    with pytest.raises(AssertionError, match="empty list"):
+        ray_utils.parallel_put([])
+
+
+def test_visible_device_switches_are_seen():
+    assert ray_utils.ray_noset_visible_devices({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
+    assert not ray_utils.ray_noset_visible_devices({})

@@ -1,0 +1,140 @@
+"""Loggers: lines on the console, a file that a resumed run goes on with, optional services."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger, plain_number
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines(path="p/e.jsonl"):
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def run(*entries):
+    """One process's worth of logging: (step, data) in order."""
+    tracking = Tracking("p", "e", "file")
+    for step, data in entries:
+        tracking.log(data, step)
+    tracking.finish()
+
+
+def test_console_line(capsys):
+    Tracking("p", "e").log({"a": 0.123456789, "b": 3, "text": "no", "t": torch.tensor(2.0)}, step=7)
+    assert capsys.readouterr().out == "step:7 - a:0.123457 - b:3 - t:2\n"
+
+
+def test_file_holds_one_json_a_step():
+    run((1, {"a": 1.5, "n": np.float32(0.5)}), (2, {"a": 2.5}))
+    assert lines() == [{"step": 1, "data": {"a": 1.5, "n": 0.5}}, {"step": 2, "data": {"a": 2.5}}]
+
+
+def test_file_place_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "root"))
+    run((1, {"a": 1}))
+    assert lines(tmp_path / "root/p/e.jsonl")[0]["step"] == 1
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "own/place.jsonl"))
+    run((1, {"a": 1}))
+    assert lines(tmp_path / "own/place.jsonl")[0]["step"] == 1
+
+
+def test_a_resumed_run_appends():
+    run((1, {"a": 1}), (2, {"a": 2}))
+    run((3, {"a": 3}))
+    assert [line["step"] for line in lines()] == [1, 2, 3]
+
+
+def test_steps_done_again_replace_what_the_killed_run_left():
+    run((0, {"val": 1}), (1, {"a": 1}), (2, {"a": 2}), (3, {"a": 30}))
+    with open("p/e.jsonl", "a") as file:
+        file.write('{"step": 4, "da')  # killed while writing
+    run((3, {"a": 3}), (4, {"a": 4}))
+    assert [(line["step"], *line["data"].values()) for line in lines()] == [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_a_validation_before_resuming_keeps_that_steps_metrics():
+    run((1, {"a": 1}), (2, {"a": 2, "val": 5}), (3, {"a": 3}))
+    run((2, {"val": 5}), (3, {"a": 3}))
+    assert [line["step"] for line in lines()] == [1, 2, 2, 3]
+    assert lines()[1]["data"] == {"a": 2, "val": 5}
+
+
+def test_tensorboard_writes_scalars():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracking = Tracking("p", "e", ["tensorboard"])
+    tracking.log({"actor/loss": 0.5, "text": "no"}, step=3)
+    tracking.finish()
+    events = EventAccumulator("tensorboard_log/p/e").Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/loss")] == [(3, 0.5)]
+
+
+def test_backend_argument_picks_one(capsys):
+    tracking = Tracking("p", "e", ["console", "file"])
+    tracking.log({"a": 1}, step=1, backend="file")
+    tracking.finish()
+    assert capsys.readouterr().out == "" and len(lines()) == 1
+
+
+def test_unknown_logger_names_the_nearest():
+    with pytest.raises(ValueError, match=r"trainer.logger='tensorbord' is unknown; did you mean 'tensorboard'\?"):
+        Tracking("p", "e", ["console", "tensorbord"])
+
+
+def test_missing_package_names_the_mend(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        Tracking("p", "e", "wandb")
+
+
+@pytest.mark.parametrize("name, key", [("wandb", "name"), ("trackio", "name"), ("swanlab", "experiment_name")])
+def test_services_get_project_run_and_metrics(monkeypatch, name, key):
+    calls = []
+    fake = SimpleNamespace(
+        init=lambda **kw: calls.append(kw), log=lambda data, step: calls.append((data, step)),
+        finish=lambda: calls.append("finish"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, name, fake)
+    tracking = Tracking("p", "e", name, config={"lr": 1})
+    tracking.log({"a": 1}, step=2)
+    tracking.finish()
+    assert (calls[0]["project"], calls[0][key], calls[0]["config"]) == ("p", "e", {"lr": 1})
+    assert calls[1:] == [({"a": 1}, 2), "finish"]
+
+
+def test_mlflow_gets_names_it_takes(monkeypatch):
+    calls = []
+    fake = SimpleNamespace(
+        set_experiment=calls.append, start_run=lambda run_name: calls.append(run_name),
+        log_dict=lambda data, name: calls.append(data), log_metrics=lambda data, step: calls.append((data, step)),
+        end_run=lambda: calls.append("end"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    tracking = Tracking("p", "e", "mlflow", config={"lr": 1})
+    tracking.log({"val-core/x/mean@4": 1.0}, step=2)
+    tracking.finish()
+    assert calls == ["p", "e", {"lr": 1}, ({"val-core/x/mean_at_4": 1.0}, 2), "end"]
+
+
+def test_generations_go_where_text_fits():
+    logger = ValidationGenerationsLogger("p", "e")
+    logger.log(["console", "file", "tensorboard"], [["in", "out", torch.tensor(1.0)]], step=4)
+    assert lines("p/e.generations.jsonl") == [{"step": 4, "input": "in", "output": "out", "score": 1.0}]
+
+
+def test_plain_numbers():
+    scalars = (1, 2.5, np.int64(3), torch.tensor([4.0]), np.array([5.0]))
+    assert [plain_number(x) for x in scalars] == [1, 2.5, 3, 4.0, 5.0]
+    assert [plain_number(x) for x in ("1", None, [1], torch.zeros(2), np.array(["x"]))] == [None] * 5

@@ -1,0 +1,45 @@
+"""What the role works out before any process group exists."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.roles.actor_rollout_ref import finite_weights, per_rank_sizes
+
+
+def actor(**keys):
+    base = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size": None, "ppo_micro_batch_size_per_gpu": 3}
+    return OmegaConf.create({**base, **keys})
+
+
+def test_mini_batch_counts_samples_of_one_rank():
+    given = actor()
+    assert per_rank_sizes(given, n=4, ranks=3).ppo_mini_batch_size == 8  # 6 prompts x 4 / 3
+    assert given.ppo_mini_batch_size == 6
+
+
+def test_old_global_micro_batch_is_shared_out():
+    sizes = per_rank_sizes(actor(ppo_micro_batch_size=8, ppo_micro_batch_size_per_gpu=None), n=1, ranks=2)
+    assert sizes.ppo_micro_batch_size_per_gpu == 4
+    assert sizes.ppo_micro_batch_size is None
+
+
+def test_mini_batch_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="ppo_mini_batch_size=6 x rollout.n=1 gives 6 samples, which 4 ranks"):
+        per_rank_sizes(actor(), n=1, ranks=4)
+
+
+def test_a_weight_that_is_not_finite_never_reaches_a_rollout():
+    stream = finite_weights(iter([("a", torch.ones(2)), ("lm_head.weight", torch.tensor([1.0, float("nan")]))]))
+    assert next(stream)[0] == "a"
+    with pytest.raises(FloatingPointError, match="weight 'lm_head.weight' \\(2,\\) is not finite"):
+        next(stream)
+
+
+def test_rollout_with_other_weights_than_the_actor_is_refused():
+    worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
+    worker.config = OmegaConf.create({"rollout": {"name": "hf"}})
+    worker.weights_version, worker.rollout_version = 3, None
+    with pytest.raises(RuntimeError, match="holds weights version None, the actor 3: it was not refitted"):
+        worker._generate_with_checked_weights(None)

@@ -1,0 +1,168 @@
+"""FSDPEngine on one rank: steps, schedules, bad numbers, adapters, weights out."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.helpers.engines import leave_group, make_engine, weights_of
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.engine import EngineRegistry, FSDPEngine
+from verl.workers.engine.build import build_lr_scheduler
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_rank():
+    yield
+    leave_group()
+
+
+def loss_of(engine, scale=1.0):
+    ids = torch.arange(5, 17).reshape(2, 6)
+    return scale * engine.module(input_ids=ids, labels=ids).loss
+
+
+def step(engine, scale=1.0):
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        loss = loss_of(engine, scale)
+        engine.backward(loss, is_last_micro_batch=True)
+        return loss.item(), engine.optimizer_step()
+
+
+def test_steps_equal_plain_torch(tiny_llama):
+    engine = make_engine(tiny_llama)
+    plain = LlamaForCausalLM.from_pretrained(tiny_llama)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01, betas=(0.9, 0.999))
+    ids = torch.arange(5, 17).reshape(2, 6)
+    for _ in range(3):
+        loss, result = step(engine)
+        optimizer.zero_grad()
+        reference = plain(input_ids=ids, labels=ids).loss
+        reference.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        assert loss == pytest.approx(reference.item(), rel=1e-5)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    ours = weights_of(engine)
+    for name, p in plain.named_parameters():
+        np.testing.assert_allclose(ours[name], p.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_loss_changes_no_bit_and_the_next_step_works(tiny_llama, bad):
+    engine = make_engine(tiny_llama)
+    step(engine)
+    before = weights_of(engine)
+    _, result = step(engine, scale=bad)
+    assert result.skipped
+    for name, w in weights_of(engine).items():
+        assert (w == before[name]).all()
+    assert not step(engine)[1].skipped
+
+
+def test_a_finite_gradient_under_a_bad_loss_is_skipped_too(tiny_llama):
+    engine = make_engine(tiny_llama)
+    before = weights_of(engine)
+    with engine.train_mode():
+        engine.backward(loss_of(engine) + float("inf"), is_last_micro_batch=True)
+        assert engine.optimizer_step().skipped
+    assert all((w == before[name]).all() for name, w in weights_of(engine).items())
+
+
+def test_a_forward_in_eval_mode_does_not_hide_later_weights(tiny_llama):
+    engine = make_engine(tiny_llama)
+    with engine.eval_mode(), torch.no_grad():
+        before = loss_of(engine).item()
+    step(engine)
+    with engine.eval_mode(), torch.no_grad():
+        assert loss_of(engine).item() < before
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("cosine", [0, 0.5, 1, None, None, None, 0.55, None, None, None, 0.1]),
+        ("linear", [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0]),
+        ("wsd", [0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_schedules_by_hand(kind, expected):
+    config = FSDPOptimizerConfig(
+        lr=2.0, lr_scheduler_type=kind, lr_warmup_steps=2, total_training_steps=10, min_lr_ratio=0.1
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = build_lr_scheduler(optimizer, config)
+    for value in expected:
+        if value is not None:
+            assert schedule.get_last_lr()[0] == pytest.approx(2.0 * value, abs=1e-9)
+        optimizer.step()
+        schedule.step()
+
+
+def test_a_decaying_schedule_without_a_length_is_refused():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ValueError, match="total_training_steps"):
+        build_lr_scheduler(optimizer, FSDPOptimizerConfig(lr_scheduler_type="cosine"))
+
+
+def test_lora_trains_adapters_only_and_hands_out_merged_weights(tiny_llama):
+    engine = make_engine(tiny_llama, lora_rank=4, lora_alpha=8)
+    base = LlamaForCausalLM.from_pretrained(tiny_llama)
+    trained = [n for n, p in engine.module.named_parameters() if p.requires_grad]
+    assert trained and all(".lora_" in n for n in trained)
+    for _ in range(2):
+        step(engine)
+    merged = weights_of(engine)
+    assert set(merged) == {n for n, _ in base.named_parameters()}
+    key = "model.layers.0.self_attn.q_proj.weight"
+    assert np.abs(merged[key] - base.get_parameter(key).detach().numpy()).max() > 1e-4
+    assert (merged["lm_head.weight"] == base.lm_head.weight.detach().numpy()).all()
+    base.load_state_dict({k: torch.from_numpy(v) for k, v in merged.items()})
+    ids = torch.arange(5, 17).reshape(2, 6)
+    with engine.eval_mode(), torch.no_grad():
+        assert loss_of(engine).item() == pytest.approx(base(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
+
+
+def test_without_its_adapter_the_model_is_the_base(tiny_llama):
+    engine = make_engine(tiny_llama, lora_rank=4)
+    with engine.eval_mode(), torch.no_grad():
+        before = loss_of(engine).item()
+    step(engine)
+    step(engine)
+    with engine.eval_mode(), torch.no_grad():
+        trained = loss_of(engine).item()
+        with engine.disable_adapter():
+            assert loss_of(engine).item() == before
+        assert loss_of(engine).item() == trained != before
+    assert any(p.requires_grad for p in engine.module.parameters())
+
+
+def test_gradient_checkpointing_and_bfloat16_stay_near_the_plain_step(tiny_llama):
+    plain = make_engine(tiny_llama)
+    other = make_engine(tiny_llama, enable_gradient_checkpointing=True, engine={"dtype": "bfloat16"})
+    (loss, _), (loss_bf16, result) = step(plain), step(other)
+    assert loss_bf16 == pytest.approx(loss, rel=1e-2) and not result.skipped
+    assert next(iter(other.module.parameters())).dtype == torch.float32
+
+
+def test_an_engine_without_optimizer_trains_nothing(tiny_llama):
+    engine = make_engine(tiny_llama, optim=False)
+    assert engine.optimizer is None and not any(p.requires_grad for p in engine.module.parameters())
+
+
+def test_settings_that_cannot_work_are_named(tiny_llama):
+    with pytest.raises(ValueError, match="lora_rank=3"):
+        from peft import LoraConfig, get_peft_model
+
+        adapter = f"{tiny_llama}/adapter"
+        get_peft_model(LlamaForCausalLM.from_pretrained(tiny_llama), LoraConfig(r=2)).save_pretrained(adapter)
+        make_engine(tiny_llama, lora_rank=3, lora_adapter_path=adapter)
+    with pytest.raises(ValueError, match="wrap_policy"):
+        make_engine(tiny_llama, engine={"wrap_policy": {"transformer_layer_cls_to_wrap": ["GPTBlock"]}})
+    with pytest.raises(ValueError, match="float16"):
+        make_engine(tiny_llama, engine={"dtype": "float16"})
+    with pytest.raises(ValueError, match="no engine for"):
+        EngineRegistry.get_engine_cls("language_model", "megatron", "cpu")
+    assert EngineRegistry.get_engine_cls("language_model", "fsdp", "cpu") is FSDPEngine

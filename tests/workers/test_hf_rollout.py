@@ -1,0 +1,222 @@
+"""The rollout over the actor's own module, against slow generation without a cache."""
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import LlamaForCausalLM
+
+from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.ranks import run_ranks
+from verl.protocol import DataProto
+from verl.workers.config import RolloutConfig
+from verl.workers.config.rollout import SamplingConfig
+from verl.workers.policy import get_policy
+from verl.workers.rollout import BaseRollout, get_rollout_class, register_rollout
+from verl.workers.rollout.hf_rollout import HFRollout, Sampling, choose
+
+PAD, EOS = 0, 2
+
+
+class FakeEngine:
+    """An engine that is only its module."""
+
+    def __init__(self, module):
+        self.module = module.eval()
+
+    @contextmanager
+    def eval_mode(self):
+        yield self
+
+    def autocast(self):
+        return nullcontext()
+
+
+def rollout(path, engine=None, **changes):
+    settings = {"name": "hf", "mode": "sync", "prompt_length": 6, "response_length": 5} | changes
+    made = HFRollout(RolloutConfig(**settings), model_config=None, device_mesh=None)
+    made.bind_actor(engine or FakeEngine(LlamaForCausalLM.from_pretrained(path)), policy=None)
+    return made
+
+
+def prompts(lengths=(6, 3, 4), seed=0, **meta):
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(6)[None] >= 6 - torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(5, 60, (len(lengths), 6), generator=generator) * mask
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+        meta_info={"n": 1, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True, "global_steps": 1} | meta,
+    )
+
+
+def slow_greedy(model, ids, limit, eos):
+    """One prompt without padding, the whole text read anew for every token."""
+    out = []
+    for _ in range(limit):
+        token = int(model(input_ids=torch.tensor([ids + out])).logits[0, -1].argmax())
+        out.append(token)
+        if token in eos:
+            break
+    return out
+
+
+def kept(ids, mask):
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def answers(output):
+    return kept(output.batch["responses"], output.batch["response_mask"])
+
+
+def test_greedy_equals_the_uncached_loop_and_stops_each_row_on_its_own(tiny_llama):
+    model = LlamaForCausalLM.from_pretrained(tiny_llama).eval()
+    batch = prompts(do_sample=False)
+    plain = kept(batch.batch["input_ids"], batch.batch["attention_mask"])
+    free = [slow_greedy(model, ids, 5, ()) for ids in plain]
+    eos = [free[1][1]]  # a token that row 1 gives second
+    expected = [slow_greedy(model, ids, 5, eos) for ids in plain]
+    assert len(expected[1]) <= 2
+    batch.meta_info["eos_token_id"] = eos
+    output = rollout(tiny_llama).generate_sequences(batch)
+    assert answers(output) == expected
+    batch.meta_info["eos_token_id"] = None
+    assert answers(rollout(tiny_llama).generate_sequences(batch)) == free
+
+
+def test_output_is_right_padded_and_positions_go_on(tiny_llama):
+    batch = prompts(do_sample=False)
+    first = answers(rollout(tiny_llama).generate_sequences(batch))
+    batch.meta_info["eos_token_id"] = first[1][1]
+    out = rollout(tiny_llama).generate_sequences(batch).batch
+    length = int(out["response_mask"][1].sum())
+    assert out["responses"][1, length:].tolist() == [PAD] * (5 - length)
+    assert torch.equal(out["attention_mask"], torch.cat([batch.batch["attention_mask"], out["response_mask"]], 1))
+    assert torch.equal(out["input_ids"], torch.cat([batch.batch["input_ids"], out["responses"]], 1))
+    assert out["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_samples_of_a_prompt_are_adjacent_and_differ(tiny_llama):
+    batch = prompts(n=3)
+    out = rollout(tiny_llama).generate_sequences(batch).batch
+    assert torch.equal(out["prompts"], batch.batch["input_ids"].repeat_interleave(3, 0))
+    rows = [tuple(row) for row in out["responses"].tolist()]
+    assert len(set(rows[:3])) == 3
+
+
+def test_a_sample_does_not_depend_on_the_rows_beside_it(tiny_llama):
+    made = rollout(tiny_llama, calculate_log_probs=True)
+    batch = prompts(n=2)
+    together = made.generate_sequences(batch).batch
+    for i in range(3):
+        alone = made.generate_sequences(batch[i : i + 1]).batch
+        assert torch.equal(alone["responses"], together["responses"][2 * i : 2 * i + 2])
+    small = rollout(tiny_llama, max_num_seqs=2).generate_sequences(batch).batch
+    assert torch.equal(small["responses"], together["responses"])
+
+
+def test_another_step_draws_other_samples(tiny_llama):
+    made = rollout(tiny_llama)
+    one, again, two = (made.generate_sequences(prompts(global_steps=step)).batch["responses"] for step in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_rollout_log_probs_are_the_actors(tiny_llama, temperature):
+    made = rollout(tiny_llama, calculate_log_probs=True)
+    out = made.generate_sequences(prompts(n=2, temperature=temperature)).batch
+    keys = ("responses", "input_ids", "attention_mask", "position_ids")
+    data = TensorDict({key: out[key] for key in keys}, batch_size=len(out))
+    log_probs, _ = get_policy("causal_lm").log_probs(
+        made.engine.module, data, temperature=temperature, with_entropy=False
+    )
+    mask = out["response_mask"]
+    assert torch.allclose(out["rollout_log_probs"], log_probs.detach() * mask, atol=1e-4)
+
+
+def test_validation_uses_its_own_settings(tiny_llama):
+    made = rollout(tiny_llama, temperature=0.7, val_kwargs=SamplingConfig(temperature=0.3, top_k=4, top_p=0.9))
+    assert made.sampling({"temperature": 0.7}) == Sampling(False, 0.7, -1, 1.0)
+    assert made.sampling({"temperature": 0.7, "validate": True}) == Sampling(False, 0.3, 4, 0.9)
+    assert made.sampling({"do_sample": False}).greedy
+
+
+LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+
+@pytest.mark.parametrize(
+    "uniform, sampling, token",
+    [
+        (0.49, Sampling(False, 1.0, -1, 1.0), 0),
+        (0.51, Sampling(False, 1.0, -1, 1.0), 1),
+        (0.96, Sampling(False, 1.0, -1, 1.0), 3),
+        (0.96, Sampling(False, 1.0, 2, 1.0), 1),  # top-k 2: 0.5 and 0.3
+        (0.62, Sampling(False, 1.0, 2, 1.0), 0),  # 0.62 * 0.8 < 0.5
+        (0.99, Sampling(False, 1.0, -1, 0.7), 1),  # top-p 0.7: the first two reach it
+        (0.99, Sampling(False, 1.0, -1, 0.45), 0),
+        (0.99, Sampling(True, 1.0, -1, 1.0), 0),
+    ],
+)
+def test_choice_inverts_the_cumulative_distribution(uniform, sampling, token):
+    got, log_prob = choose(LOGITS, torch.tensor([uniform]), sampling)
+    assert got.item() == token
+    assert log_prob.item() == pytest.approx(LOGITS[0, token].item(), rel=1e-5)
+
+
+def test_frequencies_follow_the_tempered_distribution():
+    uniform = torch.rand(20000, generator=torch.Generator().manual_seed(0))
+    tokens, _ = choose(LOGITS.expand(20000, 4), uniform, Sampling(False, 0.5, -1, 1.0))
+    want = (2 * LOGITS[0]).softmax(-1)
+    assert torch.allclose(tokens.bincount(minlength=4) / 20000, want, atol=0.015)
+
+
+def test_without_an_actor_it_says_so():
+    made = HFRollout(RolloutConfig(name="hf", mode="sync"), model_config=None, device_mesh=None)
+    with pytest.raises(RuntimeError, match="bind_actor"):
+        made.generate_sequences(prompts())
+
+
+def test_registry_names_the_nearest_and_the_modes():
+    assert get_rollout_class("hf", "sync") is HFRollout
+    with pytest.raises(ValueError, match=r"rollout.name='hff' is unknown; did you mean 'hf'\?"):
+        get_rollout_class("hff", "sync")
+    with pytest.raises(ValueError, match="rollout.mode='async' is unknown for rollout.name='hf'.*mode=sync"):
+        get_rollout_class("hf", "async")
+
+    @register_rollout("test_hf_rollout_own", "sync")
+    class Own(BaseRollout):
+        def generate_sequences(self, prompts):
+            return prompts
+
+    assert get_rollout_class("test_hf_rollout_own", "sync") is Own
+
+
+def on_ranks(rank, world_size, path):
+    """Each rank answers its own prompts; rank 1's stop early, while rank 0 goes on."""
+    engine = make_engine(path)
+    batch = prompts(lengths=(6, 3, 4, 5), n=2)
+    share = 4 // world_size
+    part = batch[rank * share : (rank + 1) * share]
+    part.meta_info["eos_token_id"] = list(range(64)) if rank == 1 else None
+    out = rollout(path, engine=engine).generate_sequences(part).batch
+    return np.asarray(out["responses"]), np.asarray(out["response_mask"])
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one_and_wait_for_each_other(tiny_llama):
+    (first, first_mask), (second, second_mask) = run_ranks(on_ranks, 2, tiny_llama)
+    whole = rollout(tiny_llama).generate_sequences(prompts(lengths=(6, 3, 4, 5), n=2, eos_token_id=None))
+    expected = whole.batch["responses"].numpy()
+    assert np.array_equal(first, expected[:4]) and first_mask.all()
+    assert np.array_equal(second[:, 0], expected[4:, 0])
+    assert second_mask.sum(1).tolist() == [1] * 4 and not second[:, 1:].any()
+
+
+def test_it_runs_on_an_engine_of_one_rank(tiny_llama):
+    try:
+        engine = make_engine(tiny_llama)
+        out = rollout(tiny_llama, engine=engine).generate_sequences(prompts(n=2)).batch["responses"]
+    finally:
+        leave_group()
+    assert torch.equal(out, rollout(tiny_llama).generate_sequences(prompts(n=2)).batch["responses"])

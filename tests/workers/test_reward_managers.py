@@ -1,0 +1,262 @@
+"""Reward managers: where the score stands, what functions are given, that errors name the row."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.helpers.models import make_tokenizer
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import compute_reward, get_custom_reward_fn, load_reward_manager
+from verl.utils.reward_score import default_compute_score, gsm8k
+from verl.workers.reward_manager import (
+    BatchRewardManager,
+    NaiveRewardManager,
+    RewardError,
+    get_reward_manager_cls,
+    register,
+)
+
+TOKENIZER = make_tokenizer()
+
+
+def batch(answers=("1 2", "7"), response_mask=None, width=4, **columns):
+    """Prompts 'a b' (one pad before), answers as text, right-padded to `width`."""
+    prompt = [0, *TOKENIZER("a b")["input_ids"]]
+    ids = [TOKENIZER(answer)["input_ids"] for answer in answers]
+    responses = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+    valid = torch.tensor([[0, 1, 1] + [1] * len(row) + [0] * (width - len(row)) for row in ids])
+    tensors = {"prompts": torch.tensor([prompt] * len(ids)), "responses": responses, "attention_mask": valid}
+    if response_mask is not None:
+        tensors["response_mask"] = torch.tensor(response_mask)
+    non_tensors = {
+        "data_source": np.array(["x"] * len(ids), dtype=object),
+        "reward_model": np.array([{"ground_truth": str(i)} for i in range(len(ids))], dtype=object),
+        "extra_info": np.array([{"index": 10 + i} for i in range(len(ids))], dtype=object),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors={**non_tensors, **columns})
+
+
+def length_score(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str.split())
+
+
+def test_score_stands_on_the_last_valid_token():
+    scores = NaiveRewardManager(TOKENIZER, 0, length_score)(batch())
+    assert scores.tolist() == [[0, 2, 0, 0], [1, 0, 0, 0]]
+
+
+def test_score_stands_on_the_last_counted_position():
+    # row 0: only the first of its two tokens is counted; row 1: none is, so the last valid token takes it
+    mask = [[1, 0, 0, 0], [0, 0, 0, 0]]
+    scores = NaiveRewardManager(TOKENIZER, 0, length_score)(batch(response_mask=mask))
+    assert scores.tolist() == [[2, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_an_empty_answer_keeps_its_score():
+    manager = NaiveRewardManager(TOKENIZER, 0, lambda **kw: 5.0)
+    assert manager(batch(answers=("", "7"))).sum(-1).tolist() == [5.0, 5.0]
+
+
+def test_function_sees_text_truth_and_extra_info():
+    seen = []
+
+    def spy(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
+        seen.append((data_source, solution_str, ground_truth, extra_info, bonus))
+        return 0
+
+    NaiveRewardManager(TOKENIZER, 0, spy, bonus=3)(batch(__num_turns__=np.array([2, 4])))
+    assert seen == [
+        ("x", "1 2", "0", {"index": 10, "num_turns": 2}, 3),
+        ("x", "7", "1", {"index": 11, "num_turns": 4}, 3),
+    ]
+
+
+def test_dict_results_become_aligned_extras():
+    def score(solution_str, **kw):
+        return {"score": 1.0, "acc": True} if solution_str == "7" else {"score": 0.5}
+
+    result = NaiveRewardManager(TOKENIZER, 0, score)(batch(), return_dict=True)
+    assert result["reward_extra_info"] == {"score": [0.5, 1.0], "acc": [None, True]}
+    assert result["reward_tensor"].sum(-1).tolist() == [0.5, 1.0]
+
+
+def test_plain_numbers_have_no_extras():
+    assert NaiveRewardManager(TOKENIZER, 0, length_score)(batch(), return_dict=True)["reward_extra_info"] == {}
+
+
+def test_async_functions_are_awaited_together():
+    running = []
+
+    async def score(solution_str, **kw):
+        running.append(solution_str)
+        await asyncio.sleep(0)
+        return float(len(running))  # 2 for both only if both started before either ended
+
+    assert NaiveRewardManager(TOKENIZER, 0, score)(batch()).sum(-1).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_error_names_the_row_and_keeps_its_cause(kind):
+    def fails(solution_str, **kw):
+        if solution_str == "7":
+            raise KeyError("boom")
+        return 1.0
+
+    async def fails_later(solution_str, **kw):
+        return fails(solution_str)
+
+    manager = NaiveRewardManager(TOKENIZER, 0, fails if kind == "sync" else fails_later)
+    with pytest.raises(RewardError, match=r"row 1 \(data_source='x', index=11\).*KeyError: 'boom'") as caught:
+        manager(batch())
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("result", [None, "high", float("nan"), {"acc": 1.0}])
+def test_what_is_no_score_is_refused(result):
+    with pytest.raises(RewardError, match="row 0"):
+        NaiveRewardManager(TOKENIZER, 0, lambda **kw: result)(batch())
+
+
+def test_missing_columns_are_named():
+    data = batch()
+    del data.non_tensor_batch["reward_model"]
+    with pytest.raises(RewardError, match="no column 'reward_model'"):
+        NaiveRewardManager(TOKENIZER, 0, length_score)(data)
+
+
+def test_given_scores_are_handed_back():
+    data = batch()
+    data.batch["rm_scores"] = torch.ones(2, 4)
+    assert torch.equal(NaiveRewardManager(TOKENIZER, 0, length_score)(data), torch.ones(2, 4))
+    data.meta_info["reward_extra_keys"] = ["data_source"]
+    extras = BatchRewardManager(TOKENIZER, 0)(data, return_dict=True)["reward_extra_info"]
+    assert extras["data_source"].tolist() == ["x", "x"]
+
+
+def test_batch_manager_calls_once_with_plural_names_and_tensors():
+    calls = []
+
+    def score(data_sources, solution_strs, ground_truths, extra_infos, prompt_ids, response_ids, attention_mask,
+              batch_tensors, alpha):  # fmt: skip
+        calls.append((data_sources, solution_strs, ground_truths, extra_infos, prompt_ids, response_ids, alpha))
+        assert attention_mask.shape == (2, 7) and batch_tensors["responses"].shape == (2, 4)
+        return [0.25, {"score": 0.5, "acc": 1}]
+
+    result = BatchRewardManager(TOKENIZER, 0, score, alpha=2)(batch(), return_dict=True)
+    prompt = TOKENIZER("a b")["input_ids"]
+    ids = [TOKENIZER("1 2")["input_ids"], TOKENIZER("7")["input_ids"]]
+    assert calls == [(["x", "x"], ["1 2", "7"], ["0", "1"], [{"index": 10}, {"index": 11}], [prompt] * 2, ids, 2)]
+    assert result["reward_tensor"].sum(-1).tolist() == [0.25, 0.5]
+    assert result["reward_extra_info"]["acc"] == [None, 1]
+
+
+def test_batch_manager_spares_functions_that_take_no_tensors():
+    def score(data_sources, solution_strs, ground_truths, extra_infos):
+        return [1.0] * len(data_sources)
+
+    assert BatchRewardManager(TOKENIZER, 0, score).verify(batch()) == [1.0, 1.0]
+
+
+def test_batch_manager_takes_a_per_sample_function():
+    assert BatchRewardManager(TOKENIZER, 0, length_score).verify(batch()) == [2, 1]
+
+
+def test_batch_manager_errors():
+    def raises(data_sources, **kw):
+        raise OSError("no disk")
+
+    with pytest.raises(RewardError, match=r"batch of 2 rows \(data_source: x\).*OSError: no disk"):
+        BatchRewardManager(TOKENIZER, 0, raises)(batch())
+    with pytest.raises(RewardError, match="1 scores for 2 rows"):
+        BatchRewardManager(TOKENIZER, 0, lambda data_sources, **kw: [1.0])(batch())
+
+
+def test_registry_names_the_nearest_and_refuses_a_second():
+    assert get_reward_manager_cls("naive") is NaiveRewardManager
+    with pytest.raises(ValueError, match=r"reward_manager.name='bacth' is unknown; did you mean 'batch'\?"):
+        get_reward_manager_cls("bacth")
+    with pytest.raises(ValueError, match="'naive' is already registered"):
+
+        @register("naive")
+        class Other(NaiveRewardManager):
+            pass
+
+
+def reward_config(path=None, name="compute_score", **manager):
+    settings = {"source": "register", "name": "naive", "module": {"path": None, "name": None}} | manager
+    return OmegaConf.create(
+        {
+            "custom_reward_function": {"path": path, "name": name},
+            "reward_manager": settings,
+            "data": {"reward_fn_key": "data_source"},
+        }
+    )
+
+
+def test_custom_function_from_a_file_with_bound_kwargs(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n")
+    config = reward_config(str(file), "mine")
+    config.custom_reward_function.reward_kwargs = {"bonus": 4}
+    assert get_custom_reward_fn(config)("x", "y", "z", bonus=1) == 4
+    manager = load_reward_manager(config, TOKENIZER, num_examine=0)
+    scores, extras = compute_reward(batch(), manager)
+    assert scores.sum(-1).tolist() == [4, 4] and extras == {}
+
+
+def test_manager_class_from_a_file(tmp_path):
+    file = tmp_path / "manager.py"
+    file.write_text(
+        "from verl.workers.reward_manager import NaiveRewardManager\n\n\nclass Mine(NaiveRewardManager):\n    pass\n"
+    )
+    config = reward_config(source="importlib", module={"path": str(file), "name": "Mine"})
+    assert type(load_reward_manager(config, TOKENIZER, 0)).__name__ == "Mine"
+
+
+def test_without_a_path_there_is_no_custom_function():
+    assert get_custom_reward_fn(reward_config()) is None
+    assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score is default_compute_score
+
+
+def test_unknown_data_source_names_the_nearest():
+    said = r"'openai/gsm8'; did you mean 'openai/gsm8k'\?.*custom_reward_function"
+    with pytest.raises(NotImplementedError, match=said):
+        default_compute_score("openai/gsm8", "x", "1")
+
+
+@pytest.mark.parametrize(
+    "text, truth, expected",
+    [
+        ("so #### 72", "72", 1.0),
+        ("#### 1,234.", "1234", 1.0),
+        ("#### $5.0", "5", 1.0),
+        ("#### -3", "-3", 1.0),
+        ("#### 71", "72", 0.0),
+        ("#### 1 then #### 72", "72", 1.0),
+        ("the answer is 72", "72", 0.0),
+    ],
+)
+def test_gsm8k(text, truth, expected):
+    assert default_compute_score("openai/gsm8k", text, truth) == expected
+
+
+def test_gsm8k_flexible_takes_the_last_number():
+    assert gsm8k.extract_solution("first 3, then 4.5 apples", "flexible") == "4.5"
+    assert gsm8k.compute_score("#### 3", "4", format_score=0.1) == 0.1
+    with pytest.raises(ValueError, match="method='lax'"):
+        gsm8k.extract_solution("x", "lax")
+
+
+def test_examples_are_logged_once_a_source():
+    from loguru import logger
+
+    lines = []
+    sink = logger.add(lambda message: lines.append(str(message)), format="{message}")
+    try:
+        NaiveRewardManager(TOKENIZER, 1, length_score)(batch())
+    finally:
+        logger.remove(sink)
+    assert len(lines) == 1 and "[prompt] a b" in lines[0] and "[score] 2" in lines[0]

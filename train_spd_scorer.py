@@ -1,0 +1,347 @@
+"""Prepares drafted blocks, then trains the speculative-decoding scorer on them by GRPO.
+
+    python train_spd_scorer.py --blocks blocks.parquet --metadata metadata.parquet --model TARGET_DIR --output-dir DIR
+
+What follows the options as key=value goes to the trainer (recipe/spd/config/spd_trainer.yaml). MODEL_PATH,
+TOKENIZER_PATH, ADAPTER_PATH, SPD_VLLM_URLS, SPD_SEP_TOKEN_ID, SPD_SAMPLE_TEMPERATURE, REWARD_ALPHA,
+REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE and LOGURU_LEVEL are read from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+ROOT = Path(__file__).resolve().parent
+FORWARDED = (
+    "REWARD_ALPHA",
+    "REWARD_PENALTY_BREAK",
+    "REWARD_USELESS",
+    "REWARD_CORRECT_BASE",
+    "SPD_SAMPLE_TEMPERATURE",
+    "SPD_SEP_TOKEN_ID",
+    "SPD_VLLM_URLS",
+    "MODEL_PATH",
+    "TOKENIZER_PATH",
+    "ADAPTER_PATH",
+    "LOGURU_LEVEL",
+)
+
+
+class DataError(ValueError):
+    """A block or metadata file cannot be used; the text names the file, the row and the mend."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What `prepare_spd_data_from_real_source` wrote, in rows and tokens."""
+
+    path: Path
+    rows: int
+    skipped_matches: int  # blocks that exact match accepts whole (or up to the end token): nothing to learn
+    longest_input: int
+    gamma: int
+
+
+def setup_loguru_rank0(level: str | None = None) -> None:
+    """Log to standard error at `level` (else LOGURU_LEVEL, else INFO) on rank 0; warnings and errors on the others."""
+    chosen = level or os.environ.get("LOGURU_LEVEL") or "INFO"
+    rank = int(os.environ.get("RANK", "0"))
+    logger.remove()
+    try:
+        logger.add(sys.stderr, level=chosen if rank == 0 else "WARNING")
+    except ValueError as error:
+        raise ValueError(f"LOGURU_LEVEL={chosen!r} is no level; use DEBUG, INFO, WARNING or ERROR.") from error
+
+
+def prepare_spd_data_from_real_source(
+    blocks_path: str | Path, metadata_path: str | Path, output_path: str | Path, tokenizer: Any
+) -> PreparedData:
+    """Write the training parquet from generated blocks and the questions' metadata (parquet or jsonl).
+
+    Blocks: question_id, context_ids, draft_ids, target_ids, optionally is_correct_baseline and baseline_length (tokens
+    of the target's own completion of the context). Metadata: question_id, question, ground_truth, is_correct_baseline.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from verl.utils.dataset.rl_dataset import read_rows
+    from verl.utils.dataset.spd_dataset import build_spd_input, resolve_sep_token_id
+
+    questions = _read_metadata(Path(metadata_path), read_rows(metadata_path))
+    blocks = read_rows(blocks_path)
+    sep, eos = resolve_sep_token_id(tokenizer), tokenizer.eos_token_id
+    rows, skipped = [], 0
+    for number, block in enumerate(blocks):
+        where = f"{blocks_path}, row {number}"
+        _check_block(where, block, questions, len(tokenizer), metadata_path)
+        context, draft, target = (list(block[name]) for name in ("context_ids", "draft_ids", "target_ids"))
+        if _nothing_to_learn(draft, target, eos):
+            skipped += 1
+            continue
+        meta = questions[block["question_id"]]
+        ids, offsets = build_spd_input(context, draft, target, sep)
+        baseline = block.get("is_correct_baseline")
+        extra = {
+            "index": len(rows),
+            "question_id": str(block["question_id"]),
+            **offsets,
+            "context_ids": context,
+            "draft_ids": draft,
+            "target_ids": target,
+            "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
+            "baseline_length": block.get("baseline_length"),
+        }
+        rows.append(
+            {
+                "data_source": "spd_scorer",
+                "prompt": meta["question"],
+                "input_ids": ids,
+                "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
+                "extra_info": extra,
+                "rollout_info": dict(offsets),
+            }
+        )
+    if not rows:
+        raise DataError(f"{blocks_path}: none of its {len(blocks)} blocks has a mismatch to judge; draft more blocks.")
+    output = Path(output_path)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist(rows), partial)
+    os.replace(partial, output)
+    logger.info("{}: {} blocks to judge; {} without a mismatch are skipped", output, len(rows), skipped)
+    return PreparedData(
+        output,
+        len(rows),
+        skipped,
+        max(len(row["input_ids"]) for row in rows),
+        max(row["extra_info"]["draft_len"] for row in rows),
+    )
+
+
+def _read_metadata(path: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
+    found: dict[Any, Mapping[str, Any]] = {}
+    for number, row in enumerate(rows):
+        needed = ("question_id", "question", "ground_truth", "is_correct_baseline")
+        if missing := [name for name in needed if row.get(name) is None]:
+            raise DataError(f"{path}, row {number}: lacks {', '.join(missing)}; it has {', '.join(row)}.")
+        if row["question_id"] in found:
+            raise DataError(f"{path}, row {number}: question_id {row['question_id']!r} stands there twice; keep one.")
+        found[row["question_id"]] = row
+    return found
+
+
+def _check_block(
+    where: str, block: Mapping[str, Any], questions: Mapping[Any, Any], vocabulary: int, metadata_path: str | Path
+) -> None:
+    """Refuse a block with missing, empty or impossible ids, or of an unknown question."""
+    if missing := [n for n in ("question_id", "context_ids", "draft_ids", "target_ids") if block.get(n) is None]:
+        raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(block)}.")
+    if block["question_id"] not in questions:
+        raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add the question there.")
+    for name in ("context_ids", "draft_ids", "target_ids"):
+        ids = block[name]
+        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
+            raise DataError(f"{where}: {name} must be a list of token ids from 0 to {vocabulary - 1}, not {str(ids)[:80]}.")
+    if len(block["target_ids"]) != len(block["draft_ids"]) + 1:
+        raise DataError(
+            f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more target id "
+            "(the bonus token) is needed."
+        )
+
+
+def _nothing_to_learn(draft: Sequence[int], target: Sequence[int], eos: int | None) -> bool:
+    """Whether draft == target[:-1], or they agree up to an end token, behind which nothing is written."""
+    for drafted, wanted in zip(draft, target, strict=False):
+        if drafted != wanted:
+            return False
+        if drafted == eos:
+            return True
+    return True
+
+
+def build_training_command(args: argparse.Namespace, train: PreparedData, val: PreparedData | None) -> list[str]:
+    """The trainer's command line with every hyper-parameter that differs from the recipe's yaml."""
+    on_cpu = args.device == "cpu"
+    settings: dict[str, Any] = {
+        "data.train_files": train.path,
+        "data.val_files": (val or train).path,
+        "data.max_prompt_length": max(p.longest_input for p in (train, val) if p),
+        "data.max_response_length": max(p.gamma for p in (train, val) if p),
+        "data.train_batch_size": args.batch_size,
+        "data.seed": args.seed,
+        "actor_rollout_ref.model.path": args.model,
+        "actor_rollout_ref.model.lora_rank": args.lora_rank,
+        "actor_rollout_ref.model.lora_alpha": args.lora_alpha,
+        "actor_rollout_ref.actor.optim.lr": args.lr,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": args.mini_batch_size or args.batch_size,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": args.micro_batch_size,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if on_cpu else "bfloat16",
+        "actor_rollout_ref.rollout.n": args.n,
+        "spd.backbone": args.backbone,
+        "spd.attention": args.attention,
+        "spd.seed": args.seed,
+        "spd.rollout.max_tokens": args.max_tokens,
+        "trainer.device": args.device,
+        "trainer.n_gpus_per_node": args.ranks,
+        "trainer.total_epochs": args.epochs,
+        "trainer.default_local_dir": args.output_dir,
+        "trainer.save_freq": args.save_freq,
+        "trainer.test_freq": args.test_freq,
+        "trainer.val_before_train": bool(val),
+    }
+    optional = {
+        "actor_rollout_ref.model.tokenizer_path": args.tokenizer,
+        "spd.adapter_path": args.adapter,
+        "spd.target_path": args.target,
+        "spd.rollout.store_path": args.store,
+        "trainer.total_training_steps": args.steps,
+    }
+    # Written into the config too: the environment does not travel to the workers of a remote cluster.
+    for key, option, variable in (
+        ("spd.reward.alpha", args.reward_alpha, "REWARD_ALPHA"),
+        ("spd.reward.penalty_break", args.reward_penalty_break, "REWARD_PENALTY_BREAK"),
+        ("spd.reward.useless", args.reward_useless, "REWARD_USELESS"),
+        ("spd.reward.correct_base", args.reward_correct_base, "REWARD_CORRECT_BASE"),
+        ("spd.sample_temperature", args.sample_temperature, "SPD_SAMPLE_TEMPERATURE"),
+        ("spd.rollout.servers", None, "SPD_VLLM_URLS"),
+    ):
+        optional[key] = option if option is not None else os.environ.get(variable) or None
+    settings.update({key: value for key, value in optional.items() if value is not None})
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    command += ["--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
+    command += [f"{key}={_hydra_text(value)}" for key, value in settings.items()]
+    return [*command, *args.overrides]
+
+
+def _hydra_text(value: Any) -> str:
+    """A value as hydra's command line reads it: paths with unusual characters quoted."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = str(value)
+    plain = all(c.isalnum() or c in "._-/~+" for c in text)
+    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _create_training_env(args: argparse.Namespace) -> dict[str, str]:
+    """The environment of the training process: this one, with what the options say over it."""
+    env = dict(os.environ)
+    env["MODEL_PATH"] = str(args.model)
+    for variable, value in (("TOKENIZER_PATH", args.tokenizer), ("ADAPTER_PATH", args.adapter)):
+        if value is not None:
+            env[variable] = str(value)
+    for variable, value in (
+        ("REWARD_ALPHA", args.reward_alpha),
+        ("REWARD_PENALTY_BREAK", args.reward_penalty_break),
+        ("REWARD_USELESS", args.reward_useless),
+        ("REWARD_CORRECT_BASE", args.reward_correct_base),
+        ("SPD_SAMPLE_TEMPERATURE", args.sample_temperature),
+    ):
+        if value is not None:
+            env[variable] = str(value)
+    # Ray's workers import spd_scorer by name.
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    env.setdefault("LOGURU_LEVEL", "INFO")
+    logger.debug("environment of the training: {}", {name: env[name] for name in FORWARDED if name in env})
+    return env
+
+
+def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Run the trainer; SIGTERM and Ctrl-C go on to it, which then saves and stops. Gives its exit code."""
+    logger.info("starts {}", " ".join(command))
+    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT)
+    previous = {}
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        previous[sign] = signal.signal(sign, lambda number, frame: child.send_signal(number))
+    try:
+        return child.wait()
+    finally:
+        for sign, handler in previous.items():
+            signal.signal(sign, handler)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options, with the trainer's key=value settings in `overrides`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", required=True, help="generated blocks (parquet or jsonl)")
+    parser.add_argument("--metadata", required=True, help="questions with ground truth and baseline correctness")
+    parser.add_argument("--val-blocks", help="blocks of held-out questions")
+    parser.add_argument("--val-metadata", help="their questions (default: --metadata)")
+    parser.add_argument("--output-dir", required=True, help="checkpoints, metrics, report, prepared data")
+    parser.add_argument("--model", default=os.environ.get("MODEL_PATH"), help="the target, or the own backbone (MODEL_PATH)")
+    parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER_PATH"), help="default: the model's")
+    parser.add_argument("--adapter", default=os.environ.get("ADAPTER_PATH"), help="saved scorer to start from")
+    parser.add_argument("--target", help="the target that completes, where --model is another model")
+    parser.add_argument("--store", help="file of completions, may be shared between runs")
+    parser.add_argument("--backbone", choices=("target", "own"), default="target")
+    parser.add_argument("--attention", choices=("causal", "spd", "hybrid"), default="causal")
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--lora-alpha", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=64, help="blocks a step")
+    parser.add_argument("--mini-batch-size", type=int, help="blocks an update (default: the whole step)")
+    parser.add_argument("--micro-batch-size", type=int, default=512, help="samples a forward on one rank")
+    parser.add_argument("--n", type=int, default=8, help="samples a block")
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--steps", type=int, help="stop after so many steps")
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest completion")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or CPU ranks, of a node")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
+    parser.add_argument("--save-freq", type=int, default=-1)
+    parser.add_argument("--test-freq", type=int, default=-1)
+    for name in ("alpha", "penalty-break", "useless", "correct-base"):
+        parser.add_argument(f"--reward-{name}", type=float)
+    parser.add_argument("--sample-temperature", type=float)
+    args, overrides = parser.parse_known_args(argv)
+    for text in overrides:
+        if text.startswith("-") or "=" not in text:
+            parser.error(f"unknown option {text!r}; settings of the trainer read key=value")
+    args.overrides = overrides
+    if not args.model:
+        parser.error("name the target model: --model DIR or MODEL_PATH")
+    if args.val_metadata and not args.val_blocks:
+        parser.error("--val-metadata is given without --val-blocks")
+    for name in ("output_dir", "store", "adapter", "target", "model", "tokenizer"):
+        value = getattr(args, name)
+        if value is not None and (name in ("output_dir", "store") or Path(value).expanduser().exists()):
+            setattr(args, name, str(Path(value).expanduser().resolve()))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare, train; gives the exit code."""
+    setup_loguru_rank0()
+    args = parse_args(argv)
+    import torch
+
+    from verl.utils.tokenizer import hf_tokenizer
+
+    if args.device is None:
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = hf_tokenizer(args.tokenizer or args.model)
+        data_dir = Path(args.output_dir) / "data"
+        train = prepare_spd_data_from_real_source(args.blocks, args.metadata, data_dir / "train.parquet", tokenizer)
+        val = None
+        if args.val_blocks:
+            metadata = args.val_metadata or args.metadata
+            val = prepare_spd_data_from_real_source(args.val_blocks, metadata, data_dir / "val.parquet", tokenizer)
+    except (ValueError, OSError) as error:
+        logger.error("{}", error)
+        return 1
+    return run_training(build_training_command(args, train, val), _create_training_env(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""BaseConfig: what every component's settings have in common."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass
+class BaseConfig(Mapping):
+    """Settings as a dataclass that can also be read as a mapping over its fields.
+
+    A field is written once, by the constructor or by `__post_init__` through `object.__setattr__`. Afterwards only the
+    names in `_mutable_fields` may change; anything else raises FrozenInstanceError.
+    """
+
+    _mutable_fields: ClassVar[set[str]] = set()
+    _target_: str = ""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and name not in self._mutable_fields:
+            raise FrozenInstanceError(
+                f"{type(self).__name__}.{name} is already set to {self.__dict__[name]!r} and cannot become {value!r}; "
+                f"build a new config with dataclasses.replace, or list the field in _mutable_fields"
+            )
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._names():
+            close = difflib.get_close_matches(str(key), self._names(), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise KeyError(f"{type(self).__name__} has no field {key!r}{hint}")
+        return getattr(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of field `key`; `default` only when the class has no such field."""
+        return self[key] if key in self._names() else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]

@@ -1,0 +1,335 @@
+"""How a call on a worker group becomes one call per rank: @register, its dispatch modes and its execute modes.
+
+A dispatch mode is a pair of pure functions. `dispatch_fn(worker_group, *args, **kwargs)` turns every argument into a
+list with one entry per rank; `collect_fn(worker_group, output)` turns the list of the ranks' outputs into one value.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from verl.protocol import DataProto, DataProtoFuture
+from verl.utils.py_functional import DynamicEnum
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
+
+MAGIC_ATTR = "_verl_registered"
+PADDING_KEY = "_verl_padding_rows"  # travels in kwargs from a dispatch function to the group's call, never to a worker
+
+
+class Dispatch(DynamicEnum):
+    """How arguments reach the ranks and outputs come back."""
+
+
+class Execute(DynamicEnum):
+    """Which ranks run the method."""
+
+
+def init_predefined_dispatch_mode() -> None:
+    """Register the dispatch modes every group knows."""
+    for name in (
+        "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC",
+        "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
+    ):  # fmt: skip
+        Dispatch.register(name)
+
+
+def init_predefined_execute_mode() -> None:
+    """Register the execute modes every group knows."""
+    Execute.register("ALL")
+    Execute.register("RANK_ZERO")
+
+
+init_predefined_dispatch_mode()
+init_predefined_execute_mode()
+
+
+def _map(fn: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return tuple(fn(a) for a in args), {k: fn(v) for k, v in kwargs.items()}
+
+
+# ------------------------------------------------------------------------------------------------ plain values
+
+
+def dispatch_one_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """Every rank gets every argument whole."""
+    return _map(lambda value: [value] * worker_group.world_size, args, kwargs)
+
+
+def dummy_direct_rollout_call(worker_group: WorkerGroup, *args, **kwargs) -> None:
+    """Stands for methods that a rollout server answers itself."""
+    raise NotImplementedError("a DIRECT_ROLLOUT_METHOD is called on the rollout server, not through a worker group")
+
+
+def dispatch_all_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """Arguments pass as they are: the caller gives lists with one entry a rank, or what all ranks get."""
+    return args, kwargs
+
+
+def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
+    """Outputs pass as they are, in rank order."""
+    return output
+
+
+def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """The caller has cut each argument: a list or tuple with one entry a rank."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
+            size = len(value) if isinstance(value, list | tuple) else type(value).__name__
+            raise ValueError(f"argument {name!r} needs {worker_group.world_size} entries, one a rank; got {size}")
+    return args, kwargs
+
+
+def collect_dp_compute(worker_group: WorkerGroup, output: list) -> list:
+    """One output a rank, in rank order."""
+    if len(output) != worker_group.world_size:
+        raise ValueError(f"{len(output)} outputs from {worker_group.world_size} ranks")
+    return output
+
+
+# ------------------------------------------------------------------------------------------------ DataProto
+
+
+def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Every DataProto in `chunks` parts; where auto padding is on, padded to a multiple of `chunks` first."""
+    padding = _rows_to_pad(chunks, args, kwargs)
+
+    def cut(value: Any) -> list:
+        if isinstance(value, DataProto) and padding:
+            value = value.select()  # a shallow copy: the caller's batch keeps its length
+            value.padding(padding)
+        return value.chunk(chunks)
+
+    new_args, new_kwargs = _map(cut, args, kwargs)
+    if padding:
+        new_kwargs[PADDING_KEY] = padding
+    return new_args, new_kwargs
+
+
+def _rows_to_pad(chunks: int, args: tuple, kwargs: dict) -> int:
+    sizes = {}
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if not isinstance(value, DataProto | DataProtoFuture):
+            raise TypeError(
+                f"argument {name!r} is a {type(value).__name__}; this dispatch mode takes DataProto only "
+                f"(put plain values into meta_info)"
+            )
+        if isinstance(value, DataProto) and value.is_padding_enabled():
+            sizes[name] = len(value)
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"arguments that are padded for dispatch differ in rows: {sizes}")
+    return -next(iter(sizes.values())) % chunks if sizes else 0
+
+
+def _join(output: list) -> DataProto | DataProtoFuture:
+    import ray
+
+    if all(isinstance(o, DataProto) for o in output):
+        return DataProto.concat(output)
+    if all(isinstance(o, ray.ObjectRef) for o in output):
+        return DataProtoFuture.concat(output)
+    kinds = sorted({type(o).__name__ for o in output})
+    raise TypeError(f"a method dispatched over DataProto must return a DataProto on every rank, got {', '.join(kinds)}")
+
+
+def dispatch_dp_compute_data_proto(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """Each DataProto is cut in as many parts as there are ranks."""
+    return _split(worker_group.world_size, args, kwargs)
+
+
+def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """As `dispatch_dp_compute_data_proto`; the first argument is a function that every rank gets."""
+    if not args or not callable(args[0]):
+        raise TypeError("the first argument of this dispatch mode must be a function")
+    new_args, new_kwargs = _split(worker_group.world_size, args[1:], kwargs)
+    return ([args[0]] * worker_group.world_size, *new_args), new_kwargs
+
+
+def collect_dp_compute_data_proto(worker_group: WorkerGroup, output: list) -> DataProto | DataProtoFuture:
+    """The ranks' rows in rank order."""
+    return _join(output)
+
+
+# ------------------------------------------------------------------------------------------------ device meshes
+
+
+def dispatch_nd_compute(
+    dp_rank_mapping: list[int], dp_size: int, worker_group: WorkerGroup, *args, **kwargs
+) -> tuple[tuple, dict]:
+    """Arguments are lists of `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
+    _check_ranks("dp_rank_mapping", dp_rank_mapping, worker_group)
+
+    def spread(parts: list) -> list:
+        if len(parts) != dp_size:
+            raise ValueError(f"an argument has {len(parts)} parts for {dp_size} data-parallel ranks")
+        return [parts[dp_rank] for dp_rank in dp_rank_mapping]
+
+    return _map(spread, args, kwargs)
+
+
+def _check_ranks(name: str, values: list, worker_group: WorkerGroup) -> None:
+    if len(values) != worker_group.world_size:
+        raise ValueError(f"{name} has {len(values)} entries for {worker_group.world_size} ranks")
+
+
+def collect_nd_compute(collect_mask: list[bool], worker_group: WorkerGroup, output: list) -> list:
+    """Outputs of the ranks whose mask is True (one rank of each data-parallel group)."""
+    _check_ranks("collect_mask", collect_mask, worker_group)
+    return [o for o, wanted in zip(output, collect_mask, strict=True) if wanted]
+
+
+def dispatch_nd_compute_dataproto(
+    dp_rank_mapping: list[int], dp_size: int, worker_group: WorkerGroup, *args, **kwargs
+) -> tuple[tuple, dict]:
+    """Each DataProto is cut in `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
+    args, kwargs = _split(dp_size, args, kwargs)
+    padding = kwargs.pop(PADDING_KEY, 0)
+    args, kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *args, **kwargs)
+    if padding:
+        kwargs[PADDING_KEY] = padding
+    return args, kwargs
+
+
+def collect_nd_compute_dataproto(
+    collect_mask: list[bool], worker_group: WorkerGroup, output: list
+) -> DataProto | DataProtoFuture:
+    """The rows of the ranks whose mask is True."""
+    return _join(collect_nd_compute(collect_mask, worker_group, output))
+
+
+def _dp_ranks(mesh_name: str, worker_group: WorkerGroup) -> list[int]:
+    """Data-parallel rank of every worker in the mesh; asked of the workers once."""
+    known = worker_group._dispatch_info
+    if mesh_name not in known:
+        known[mesh_name] = worker_group._query_dispatch_info(mesh_name)
+        _check_ranks(f"dispatch info of mesh {mesh_name!r}", known[mesh_name], worker_group)
+    return known[mesh_name]
+
+
+def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
+    """As `dispatch_nd_compute_dataproto`, with the mapping that the workers registered for `mesh_name`."""
+    mapping = _dp_ranks(mesh_name, worker_group)
+    return dispatch_nd_compute_dataproto(mapping, max(mapping) + 1, worker_group, *args, **kwargs)
+
+
+def collect_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, output: list) -> Any:
+    """The rows of the mesh's collecting ranks, in the order in which they were dispatched."""
+    known = worker_group._collect_info
+    if mesh_name not in known:
+        known[mesh_name] = worker_group.query_collect_info(mesh_name)
+    mask, mapping = known[mesh_name], _dp_ranks(mesh_name, worker_group)
+    _check_ranks(f"collect info of mesh {mesh_name!r}", mask, worker_group)
+    chosen = sorted((dp_rank, r) for r, dp_rank in enumerate(mapping) if mask[r])
+    return _join([output[r] for _, r in chosen])
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable]:
+    """Dispatch mode over a device mesh that the workers name at run time with `_register_dispatch_collect_info`."""
+    return {
+        "dispatch_fn": functools.partial(dispatch_lazy_compute_data_proto, mesh_name),
+        "collect_fn": functools.partial(collect_lazy_compute_data_proto, mesh_name),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ registries
+
+DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, dict[str, Callable]] = {
+    Dispatch.ONE_TO_ALL: {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
+    Dispatch.ALL_TO_ALL: {"dispatch_fn": dispatch_all_to_all, "collect_fn": collect_all_to_all},
+    Dispatch.DP_COMPUTE: {"dispatch_fn": dispatch_dp_compute, "collect_fn": collect_dp_compute},
+    Dispatch.DP_COMPUTE_PROTO: {
+        "dispatch_fn": dispatch_dp_compute_data_proto,
+        "collect_fn": collect_dp_compute_data_proto,
+    },
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: {
+        "dispatch_fn": dispatch_dp_compute_data_proto_with_func,
+        "collect_fn": collect_dp_compute_data_proto,
+    },
+    Dispatch.DP_COMPUTE_METRIC: {"dispatch_fn": dispatch_dp_compute_data_proto, "collect_fn": collect_dp_compute},
+    Dispatch.DIRECT_ROLLOUT_METHOD: {
+        "dispatch_fn": dummy_direct_rollout_call,
+        "collect_fn": dummy_direct_rollout_call,
+    },
+}
+_EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}
+
+
+def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable]:
+    """{"dispatch_fn", "collect_fn"} of a registered mode."""
+    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
+        known = ", ".join(mode.name for mode in DISPATCH_MODE_FN_REGISTRY)
+        raise KeyError(
+            f"dispatch mode {dispatch_mode!r} has no functions; known: {known}. To run on rank 0 only, register the "
+            f"method with execute_mode=Execute.RANK_ZERO"
+        )
+    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
+    """Add a mode: afterwards `Dispatch.<NAME>` can be given to `register`."""
+    mode = Dispatch.register(dispatch_mode_name)
+    DISPATCH_MODE_FN_REGISTRY[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: Callable, collect_fn: Callable) -> None:
+    """Replace the functions of a mode that is registered."""
+    get_predefined_dispatch_fn(dispatch_mode)
+    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
+    """{"execute_fn_name"}: the group's method that carries the mode out."""
+    return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
+
+
+def _check_modes(dispatch_mode: Any, execute_mode: Any) -> None:
+    if isinstance(dispatch_mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
+        if missing:
+            raise ValueError(f"dispatch_mode given as a dict lacks {sorted(missing)}")
+    elif not isinstance(dispatch_mode, Dispatch):
+        raise TypeError(f"dispatch_mode={dispatch_mode!r} must be a Dispatch member or a dict of two functions")
+    if not isinstance(execute_mode, Execute):
+        raise TypeError(f"execute_mode={execute_mode!r} must be an Execute member")
+
+
+def _materialize(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return _map(lambda value: value.get() if isinstance(value, DataProtoFuture) else value, args, kwargs)
+
+
+def register(
+    dispatch_mode: Dispatch | dict = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable:
+    """Mark a worker's method as callable on its group.
+
+    With blocking=False the group's call returns references (a DataProtoFuture where DataProto are joined). With
+    `materialize_futures` a DataProtoFuture argument is fetched on the worker before the method runs.
+    """
+    _check_modes(dispatch_mode, execute_mode)
+
+    def decorate(func: Callable) -> Callable:
+        @functools.wraps(func)
+        def call(*args, **kwargs):
+            if materialize_futures:
+                args, kwargs = _materialize(args, kwargs)
+            return func(*args, **kwargs)
+
+        @functools.wraps(func)
+        async def call_async(*args, **kwargs):
+            if materialize_futures:
+                args, kwargs = _materialize(args, kwargs)
+            return await func(*args, **kwargs)
+
+        wrapped = call_async if inspect.iscoroutinefunction(func) else call
+        attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}
+        setattr(wrapped, MAGIC_ATTR, attrs)
+        return wrapped
+
+    return decorate

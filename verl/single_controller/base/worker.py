@@ -1,0 +1,167 @@
+"""Worker: one rank of a group, a process with a place in the world."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl.single_controller.base.decorator import Dispatch, Execute, register
+
+
+@dataclass
+class DistRankInfo:
+    """Where a rank stands in each kind of parallelism."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+
+
+@dataclass
+class DistGlobalInfo:
+    """How many ranks each kind of parallelism has."""
+
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    cp_size: int
+
+
+def free_address() -> tuple[str, str]:
+    """Address of this node as Ray knows it (127.0.0.1 without Ray), with a port that is free now."""
+    import ray
+
+    host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        s.bind(("", 0))
+        return host, str(s.getsockname()[1])
+
+
+class WorkerHelper:
+    """What a worker can say about its node."""
+
+    def get_available_master_addr_port(self) -> tuple[str, str]:
+        return free_address()
+
+    def get_availale_master_addr_port(self) -> tuple[str, str]:
+        """Older spelling, kept for callers."""
+        return self.get_available_master_addr_port()
+
+
+class Worker(WorkerHelper):
+    """Base of every role. Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+    A subclass calls `super().__init__()` first. Roles that share a process each keep their own dispatch tables;
+    `fused_worker_dict` names the roles of a fused process.
+    """
+
+    fused_worker_attr_name = "fused_worker_dict"
+
+    def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if cuda_visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(cuda_visible_devices)
+        missing = [key for key in ("WORLD_SIZE", "RANK") if key not in os.environ]
+        if missing:
+            raise RuntimeError(f"{type(self).__name__} needs {', '.join(missing)}: start it through a RayWorkerGroup")
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._rank = int(os.environ["RANK"])
+        self._master_addr = os.environ.get("MASTER_ADDR")
+        self._master_port = os.environ.get("MASTER_PORT")
+        self._choose_device()
+        self.fused_worker_dict: dict[str, Worker] = {}
+        self._dispatch_dp_rank: dict[str, int] = {}
+        self._collect_dp_rank: dict[str, bool] = {}
+
+    @classmethod
+    def env_keys(cls) -> list[str]:
+        """Environment variables that place a rank in its world."""
+        return ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
+                "CUDA_VISIBLE_DEVICES"]  # fmt: skip
+
+    def _choose_device(self) -> None:
+        """Make LOCAL_RANK the index of this rank's own GPU, whether Ray hides the others or not."""
+        if not os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("WG_BACKEND") != "ray":
+            return
+        import ray
+
+        from verl.utils.ray_utils import ray_noset_visible_devices
+
+        if ray_noset_visible_devices():
+            ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+            visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+            os.environ["LOCAL_RANK"] = str(visible.index(ids[0])) if ids and ids[0] in visible else "0"
+        elif "," not in os.environ["CUDA_VISIBLE_DEVICES"]:
+            os.environ["LOCAL_RANK"] = "0"
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Tell which part of a batch this rank takes in `mesh_name`, and whether its output is collected."""
+        if mesh_name in self._dispatch_dp_rank:
+            raise ValueError(f"mesh {mesh_name!r} is already registered on rank {self._rank}")
+        self._dispatch_dp_rank[mesh_name] = int(dp_rank)
+        self._collect_dp_rank[mesh_name] = bool(is_collect)
+
+    def _known_mesh(self, mesh_name: str) -> str:
+        if mesh_name not in self._dispatch_dp_rank:
+            raise KeyError(
+                f"{type(self).__name__} has no mesh {mesh_name!r} (it has {sorted(self._dispatch_dp_rank)}); call "
+                f"_register_dispatch_collect_info in its init_model"
+            )
+        return mesh_name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def _query_dispatch_info(self, mesh_name: str) -> int:
+        return self._dispatch_dp_rank[self._known_mesh(mesh_name)]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def query_collect_info(self, mesh_name: str) -> bool:
+        """True when this rank's output in `mesh_name` is collected."""
+        return self._collect_dp_rank[self._known_mesh(mesh_name)]
+
+    def get_dispatch_collect(self) -> dict[str, dict]:
+        """Both tables, to hand to another worker of the same process."""
+        return {"dispatch_dp_rank": dict(self._dispatch_dp_rank), "collect_dp_rank": dict(self._collect_dp_rank)}
+
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
+    ) -> None:
+        """Take over one mesh from another worker's tables."""
+        self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank[mesh_name], collect_dp_rank[mesh_name])
+
+    def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
+        """The role of that name in this process; None when it is not here."""
+        return self.fused_worker_dict.get(worker_name)
+
+    def get_master_addr_port(self) -> tuple[str | None, str | None]:
+        return self._master_addr, self._master_port
+
+    def get_node_id(self) -> str:
+        """Ray's id of the node this rank runs on."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id()
+
+    def get_cuda_visible_devices(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable, *args, **kwargs) -> Any:
+        """Run func(self, ...) on every rank with its part of each DataProto."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable, *args, **kwargs) -> Any:
+        """Run func(...) on rank 0."""
+        return func(*args, **kwargs)

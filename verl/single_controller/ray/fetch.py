@@ -1,0 +1,74 @@
+"""Fetching what ranks returned, or the error that explains why they did not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+GRACE_S = 2.0  # how long the other ranks may take to fail as well, once one has failed
+
+
+class WorkerDiedError(RuntimeError):
+    """A rank's process ended while its group was working."""
+
+
+def fetch(refs: list[ray.ObjectRef], labels: list[str], method: str) -> list[Any]:
+    """The values of `refs`, in order. `labels` says of each which rank it comes from.
+
+    When ranks fail, the exception of the one that failed for a reason of its own is raised, with its own type and the
+    worker's traceback as a note. A dead process comes first: what the others say then is a broken connection.
+    """
+    try:
+        return ray.get(refs)
+    except (RayTaskError, RayActorError):
+        failures = _failures(refs)
+    deaths = [(i, e) for i, e in failures if isinstance(e, RayActorError)]
+    index, error = (deaths or failures)[0]
+    others = [labels[i] for i, _ in failures if i != index]
+    raise _explain(error, labels[index], method, others) from None
+
+
+def _failures(refs: list[ray.ObjectRef]) -> list[tuple[int, Exception]]:
+    """(index, error) of every reference that failed, in the order in which they ended."""
+    place = {ref: i for i, ref in enumerate(refs)}
+    found, waiting, timeout = [], list(dict.fromkeys(refs)), None
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
+        if not done:
+            break
+        try:
+            ray.get(done[0])
+        except (RayTaskError, RayActorError) as error:
+            found.append((place[done[0]], error))
+            timeout = GRACE_S
+    return found
+
+
+def _explain(error: Exception, label: str, method: str, others: list[str]) -> Exception:
+    also = f" ({len(others)} other rank(s) failed after it: {', '.join(others[:4])})" if others else ""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if not isinstance(cause, Exception) or isinstance(cause, RayTaskError):
+            cause = RuntimeError(str(cause))
+        cause.add_note(f"raised by {label} in {method}{also}; traceback of the worker:\n{_plain(error)}")
+        return cause
+    if error.actor_init_failed:
+        return WorkerDiedError(f"{label} could not be constructed{also}: {_last_words(error)}")
+    return WorkerDiedError(f"{label} died while the group was in {method}{also}: {_last_words(error)}")
+
+
+def _plain(error: Exception) -> str:
+    return _COLOUR.sub("", str(error)).strip()
+
+
+def _last_words(error: RayActorError) -> str:
+    """Ray's reason without its boilerplate: the error line of a constructor, the cause of death of a process."""
+    lines = [line.strip() for line in _plain(error).splitlines() if line.strip()]
+    if error.actor_init_failed:
+        return lines[-1]
+    told = [line for line in lines[1:] if not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))]
+    return "; ".join(told) or lines[0]

@@ -1,0 +1,214 @@
+"""Reserving places for ranks: one placement group a node, one bundle a rank."""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from verl.single_controller.base.worker_group import ResourcePool
+
+READY_TIMEOUT_S = 300
+HOPELESS_TIMEOUT_S = 15  # when the cluster is too small as it stands: only a growing cluster can still help
+
+
+def get_random_string(length: int) -> str:
+    """Lower-case letters and digits for names that must not collide."""
+    return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(length))
+
+
+def _node_ips() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
+def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
+    """Node id on which a bundle of a ready placement group lies."""
+    return placement_group_table(group)["bundles_to_node_id"][bundle]
+
+
+def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
+    """By the address of the first bundle's node, so that ranks meet the same nodes again after a restart."""
+    ips = _node_ips()
+
+    def address(group: PlacementGroup) -> tuple:
+        ip = ips[node_of_bundle(group, 0)]
+        return tuple(int(part) if part.isdigit() else part for part in ip.split("."))
+
+    return sorted(pgs, key=address)
+
+
+class RayResourcePool(ResourcePool):
+    """Ranks per node, reserved in Ray when first used: 1 CPU a rank, with 1 GPU unless `use_gpu` is False.
+
+    `max_colocate_count` groups may share the pool; each of their ranks takes that share of its bundle.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: list[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
+        self.pgs: list[PlacementGroup] | None = None
+        self.detached = detached
+        self.accelerator_type = accelerator_type
+
+    def _bundle(self) -> dict[str, float]:
+        bundle: dict[str, float] = {"CPU": 1}
+        if self.use_gpu:
+            bundle["GPU"] = 1
+            if self.accelerator_type is not None:
+                bundle[self.accelerator_type] = 1e-4
+        return bundle
+
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
+    ) -> list[PlacementGroup]:
+        """One placement group a node, ready, in the order of the nodes' addresses; reserved on the first call."""
+        if self.pgs is not None:
+            return self.pgs
+        prefix = name or f"{self.name_prefix}verl_group_" + "_".join(map(str, self._store))
+        groups = [
+            placement_group(
+                bundles=[self._bundle() for _ in range(count)],
+                strategy=strategy,
+                name=f"{prefix}:{i}",
+                lifetime="detached" if self.detached else None,
+            )
+            for i, count in enumerate(self._store)
+        ]
+        try:
+            self._wait_until_ready(groups)
+        except Exception:
+            for group in groups:
+                remove_placement_group(group)
+            raise
+        self.pgs = sort_placement_group_by_node_ip(groups)
+        return self.pgs
+
+    def _wait_until_ready(self, groups: list[PlacementGroup]) -> None:
+        need = {key: value * self.world_size for key, value in self._bundle().items()}
+        there = ray.cluster_resources()
+        lacking = any(there.get(key, 0) < value for key, value in need.items())
+        for group in groups:
+            if not group.wait(HOPELESS_TIMEOUT_S if lacking else READY_TIMEOUT_S):
+                free = {key: ray.available_resources().get(key, 0) for key in need}
+                have = {key: there.get(key, 0) for key in need}
+                raise RuntimeError(
+                    f"resource pool {self._store} needs {need} in bundles of one node each; the Ray cluster has {have} "
+                    f"in all and {free} free. Lower trainer.n_gpus_per_node or nnodes, or add nodes"
+                )
+
+    def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
+        """For every rank: placement group, bundle, local rank, local world size."""
+        groups = self.get_placement_groups(strategy=strategy, device_name=device_name)
+        return [
+            (group, local, local, count)
+            for group, count in zip(groups, self._store, strict=True)
+            for local in range(count)
+        ]
+
+    def release(self) -> None:
+        """Give the reserved places back; actors that still run there are ended by Ray."""
+        for group in self.pgs or []:
+            remove_placement_group(group)
+        self.pgs = None
+
+
+class SubRayResourcePool(RayResourcePool):
+    """Some consecutive bundles of a pool that is reserved already."""
+
+    def __init__(
+        self, placement_groups: list[PlacementGroup], start_bundle_index: int, subgroup_world_size: int, **kwargs
+    ) -> None:
+        super().__init__(**kwargs)
+        self.pgs = placement_groups
+        self.start_bundle_index = start_bundle_index
+        self.subgroup_world_size = subgroup_world_size
+        flat = [(group, i) for group in placement_groups for i in range(group.bundle_count)]
+        self._own = flat[start_bundle_index : start_bundle_index + subgroup_world_size]
+        if len(self._own) != subgroup_world_size:
+            raise ValueError(
+                f"bundles {start_bundle_index}..{start_bundle_index + subgroup_world_size - 1} are asked for; "
+                f"the pool has {len(flat)}"
+            )
+        self._store = [sum(g is group for g, _ in self._own) for group in placement_groups]
+        self._store = [count for count in self._store if count]
+
+    @property
+    def world_size(self) -> int:
+        return self.subgroup_world_size
+
+    def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
+        places = zip(self._own, self.local_rank_list(), self.local_world_size_list(), strict=True)
+        return [(group, bundle, local, count) for (group, bundle), local, count in places]
+
+    def release(self) -> None:
+        raise ValueError("a sub-pool does not own its places; release the pool it was split from")
+
+
+def extract_pg_from_exist(
+    resource_pools: dict[str, RayResourcePool], src_role_names: list[str], resource_pool: RayResourcePool
+) -> list[PlacementGroup]:
+    """Placement groups of the source roles' pools that can hold `resource_pool`, one for each of its nodes."""
+    free = [group for role in src_role_names for group in resource_pools[role].get_placement_groups()]
+    free = sorted(free, key=lambda group: group.bundle_count)
+    chosen: dict[int, PlacementGroup] = {}
+    for node in sorted(range(len(resource_pool.store)), key=lambda n: -resource_pool.store[n]):
+        fitting = [group for group in free if group.bundle_count >= resource_pool.store[node]]
+        if not fitting:
+            raise ValueError(
+                f"no placement group of {src_role_names} is left for a node of {resource_pool.store[node]} ranks"
+            )
+        chosen[node] = fitting[0]
+        free.remove(fitting[0])
+    return [chosen[node] for node in range(len(resource_pool.store))]
+
+
+def split_resource_pool(
+    resource_pool: RayResourcePool | SubRayResourcePool, split_size: int | list[int]
+) -> list[SubRayResourcePool]:
+    """Sub-pools of the given sizes, or of `split_size` ranks each; the sizes must add up to the pool."""
+    total = resource_pool.world_size
+    if isinstance(split_size, int):
+        if split_size < 1 or total % split_size:
+            raise ValueError(f"a pool of {total} ranks cannot be split in parts of {split_size}")
+        split_size = [split_size] * (total // split_size)
+    if sum(split_size) != total:
+        raise ValueError(f"parts {split_size} do not add up to the pool's {total} ranks")
+    start = resource_pool.start_bundle_index if isinstance(resource_pool, SubRayResourcePool) else 0
+    groups = resource_pool.get_placement_groups()
+    parts = []
+    for size in split_size:
+        parts.append(
+            SubRayResourcePool(
+                placement_groups=groups,
+                start_bundle_index=start,
+                subgroup_world_size=size,
+                use_gpu=resource_pool.use_gpu,
+                name_prefix=f"{resource_pool.name_prefix}_split_{len(parts)}",
+                max_colocate_count=resource_pool.max_colocate_count,
+            )
+        )
+        start += size
+    return parts
+
+
+def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
+    """One pool with the nodes of both; it uses their placement groups."""
+    for name in ("use_gpu", "max_colocate_count", "n_gpus_per_node", "detached"):
+        if getattr(rp1, name) != getattr(rp2, name):
+            raise ValueError(f"pools with {name}={getattr(rp1, name)} and {getattr(rp2, name)} cannot be merged")
+    merged = RayResourcePool(
+        rp1.store + rp2.store, rp1.use_gpu, f"{rp1.name_prefix}_{rp2.name_prefix}", rp1.max_colocate_count, rp1.detached
+    )
+    merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
+    return merged

@@ -1,0 +1,150 @@
+"""Entry of RL training: `python -m verl.trainer.main_ppo key=value ...`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+
+from verl.trainer.ppo.data import create_rl_dataset, create_rl_sampler
+from verl.trainer.ppo.ray_session import StopFlag, run_until_done, started_session
+from verl.trainer.ppo.utils import Role, need_critic, refuse_missing_parts, uses_kl
+from verl.utils.config import hydra_main, validate_config
+
+__all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
+
+POOL = "global_pool"
+
+
+@hydra_main(config_path="config", config_name="ppo_trainer")
+def main(config: DictConfig) -> None:
+    run_ppo(config)
+
+
+def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
+    """Check the config, then train in a TaskRunner actor on our own Ray, or on the one RAY_ADDRESS names.
+
+    Ends the process with code 0 (done, or stopped by SIGTERM or Ctrl-C behind a finished step), 143 (stopped twice) or
+    1 with one sentence. `task_runner_class`: a remote class in place of TaskRunner, for recipes.
+    """
+    if config.trainer.dry_run:
+        from verl.trainer.dry_run import dry_run
+
+        sys.exit(dry_run(config))
+    try:
+        validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+        refuse_missing_parts(config)
+    except (ValueError, NotImplementedError) as e:
+        sys.exit(str(e))
+    runner_class = ray.remote(num_cpus=1)(TaskRunner) if task_runner_class is None else task_runner_class
+    with started_session(config):
+        stop = StopFlag.remote()
+        runner = runner_class.remote()
+        code = run_until_done(runner, config, stop)
+        if config.ray_kwargs.timeline_json_file:
+            ray.timeline(filename=config.ray_kwargs.timeline_json_file)
+    if code:
+        sys.exit(code)
+
+
+class TaskRunner:
+    """Builds the trainer inside the cluster, so that a job can be submitted from anywhere."""
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Role, Any] = {}
+        self.mapping: dict[Role, str] = {}
+
+    def add_actor_rollout_worker(self, config: DictConfig) -> tuple[Any, Any]:
+        """The worker class that holds actor and rollout, with the class of its group."""
+        from verl.single_controller.ray import RayWorkerGroup
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+        self.role_worker_mapping[Role.ActorRollout] = ray.remote(ActorRolloutRefWorker)
+        self.mapping[Role.ActorRollout] = POOL
+        return ActorRolloutRefWorker, RayWorkerGroup
+
+    def add_critic_worker(self, config: DictConfig) -> None:
+        """There is no such worker in this version: asking for one ends with one sentence."""
+        refuse_missing_parts(config)
+
+    def add_reward_model_worker(self, config: DictConfig) -> None:
+        """There is no such worker in this version: asking for one ends with one sentence."""
+        refuse_missing_parts(config)
+
+    def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
+        """The reference lives in the actor's process: as the actor without its adapters, or as a second engine."""
+        if uses_kl(config):
+            self.role_worker_mapping[Role.RefPolicy] = ray.remote(ref_policy_cls)
+            self.mapping[Role.RefPolicy] = POOL
+
+    def init_resource_pool_mgr(self, config: DictConfig) -> Any:
+        """One pool: every role shares the ranks."""
+        from verl.trainer.ppo.ray_trainer import ResourcePoolManager
+
+        ranks = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+        return ResourcePoolManager(
+            resource_pool_spec={POOL: ranks}, mapping=self.mapping, use_gpu=config.trainer.device != "cpu"
+        )
+
+    def make_trainer(self, config: DictConfig, stop_flag: Any = None) -> Any:
+        """The trainer with data, tokenizer and rewards; its workers are not started yet."""
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        return self.build(RayPPOTrainer, config, stop_flag)
+
+    def build(self, trainer_class: type, config: DictConfig, stop_flag: Any) -> Any:
+        """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
+        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+        OmegaConf.resolve(config)
+        import_external_lib(config)
+        worker_class, group_class = self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config, worker_class)
+
+        model = config.actor_rollout_ref.model
+        name = os.path.expanduser(model.tokenizer_path if model.tokenizer_path else model.path)
+        tokenizer = hf_tokenizer(name, trust_remote_code=model.trust_remote_code)
+        if model.custom_chat_template is not None:
+            tokenizer.chat_template = model.custom_chat_template
+        manager_kwargs = OmegaConf.to_container(config.reward_model).get("reward_kwargs") or {}
+        trainer = trainer_class(
+            config=config,
+            tokenizer=tokenizer,
+            processor=hf_processor(name, trust_remote_code=model.trust_remote_code),
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config),
+            ray_worker_group_cls=group_class,
+            reward_fn=load_reward_manager(config, tokenizer, num_examine=0, **manager_kwargs),
+            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **manager_kwargs),
+        )
+        if stop_flag is not None:
+            trainer.stop_requested = lambda: ray.get(stop_flag.is_set.remote())
+        return trainer
+
+    def run(self, config: DictConfig, stop_flag: Any = None) -> None:
+        """Train to the end; the ranks end with the run, however it ends."""
+        trainer = self.make_trainer(config, stop_flag)
+        try:
+            trainer.init_workers()
+            trainer.fit()
+        finally:
+            trainer.shutdown()
+
+
+def import_external_lib(config: DictConfig) -> None:
+    """Import the module in which a user registers parts of their own."""
+    import importlib
+
+    name = config.actor_rollout_ref.model.external_lib
+    if name:
+        importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Reinforcement learning with PPO-like updates: algorithms, metrics, the Ray trainer."""

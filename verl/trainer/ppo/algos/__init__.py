@@ -1,0 +1,1 @@
+"""Pure functions of the algorithms: advantages, policy losses, KL terms, loss aggregation."""

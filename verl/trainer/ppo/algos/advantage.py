@@ -1,0 +1,366 @@
+"""Advantage estimators: from token-level rewards to advantages, one function an estimator, all in one registry."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.utils.groupwise import as_torch_index
+from verl.utils.registry import Registry
+from verl.utils.torch_functional import masked_mean, masked_whiten
+
+Estimate = tuple[torch.Tensor, torch.Tensor]
+AdvantageFn = Callable[..., Estimate]
+
+_ADV_ESTIMATORS: Registry[AdvantageFn] = Registry(
+    "algorithm.adv_estimator",
+    "Your own: register it with register_adv_est in a module named by actor_rollout_ref.model.external_lib.",
+)
+
+
+class AdvantageEstimator(StrEnum):
+    """Names of the estimators that come with verl."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+    REMAX = "remax"
+    RLOO = "rloo"
+    OPO = "opo"
+    GRPO_PASSK = "grpo_passk"
+    GPG = "gpg"
+    RLOO_VECTORIZED = "rloo_vectorized"
+    GRPO_VECTORIZED = "grpo_vectorized"
+
+
+def _name(name_or_enum: str | AdvantageEstimator) -> str:
+    return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
+
+
+def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[AdvantageFn], AdvantageFn]:
+    """Decorator: enter an estimator `fn(token_level_rewards, response_mask, ...) -> (advantages, returns)`."""
+    return _ADV_ESTIMATORS.register(_name(name_or_enum))
+
+
+def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
+    """The estimator of that name; an unknown name is an error with the nearest."""
+    return _ADV_ESTIMATORS.get(_name(name_or_enum))
+
+
+def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[str, Any]) -> Estimate:
+    """Call the estimator with those of `inputs` that its signature names (all of them if it takes **kwargs).
+
+    So a caller offers everything it has (token_level_rewards, response_mask, values, index, reward_baselines,
+    gamma, lam, config, ...) without a branch by estimator; a required input that is missing is an error.
+    """
+    fn = get_adv_estimator_fn(name_or_enum)
+    parameters = inspect.signature(fn).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    named = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in inputs]
+    if missing:
+        raise ValueError(
+            f"algorithm.adv_estimator='{_name(name_or_enum)}' needs {', '.join(missing)}, which this batch lacks; "
+            f"it has {', '.join(sorted(inputs))}."
+        )
+    return fn(**(inputs if takes_all else {p.name: inputs[p.name] for p in named if p.name in inputs}))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Samples of one prompt: ids [B] int64 (0.. per distinct prompt), sizes [B] (members of the sample's group)."""
+
+    ids: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def of(cls, index: np.ndarray | torch.Tensor | list, device: torch.device) -> Groups:
+        """Group by equal entries of `index` [B] (uid texts, or numbers)."""
+        ids = as_torch_index(index, device)
+        return cls(ids, ids.bincount().double()[ids])
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over each sample's group. [B] -> [B]."""
+        total = torch.zeros(len(values), dtype=values.dtype, device=values.device)
+        return total.index_add_(0, self.ids, values)[self.ids]
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over each sample's group. [B] -> [B]."""
+        return self.sum(values) / self.sizes
+
+    def std(self, values: torch.Tensor) -> torch.Tensor:
+        """Unbiased standard deviation of each sample's group; 0 for a group of one. [B] -> [B]."""
+        squares = self.sum((values - self.mean(values)).square())
+        return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
+
+
+def _scores(token_level_rewards: torch.Tensor) -> torch.Tensor:
+    """Reward of each sample, in double: a group of equal scores must centre to 0, not to a rounding / epsilon."""
+    return token_level_rewards.double().sum(-1)
+
+
+def _on_tokens(per_sample: torch.Tensor, like: torch.Tensor, response_mask: torch.Tensor) -> Estimate:
+    """A value a sample, on every counted token: [B] -> two of [B, T]."""
+    advantages = per_sample.to(like.dtype).unsqueeze(-1) * response_mask.to(like.dtype)
+    return advantages, advantages
+
+
+def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean 0 and std 1 over the positions where `mask` is 1, and 0 elsewhere. [B, T] -> [B, T].
+
+    Fewer than two counted positions have no std: they are only centred.
+    """
+    whitened = masked_whiten(values, mask) if mask.sum() > 1 else values - masked_mean(values, mask)
+    return torch.where(mask != 0, whitened, torch.zeros_like(whitened))
+
+
+@register_adv_est(AdvantageEstimator.GAE)
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float | torch.Tensor,
+    lam: float | torch.Tensor,
+) -> Estimate:
+    """Generalised advantage estimation (arXiv 1506.02438), whitened. All [B, T] -> two of [B, T].
+
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lam * A_{t+1};  return_t = A_t + V_t.
+    A token that is not counted (a tool's answer within the response) is stepped over: the next counted token's
+    value and advantage pass through it.
+    """
+    with torch.no_grad():
+        mask = response_mask.to(values.dtype)
+        next_value = torch.zeros_like(values[:, 0])
+        next_advantage = torch.zeros_like(values[:, 0])
+        reversed_advantages = []
+        for t in reversed(range(values.shape[1])):
+            delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
+            advantage = delta + gamma * lam * next_advantage
+            next_value = torch.where(mask[:, t] != 0, values[:, t], next_value)
+            next_advantage = torch.where(mask[:, t] != 0, advantage, next_advantage)
+            reversed_advantages.append(next_advantage)
+        advantages = torch.stack(reversed_advantages[::-1], dim=1)
+        returns = advantages + values
+        return _whiten(advantages, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.GRPO)
+def compute_grpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config=None,
+) -> Estimate:
+    """Score less its group's mean, over the group's std + epsilon (GRPO, arXiv 2402.03300). [B, T] -> two of [B, T].
+
+    `norm_adv_by_std_in_grpo=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). `index` [B] groups the
+    samples; a sample alone in its group has no baseline: its advantage is its score.
+    """
+    with torch.no_grad():
+        scores = _scores(token_level_rewards)
+        groups = Groups.of(index, scores.device)
+        alone = groups.sizes == 1
+        advantages = torch.where(alone, scores, scores - groups.mean(scores))
+        if norm_adv_by_std_in_grpo:
+            advantages = advantages / (torch.where(alone, 1.0, groups.std(scores)) + epsilon)
+        return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
+def compute_grpo_vectorized_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config=None,
+) -> Estimate:
+    """The same as `grpo`, which is vectorised here; kept as a name. [B, T] -> two of [B, T]."""
+    return compute_grpo_outcome_advantage(
+        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
+    )
+
+
+@register_adv_est(AdvantageEstimator.GRPO_PASSK)
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """Only a group's best sample counts, by its lead over the second (pass@k, arXiv 2503.19595). [B, T] -> [B, T] x2.
+
+    The first of equals is the best, with lead 0. A group of one has no second: that is an error.
+    """
+    with torch.no_grad():
+        scores = _scores(token_level_rewards)
+        groups = Groups.of(index, scores.device)
+        if bool((groups.sizes < 2).any()):
+            row = int((groups.sizes < 2).nonzero()[0])
+            raise ValueError(
+                f"algorithm.adv_estimator='grpo_passk' needs at least 2 samples of each prompt; the group "
+                f"{np.asarray(index)[row]!r} (row {row}) has 1. Set actor_rollout_ref.rollout.n >= 2."
+            )
+        # Rows sorted by group, best score first; a stable sort keeps the earlier of equals ahead.
+        order = scores.argsort(descending=True, stable=True)
+        order = order[groups.ids[order].argsort(stable=True)]
+        first = torch.ones(len(order), dtype=torch.bool, device=scores.device)
+        first[1:] = groups.ids[order][1:] != groups.ids[order][:-1]
+        best = order[first]
+        second = order[first.nonzero().squeeze(-1) + 1]
+        advantages = torch.zeros_like(scores)
+        advantages[best] = scores[best] - scores[second]
+        if norm_adv_by_std_in_grpo:
+            advantages = advantages / (groups.std(scores) + epsilon)
+        return _on_tokens(advantages, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.RLOO)
+def compute_rloo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """Score less the mean of the *other* samples of its group (RLOO, arXiv 2402.14740). [B, T] -> two of [B, T].
+
+    A sample alone in its group keeps its score.
+    """
+    with torch.no_grad():
+        scores = _scores(token_level_rewards)
+        groups = Groups.of(index, scores.device)
+        others = (groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1)
+        return _on_tokens(scores - others, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
+def compute_rloo_vectorized_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """The same as `rloo`, which is vectorised here; kept as a name. [B, T] -> two of [B, T]."""
+    return compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, epsilon, config)
+
+
+@register_adv_est(AdvantageEstimator.OPO)
+def compute_opo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """Score less the length-weighted mean of its group (OPO, arXiv 2505.23585). [B, T] -> two of [B, T].
+
+    baseline = sum(length * score) / sum(length); a sample alone in its group keeps its score.
+    """
+    with torch.no_grad():
+        scores = _scores(token_level_rewards)
+        groups = Groups.of(index, scores.device)
+        lengths = response_mask.double().sum(-1)
+        baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
+        baseline = torch.where(groups.sizes == 1, 0.0, baseline)
+        return _on_tokens(scores - baseline, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.GPG)
+def compute_gpg_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float = 1.0,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """alpha * B / nonzero * (score - group mean) / f_norm (GPG, arXiv 2504.02546). [B, T] -> two of [B, T].
+
+    `nonzero` counts the samples whose score is not 0: batches with few of them are scaled up. A sample alone in
+    its group is not centred.
+    """
+    with torch.no_grad():
+        scores = _scores(token_level_rewards)
+        groups = Groups.of(index, scores.device)
+        scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
+        baseline = torch.where(groups.sizes == 1, 0.0, groups.mean(scores))
+        return _on_tokens(scale * (scores - baseline) / f_norm, token_level_rewards, response_mask)
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config=None, **kwargs
+) -> Estimate:
+    """Discounted return of each token, whitened over the batch (REINFORCE++, arXiv 2501.03262). [B, T] -> [B, T] x2.
+
+    G_t = r_t + gamma * G_{t+1}, with gamma = algorithm.gamma; a position that is not counted resets G to 0.
+    """
+    if config is None:
+        raise ValueError("algorithm.adv_estimator='reinforce_plus_plus' needs `config` (it reads algorithm.gamma).")
+    with torch.no_grad():
+        running = torch.zeros_like(token_level_rewards[:, 0])
+        returns = torch.zeros_like(token_level_rewards)
+        for t in reversed(range(token_level_rewards.shape[1])):
+            running = token_level_rewards[:, t] + config.gamma * running
+            returns[:, t] = running
+            running = running * response_mask[:, t]
+        return _whiten(returns, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: np.ndarray | torch.Tensor,
+    epsilon: float = 1e-6,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """Score less its group's mean, whitened over all tokens of the batch (arXiv 2501.03262). [B, T] -> two of [B, T].
+
+    A sample alone in its group is not centred by the group.
+    """
+    with torch.no_grad():
+        scores = _scores(token_level_rewards)
+        groups = Groups.of(index, scores.device)
+        baseline = torch.where(groups.sizes == 1, 0.0, groups.mean(scores))
+        on_tokens, _ = _on_tokens(scores - baseline, token_level_rewards, response_mask)
+        advantages = _whiten(on_tokens, response_mask)
+        return advantages, advantages
+
+
+@register_adv_est(AdvantageEstimator.REMAX)
+def compute_remax_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    reward_baselines: torch.Tensor,
+    response_mask: torch.Tensor,
+    config=None,
+    **kwargs,
+) -> Estimate:
+    """Return of each token less the greedy answer's score (ReMax, arXiv 2310.10505). [B, T], [B] -> two of [B, T].
+
+    return_t = sum of the rewards of counted tokens from t on.
+    """
+    with torch.no_grad():
+        mask = response_mask.to(token_level_rewards.dtype)
+        returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
+        return returns - reward_baselines.unsqueeze(-1) * mask, returns

@@ -1,0 +1,115 @@
+"""Estimators of the KL divergence from log-probabilities, together with the controllers of its coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from verl.utils.registry import nearest
+
+
+def _k1(diff: torch.Tensor) -> torch.Tensor:
+    return diff
+
+
+def _k2(diff: torch.Tensor) -> torch.Tensor:
+    return 0.5 * diff.square()
+
+
+def _k3(diff: torch.Tensor) -> torch.Tensor:
+    """exp(-d) - 1 + d, d clamped to 20 and the result to 10 so that one odd token cannot rule the batch."""
+    negative = (-diff).clamp(-20, 20)
+    return (negative.exp() - negative - 1).clamp(-10, 10)
+
+
+_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "kl": _k1, "k1": _k1, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
+}  # fmt: skip
+
+
+def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+    """Per-token estimate of KL(pi || ref) from samples of pi, d = logprob - ref_logprob. [B, T] x2 -> [B, T].
+
+    k1 (`kl`): d; `abs`: |d|; k2 (`mse`): d^2 / 2; k3 (`low_var_kl`): exp(-d) - 1 + d
+    (J. Schulman, Approximating KL Divergence, 2020).
+    """
+    if kl_penalty == "full":
+        raise ValueError(
+            "kl_penalty='full' needs the log-probabilities of the whole vocabulary, which are never held here "
+            "([tokens, vocab]); use 'low_var_kl', the low-variance estimate from the sampled tokens."
+        )
+    if kl_penalty not in _ESTIMATORS:
+        known = list(_ESTIMATORS)
+        raise ValueError(
+            f"kl_penalty={kl_penalty!r} is unknown{nearest(kl_penalty, known) or '.'} Known: {', '.join(known)}; "
+            "each also with a '+' behind it (gradient of k2)."
+        )
+    return _ESTIMATORS[kl_penalty](logprob - ref_logprob)
+
+
+def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+    """`kl_penalty_forward`; a name that ends in '+' keeps its value and takes the gradient of k2. [B, T] x2 -> [B, T].
+
+    The expected gradient of k2 is that of the reverse KL; those of k1 (zero in expectation) and k3 are not.
+    """
+    if not kl_penalty.endswith("+"):
+        return kl_penalty_forward(logprob, ref_logprob, kl_penalty)
+    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty[:-1]).detach()
+    k2 = _k2(logprob - ref_logprob)
+    return value + k2 - k2.detach()
+
+
+def compute_rewards(
+    token_level_scores: torch.Tensor, old_log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kl_ratio: float
+) -> torch.Tensor:
+    """Scores less the KL penalty k1: s - kl_ratio * (old - ref), all [B, T]."""
+    return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
+
+
+class AdaptiveKLController:
+    """Moves the coefficient so that the measured KL stays near `target_kl` (arXiv 1909.08593, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        self.value = init_kl_coef
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon."""
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
+
+
+class FixedKLController:
+    """A coefficient that stays as it is."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to do; the trainer need not know which controller it holds."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """The configured coefficient rules, also after a resume."""
+
+
+def get_kl_controller(kl_ctrl) -> AdaptiveKLController | FixedKLController:
+    """The controller that `algorithm.kl_ctrl` asks for (fields type, kl_coef, target_kl, horizon)."""
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_coef=kl_ctrl.kl_coef)
+    if kl_ctrl.type != "adaptive":
+        raise ValueError(f"algorithm.kl_ctrl.type={kl_ctrl.type!r} is unknown. Known: fixed, adaptive.")
+    for field in ("horizon", "target_kl"):
+        if getattr(kl_ctrl, field) <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.{field}={getattr(kl_ctrl, field)} must be above 0 for type=adaptive.")
+    return AdaptiveKLController(init_kl_coef=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl, horizon=kl_ctrl.horizon)

@@ -1,0 +1,178 @@
+"""Arithmetic of a batch of samples between rollout and update: masks, drops, groups, shares of the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.groupwise import as_torch_index
+
+LOST = "__lost__"
+
+
+def compute_response_mask(data: DataProto) -> torch.Tensor:
+    """The response part of attention_mask [B, P+R] -> [B, R]; 1 = a token of the response."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
+
+
+@dataclass
+class DropCounts:
+    """What became of the samples a step asked for; `scored` is what is left."""
+
+    requested: int = 0
+    scored: int = 0
+    lost: int = 0
+    small_group: int = 0
+    uneven: int = 0
+
+    @property
+    def dropped(self) -> int:
+        return self.lost + self.small_group + self.uneven
+
+    def metrics(self) -> dict[str, int]:
+        """Counters of the step; samples that vanish without a count are a fault of this program."""
+        if self.requested != self.scored + self.dropped:
+            raise RuntimeError(
+                f"{self.requested} samples were requested, but {self.scored} scored + {self.dropped} dropped "
+                f"(lost {self.lost}, small groups {self.small_group}, uneven {self.uneven}) do not add up to it."
+            )
+        return {
+            "training/requested_samples": self.requested,
+            "training/scored_samples": self.scored,
+            "training/dropped_samples": self.dropped,
+            "training/dropped_samples/lost": self.lost,
+            "training/dropped_samples/small_group": self.small_group,
+            "training/dropped_samples/uneven": self.uneven,
+        }
+
+
+def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[DataProto, DropCounts]:
+    """Leave out what cannot be trained on, in three counted stages.
+
+    1. rows marked `__lost__`; 2. groups (equal `uid`) with fewer than min(2, n) samples left, since a group of one has
+    no baseline; 3. the last prompts, until the ranks share the rest evenly: prompts where a group must stay on one
+    rank (`whole_groups`, or some group is no longer full), else samples. The column `__lost__` is taken away.
+    """
+    uid = data.non_tensor_batch["uid"]
+    keep = np.ones(len(data), dtype=bool)
+    if LOST in data.non_tensor_batch:
+        keep &= ~data.non_tensor_batch[LOST].astype(bool)
+    counts = DropCounts(requested=len(data), lost=int((~keep).sum()))
+
+    group = as_torch_index(uid).numpy()  # [B]
+    sizes = np.bincount(group[keep], minlength=group.max(initial=-1) + 1)
+    in_small = keep & (sizes[group] < min(2, n))
+    counts.small_group = int(in_small.sum())
+    keep &= ~in_small
+
+    survivors, left = np.unique(group[keep], return_counts=True)  # in order of the data: numbers follow appearance
+    multiple = ranks if whole_groups or (left < n).any() else ranks // math.gcd(n, ranks)
+    cut = survivors[len(survivors) - len(survivors) % multiple :]
+    in_cut = keep & np.isin(group, cut)
+    counts.uneven = int(in_cut.sum())
+    keep &= ~in_cut
+
+    counts.scored = int(keep.sum())
+    if not keep.all():
+        data = data.select_idxs(np.flatnonzero(keep))
+    data.non_tensor_batch.pop(LOST, None)
+    return data, counts
+
+
+def group_rows(data: DataProto) -> list[np.ndarray]:
+    """Row numbers of each group (equal `uid`), groups in order of first appearance."""
+    group = as_torch_index(data.non_tensor_batch["uid"]).numpy()
+    order = np.argsort(group, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(group))[:-1]) if len(group) else []
+
+
+def fill_groups(data: DataProto, n: int) -> tuple[DataProto, np.ndarray]:
+    """Give every group n adjacent rows again, so that ranks get equal numbers of rows after single samples were lost.
+
+    A filler is a copy of its group's first row with `response_mask` 0: no token of it is counted anywhere. Returns the
+    filled batch and which of its rows are the data's own, bool [rows]; those come in the data's order, group by group.
+    """
+    groups = group_rows(data)
+    if all(len(rows) == n for rows in groups):
+        return data, np.ones(len(data), dtype=bool)
+    index: list[int] = []
+    own: list[bool] = []
+    for rows in groups:
+        missing = n - len(rows)
+        index += [*rows, *[rows[0]] * missing]
+        own += [True] * len(rows) + [False] * missing
+    filled = data.select_idxs(np.asarray(index))
+    mask = filled.batch["response_mask"].clone()
+    mask[~torch.tensor(own)] = 0
+    filled.batch["response_mask"] = mask
+    return filled, np.asarray(own)
+
+
+def balanced_order(
+    group_sizes: list[list[int]],
+    ranks: int,
+    mini_batch_prompts: int,
+    partition: Callable[[list[int], int], list[list[int]]] | None,
+    whole_groups: bool,
+) -> np.ndarray:
+    """Order of rows [N] in which rank r's contiguous share of every mini-batch weighs about the same.
+
+    group_sizes: tokens of each row, group by group (rows of one group adjacent in the data).
+    A mini-batch holds the same prompts whatever the number of ranks: its rows are shared among the ranks, and
+    rank r's shares of all mini-batches lie one behind the other. `partition(weights, k)` gives k index lists of equal
+    length (None: in order). `whole_groups` keeps the rows of a group together on one rank.
+    """
+    if whole_groups and mini_batch_prompts % ranks:
+        mini_batch_prompts = len(group_sizes)  # no share of whole groups exists a mini-batch: share the batch as one
+    starts = np.cumsum([0, *[len(rows) for rows in group_sizes]])
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for first in range(0, len(group_sizes), mini_batch_prompts):
+        numbers = range(first, min(first + mini_batch_prompts, len(group_sizes)))
+        if whole_groups:
+            items = [list(range(starts[g], starts[g + 1])) for g in numbers]
+            weights = [sum(group_sizes[g]) for g in numbers]
+        else:
+            items = [[int(starts[g]) + i] for g in numbers for i in range(len(group_sizes[g]))]
+            weights = [w for g in numbers for w in group_sizes[g]]
+        if len(items) % ranks:
+            what = "prompts" if whole_groups else "samples"
+            raise ValueError(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size={mini_batch_prompts} gives a mini-batch of {len(items)} "
+                f"{what}, which {ranks} ranks cannot share evenly. Use a multiple of {ranks}."
+            )
+        size = len(items) // ranks
+        parts = partition(weights, ranks) if partition else [range(r * size, (r + 1) * size) for r in range(ranks)]
+        for rank, part in enumerate(parts):
+            # Sorted, so that the order does not hang on the balancer's internals and groups stay adjacent.
+            shares[rank] += [row for item in sorted(part) for row in items[item]]
+    return np.asarray([row for share in shares for row in share], dtype=np.int64)
+
+
+def share_weights(data: DataProto) -> list[list[int]]:
+    """Tokens of each row (ones of attention_mask [B, T]), group by group; groups must be adjacent."""
+    tokens = data.batch["attention_mask"].sum(-1).tolist()
+    return [[int(tokens[row]) for row in rows] for rows in group_rows(data)]
+
+
+def rollout_probs_diff(data: DataProto) -> dict[str, float]:
+    """How far the rollout's probabilities are from the trained model's, on counted tokens ([B, R] each)."""
+    mask = data.batch["response_mask"].bool()
+    if not mask.any():
+        return {"training/rollout_probs_diff_valid": 0}
+    rollout = data.batch["rollout_log_probs"].float().exp()[mask]
+    actor = data.batch["old_log_probs"].float().exp()[mask]
+    diff = (rollout - actor).abs()
+    spread = rollout.std(correction=0) * actor.std(correction=0)
+    covariance = ((rollout - rollout.mean()) * (actor - actor.mean())).mean()
+    return {
+        "training/rollout_probs_diff_valid": 1,
+        "training/rollout_probs_diff_max": diff.max().item(),
+        "training/rollout_probs_diff_mean": diff.mean().item(),
+        "training/rollout_probs_diff_std": diff.std(correction=0).item(),
+        "training/rollout_actor_probs_pearson_corr": (covariance / spread).item() if spread > 0 else 1.0,
+    }

@@ -1,0 +1,254 @@
+"""Metrics of a step and of a validation, by the names that dashboards know."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.metric import reduce_metrics
+
+__all__ = [
+    "bootstrap_metric",
+    "calc_maj_val",
+    "compute_data_metrics",
+    "compute_throughout_metrics",
+    "compute_timing_metrics",
+    "process_validation_metrics",
+    "reduce_metrics",
+]
+
+N_BOOTSTRAP = 1000
+# Elements [prompts, resamples, k] handled at a time: bounds the memory, stays in the cache.
+_CHUNK = 2_000_000
+
+
+def _stats(name: str, values: torch.Tensor) -> dict[str, float]:
+    """name/mean, name/max, name/min of a tensor of any shape; zeros when it is empty."""
+    values = values.float()
+    if values.numel() == 0:
+        values = values.new_zeros(1)
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def _lengths(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
+    """Statistics of lengths [B]; clip_ratio is the share that filled its limit."""
+    clipped = (lengths == limit).float().mean().item() if len(lengths) else 0.0
+    return {**_stats(name, lengths), f"{name}/clip_ratio": clipped}
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, Any]:
+    """Scores, rewards, advantages, returns, values and lengths of a scored batch.
+
+    Reads token_level_scores, token_level_rewards, advantages, returns, response_mask (and values) [B, R],
+    responses [B, R], attention_mask [B, P+R]. Samples with an empty response (aborted) are left out of the score
+    statistics, unless all are empty.
+    """
+    tensors = batch.batch
+    limit = tensors["responses"].shape[-1]
+    response_lengths = tensors["attention_mask"][:, -limit:].sum(-1).float()
+    prompt_mask = tensors["attention_mask"][:, :-limit]
+    answered = response_lengths > 0
+    scored = answered if bool(answered.any()) else torch.ones_like(answered)
+    counted = tensors["response_mask"].bool()
+    returns = tensors["returns"][counted]
+
+    metrics = {
+        **_stats("critic/score", tensors["token_level_scores"].sum(-1)[scored]),
+        **_stats("critic/rewards", tensors["token_level_rewards"].sum(-1)[scored]),
+        **_stats("critic/advantages", tensors["advantages"][counted]),
+        **_stats("critic/returns", returns),
+        **_lengths("response_length", response_lengths, limit),
+        **_lengths("response_length_non_aborted", response_lengths[answered], limit),
+        "response/aborted_ratio": (~answered).float().mean().item(),
+        **_lengths("prompt_length", prompt_mask.sum(-1), prompt_mask.shape[-1]),
+    }
+    if use_critic:
+        values = tensors["values"][counted]
+        metrics |= _stats("critic/values", values)
+        residual = _variance(returns - values)
+        metrics["critic/vf_explained_var"] = (1.0 - residual / (_variance(returns) + 1e-5)).item()
+    for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
+        if column in batch.non_tensor_batch:
+            counts = batch.non_tensor_batch[column].astype(float)
+            metrics |= {f"{name}/{how}": float(fn(counts)) for how, fn in _EXTREMES.items()}
+    return metrics
+
+
+_EXTREMES: dict[str, Callable[[np.ndarray], float]] = {"min": np.min, "max": np.max, "mean": np.mean}
+
+
+def _variance(values: torch.Tensor) -> torch.Tensor:
+    return values.float().var() if values.numel() > 1 else values.new_zeros((), dtype=torch.float32)
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: dict[str, float]) -> dict[str, Any]:
+    """timing_s/<phase> in seconds, timing_per_token_ms/<phase> in ms per token that the phase worked on.
+
+    `gen` works on response tokens, ref, values, adv and the updates on prompt and response tokens.
+    """
+    limit = batch.batch["responses"].shape[-1]
+    response_tokens = int(batch.batch["attention_mask"][:, -limit:].sum())
+    all_tokens = int(batch.batch["attention_mask"].sum())
+    tokens = {"gen": response_tokens}
+    tokens |= dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens)
+    return {
+        **{f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()},
+        **{
+            f"timing_per_token_ms/{phase}": timing_raw[phase] * 1000 / tokens[phase]
+            for phase in timing_raw
+            if phase in tokens and tokens[phase] > 0
+        },
+    }
+
+
+def compute_throughout_metrics(batch: DataProto, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
+    """perf/total_num_tokens, perf/time_per_step (s), perf/throughput (tokens / s / rank).
+
+    Reads `timing_raw["step"]` and `meta_info["global_token_num"]`, the tokens of each sample.
+    """
+    total = sum(batch.meta_info["global_token_num"])
+    seconds = timing_raw["step"]
+    return {
+        "perf/total_num_tokens": total,
+        "perf/time_per_step": seconds,
+        "perf/throughput": total / (seconds * n_gpus),
+    }
+
+
+def bootstrap_metric(
+    data: list[Any],
+    subset_size: int,
+    reduce_fns: list[Callable[[np.ndarray], float]],
+    n_bootstrap: int = N_BOOTSTRAP,
+    seed: int = 42,
+) -> list[tuple[float, float]]:
+    """(mean, std) of each statistic over `n_bootstrap` resamples of `subset_size` entries, drawn with replacement."""
+    if not data:
+        raise ValueError("bootstrap_metric needs at least one entry in `data`.")
+    draws = _draws(len(data), subset_size, n_bootstrap, seed)
+    entries = np.empty(len(data), dtype=object)
+    entries[:] = data
+    entries = entries if isinstance(data[0], dict) else np.asarray(data)
+    results = [[fn(entries[draw]) for draw in draws] for fn in reduce_fns]
+    return [(float(np.mean(values)), float(np.std(values))) for values in results]
+
+
+def _draws(size: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarray:
+    """Positions of the resamples: [n_bootstrap, subset_size], each below `size`."""
+    return np.random.default_rng(seed).integers(size, size=(n_bootstrap, subset_size))
+
+
+def calc_maj_val(data: list[dict[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the most frequent vote (of its first entry; the earlier vote of equals)."""
+    votes = Counter(entry[vote_key] for entry in data)  # in order of appearance, which settles a tie
+    winner = max(votes, key=votes.__getitem__)
+    return next(entry[val_key] for entry in data if entry[vote_key] == winner)
+
+
+def process_validation_metrics(
+    data_sources: list[str], sample_uids: list[str], infos_dict: dict[str, list[Any]], seed: int = 42
+) -> dict[str, dict[str, dict[str, float]]]:
+    """{data source: {variable: {metric: mean over prompts}}} of validation samples.
+
+    For a prompt with N samples: mean@N, and with N > 1 also std@N, best@k and worst@k (k = 2, 4, ..., N; mean and
+    std over 1000 bootstrap resamples of k samples), and maj@k where `infos_dict` holds `pred`. Text variables are
+    no metrics; samples without a value (None) are left out of their variable.
+    """
+    for variable, values in infos_dict.items():
+        if len(values) != len(sample_uids):
+            raise ValueError(f"validation variable {variable!r}: {len(values)} values for {len(sample_uids)} samples.")
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    sources = np.asarray(data_sources, dtype=object)
+    for source in dict.fromkeys(data_sources):
+        rows = np.flatnonzero(sources == source)
+        results[source] = {}
+        for variable, values in infos_dict.items():
+            present = [row for row in rows if isinstance(values[row], Number | np.bool_)]
+            if present:
+                per_prompt = _prompt_metrics(present, sample_uids, values, infos_dict.get("pred"), seed)
+                results[source][variable] = {name: float(np.mean(column)) for name, column in per_prompt.items()}
+    return results
+
+
+def _prompt_metrics(
+    rows: list[int], sample_uids: list[str], values: list[Any], preds: list[Any] | None, seed: int
+) -> dict[str, np.ndarray]:
+    """Each metric's value for every prompt that has it."""
+    prompts: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        prompts[sample_uids[row]].append(row)
+    by_size: dict[int, list[list[int]]] = defaultdict(list)
+    for members in prompts.values():
+        by_size[len(members)].append(members)
+    columns: dict[str, list[np.ndarray]] = defaultdict(list)
+    for size, groups in sorted(by_size.items()):
+        table = np.array([[float(values[row]) for row in members] for members in groups])  # [prompts, size]
+        columns[f"mean@{size}"].append(table.mean(1))
+        if size == 1:
+            continue
+        columns[f"std@{size}"].append(table.std(1))
+        votes = None if preds is None else _vote_codes([[preds[row] for row in members] for members in groups])
+        for k in _subset_sizes(size):
+            for name, column in _bootstrap_table(table, votes, k, seed).items():
+                columns[name].append(column)
+    return {name: np.concatenate(parts) for name, parts in columns.items()}
+
+
+def _subset_sizes(size: int) -> list[int]:
+    """2, 4, 8, ... below `size`, then `size`."""
+    powers = [2**exponent for exponent in range(1, size.bit_length()) if 2**exponent < size]
+    return [*powers, size]
+
+
+def _vote_codes(votes: list[list[Any]]) -> np.ndarray:
+    """Equal votes of a prompt get equal numbers below its number of samples. -> int64 [prompts, size]."""
+    codes = []
+    for members in votes:
+        seen: dict[Any, int] = {}
+        codes.append([seen.setdefault(str(vote), len(seen)) for vote in members])
+    return np.array(codes)
+
+
+def _bootstrap_table(table: np.ndarray, votes: np.ndarray | None, k: int, seed: int) -> dict[str, np.ndarray]:
+    """best@k, worst@k, maj@k (mean and std over resamples) of each prompt: table, votes [prompts, size] -> [prompts].
+
+    All prompts share the resamples, as they would with one seed each.
+    """
+    draws = _draws(table.shape[1], k, N_BOOTSTRAP, seed)  # [S, k]
+    step = max(1, _CHUNK // draws.size)
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    for start in range(0, len(table), step):
+        chunk = table[start : start + step]
+        drawn = chunk[:, draws]  # [p, S, k]
+        statistics = {"best": drawn.max(-1), "worst": drawn.min(-1)}
+        if votes is not None:
+            statistics["maj"] = _majority_values(chunk, votes[start : start + step], draws)
+        for name, resampled in statistics.items():
+            parts[f"{name}@{k}/mean"].append(resampled.mean(1))
+            parts[f"{name}@{k}/std"].append(resampled.std(1))
+    return {name: np.concatenate(columns) for name, columns in parts.items()}
+
+
+def _majority_values(table: np.ndarray, votes: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Value of the most frequent vote in each resample: table, votes [p, size], draws [S, k] -> [p, S].
+
+    An entry weighs as often as its vote was drawn; the first entry of the largest weight is the winner's first one.
+    """
+    prompts, size = table.shape
+    resamples = len(draws)
+    slots = votes[:, draws] + size * np.arange(resamples)[:, None]  # [p, S, k], one block of slots a resample
+    slots += (size * resamples * np.arange(prompts))[:, None, None]
+    counts = np.bincount(slots.ravel(), minlength=prompts * resamples * size)
+    first = counts[slots].argmax(-1)  # [p, S]
+    winners = draws[np.arange(resamples), first]  # [p, S]
+    return np.take_along_axis(table, winners, axis=1)

@@ -1,0 +1,85 @@
+"""Draws batches of prompts from a StatefulDataLoader, epoch after epoch, from a position that can be saved."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.protocol import DataProto
+
+SAMPLE_BYTES = 1 << 20
+
+
+class PromptStream:
+    """Endless batches of prompts. `epoch` counts whole passes that are done; every prompt drawn gets a number."""
+
+    def __init__(self, loader: StatefulDataLoader) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self.drawn = 0
+        self._batches_in_epoch = 0
+        self._iterator = None
+
+    def draw(self) -> DataProto:
+        """The next batch; column `uid` names each prompt by its number in the run, the same after a resume."""
+        if self._iterator is None:
+            self._iterator = iter(self.loader)
+        batch = DataProto.from_single_dict(next(self._iterator))
+        batch.non_tensor_batch["uid"] = np.array([str(self.drawn + i) for i in range(len(batch))], dtype=object)
+        self.drawn += len(batch)
+        self._batches_in_epoch += 1
+        if self._batches_in_epoch == len(self.loader):
+            self._finish_epoch()
+        return batch
+
+    def _finish_epoch(self) -> None:
+        # The loader notices its end only when asked once more; a state saved before that would, after a resume,
+        # come back as an epoch without batches.
+        leftover = next(self._iterator, None)
+        if leftover is not None:
+            raise RuntimeError(f"the data loader has more than the {len(self.loader)} batches that its length says")
+        self._iterator = None
+        self._batches_in_epoch = 0
+        self.epoch += 1
+
+    def position(self) -> dict[str, int]:
+        """Counters that go into trainer_state.json; the loader's own state is `self.loader.state_dict()`."""
+        return {"epoch": self.epoch, "drawn": self.drawn, "batches_in_epoch": self._batches_in_epoch}
+
+    def resume(self, position: dict[str, int], loader_state: dict[str, Any]) -> None:
+        """Go on behind the last drawn batch of a saved stream."""
+        self.loader.load_state_dict(loader_state)
+        self.epoch = position["epoch"]
+        self.drawn = position["drawn"]
+        self._batches_in_epoch = position["batches_in_epoch"]
+        self._iterator = None
+
+    def restart(self, position: dict[str, int]) -> None:
+        """Go on with the counters of a saved stream at the first batch of other data."""
+        self.epoch = position["epoch"]
+        self.drawn = position["drawn"]
+        self._batches_in_epoch = 0
+        self._iterator = None
+
+
+def data_fingerprint(files: str | Sequence[str], rows: int) -> dict[str, Any]:
+    """Size and hash of the first and last MiB of each local file, with the rows of the whole data set."""
+    names = [files] if isinstance(files, str) else list(files)
+    prints = []
+    for name in names:
+        path = os.path.expanduser(name)
+        if not os.path.isfile(path):
+            prints.append({"name": os.path.basename(name), "bytes": None, "sha256": None})
+            continue
+        size = os.path.getsize(path)
+        with open(path, "rb") as f:
+            digest = hashlib.sha256(f.read(SAMPLE_BYTES))
+            f.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(f.read())
+        prints.append({"name": os.path.basename(name), "bytes": size, "sha256": digest.hexdigest()})
+    return {"files": prints, "rows": rows}

@@ -1,0 +1,139 @@
+"""The driver's side of a run: our own Ray cluster, signals, the way an error is told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import RayActorError
+
+from verl.trainer.ppo.steps import StepFailed, root_cause
+
+WORKER_ENV = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "VLLM_LOGGING_LEVEL": "WARN",
+}
+FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
+TEMP_PREFIX = "verl-ray-"
+EXIT_STOPPED_TWICE = 143
+
+
+@ray.remote(num_cpus=0)
+class StopFlag:
+    """A flag that the driver sets and the trainer reads after each step."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+
+@contextmanager
+def started_session(config: DictConfig) -> Iterator[None]:
+    """A Ray session for the block: one that is there already, the cluster of RAY_ADDRESS, else a local one of our own.
+
+    What was started here is stopped at the end, and nothing else.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    settings = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    settings["runtime_env"] = with_worker_env(settings.get("runtime_env") or {})
+    if os.environ.get("RAY_ADDRESS") or settings.get("address"):
+        settings.pop("num_cpus", None)  # a running cluster has its CPUs counted
+        ray.init(**settings)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    remove_dead_sessions()
+    # A short path: Ray puts sockets below it, and those allow 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
+    if settings.get("num_cpus") is None:
+        settings["num_cpus"] = logical_cpus(config)
+    try:
+        ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def logical_cpus(config: DictConfig) -> int:
+    """CPUs to tell a local Ray of: at least one for the task runner, one a CPU rank, one for a reward task."""
+    return max(os.cpu_count() or 1, config.trainer.nnodes * config.trainer.n_gpus_per_node + 2)
+
+
+def with_worker_env(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """Our defaults, then the driver's own settings, then what the user wrote into ray_init.runtime_env."""
+    forwarded = {key: value for key, value in os.environ.items() if key.startswith(FORWARDED)}
+    chosen = {key: os.environ.get(key, value) for key, value in WORKER_ENV.items()}
+    return {**runtime_env, "env_vars": {**chosen, **forwarded, **runtime_env.get("env_vars", {})}}
+
+
+def remove_dead_sessions() -> None:
+    """Delete the folders of our own sessions whose driver was killed; folders of live processes stay."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*"):
+        pid = folder.name.removeprefix(TEMP_PREFIX).split("-")[0]
+        if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_until_done(runner: Any, config: DictConfig, stop: Any) -> int:
+    """Run the task runner; the exit code. The first signal asks it to stop behind its step, a second one kills it."""
+    asked = threading.Event()
+
+    def on_signal(number: int, frame: Any) -> None:
+        if asked.is_set():
+            logger.error(f"second {signal.Signals(number).name}: the run ends now")
+            raise SystemExit(EXIT_STOPPED_TWICE)
+        asked.set()
+        logger.warning(f"{signal.Signals(number).name}: finishing the step, then saving (once more: end at once)")
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        running = runner.run.remote(config, stop)
+        told = False
+        while not ray.wait([running], timeout=0.5)[0]:
+            if asked.is_set() and not told:
+                ray.get(stop.set.remote())
+                told = True
+        ray.get(running)
+        return 0
+    except Exception as e:
+        tell(e)
+        return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def tell(error: Exception) -> None:
+    """The run's own error first, in one line; Ray's long text only where its cause is unknown."""
+    cause = root_cause(error)
+    logger.debug(f"{error}")
+    if isinstance(cause, StepFailed) or not isinstance(cause, RayActorError):
+        sys.stderr.write(f"\nTraining failed: {type(cause).__name__}: {cause}\n")
+        sys.stderr.write("The whole traceback: LOGURU_LEVEL=DEBUG\n")
+    else:
+        sys.stderr.write(f"\nTraining failed: a process of the run died.\n{cause}\n")
+    sys.stderr.flush()

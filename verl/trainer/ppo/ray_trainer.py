@@ -1,0 +1,335 @@
+"""RayPPOTrainer: the RL loop, one short method a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from omegaconf import OmegaConf
+from torch.utils.data import Dataset, Sampler
+
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.batching import (
+    balanced_order,
+    compute_response_mask,
+    drop_lost,
+    fill_groups,
+    group_rows,
+    rollout_probs_diff,
+    share_weights,
+)
+from verl.trainer.ppo.metric_utils import reduce_metrics
+from verl.trainer.ppo.resources import ResourcePoolManager, kill_worker_group, spawn_actor_group
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.run_keeping import RunKeeping
+from verl.trainer.ppo.steps import step
+from verl.trainer.ppo.utils import (
+    Role,
+    WorkerType,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
+    refuse_missing_parts,
+)
+from verl.utils.groupwise import as_torch_index
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+
+__all__ = [
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+]
+
+
+class RayPPOTrainer(RunKeeping):
+    """Trains a policy by RL. The driver holds batches and advantages; models live in Ray worker groups.
+
+    Variants override a step: `_gather_batch` to draw differently, `variant_state`/`load_variant_state` to save more.
+    """
+
+    def __init__(
+        self,
+        config,
+        tokenizer,
+        role_worker_mapping: dict[Role, WorkerType],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        processor=None,
+        reward_fn=None,
+        val_reward_fn=None,
+        train_dataset: Dataset | None = None,
+        val_dataset: Dataset | None = None,
+        collate_fn=None,
+        train_sampler: Sampler | None = None,
+        device_name: str | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn
+        self.device_name = config.trainer.device if device_name is None else device_name
+        self.use_reference_policy = need_reference_policy(role_worker_mapping)
+        self.use_rm = need_reward_model(role_worker_mapping)
+        self.use_critic = need_critic(config)
+        refuse_missing_parts(config)
+
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        self.actor_rollout_wg: RayWorkerGroup | None = None
+        self.n = rollout.n
+        self.critic_warmup = config.trainer.critic_warmup
+        self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        # One update on the whole batch sees ratio 1: its own detached log-probs are the old ones.
+        self.needs_old_log_probs = bool(
+            actor.ppo_epochs > 1
+            or config.data.train_batch_size > actor.ppo_mini_batch_size
+            or config.algorithm.use_kl_in_reward
+            or rollout.calculate_log_probs
+        )
+        self._init_run(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    def init_workers(self) -> None:
+        """Make the pools, start the ranks, load the models."""
+        self.resource_pool_manager.create_resource_pool()
+        # Resolved here: a part sent to a rank has no root that its interpolations could point to.
+        actor_config = OmegaConf.create(OmegaConf.to_container(self.config.actor_rollout_ref, resolve=True))
+        actor_config.actor.optim.total_training_steps = self.total_training_steps
+        role = Role.ActorRolloutRef if self.use_reference_policy else Role.ActorRollout
+        self.actor_rollout_wg = spawn_actor_group(
+            self.role_worker_mapping[Role.ActorRollout],
+            self.resource_pool_manager.get_resource_pool(Role.ActorRollout),
+            self.ray_worker_group_cls,
+            config=actor_config,
+            role=str(role),
+            device_name=self.device_name,
+            wait_seconds=self.config.trainer.ray_wait_register_center_timeout,
+        )
+        self.actor_rollout_wg.init_model()
+        self.ranks = self.actor_rollout_wg.world_size // actor_config.actor.ulysses_sequence_parallel_size
+
+    def shutdown(self) -> None:
+        """End the ranks and free their pools."""
+        if self.actor_rollout_wg is not None:
+            kill_worker_group(self.actor_rollout_wg, self.resource_pool_manager)
+            self.actor_rollout_wg = None
+
+    def fit(self) -> None:
+        """Train until the last step, or until a stop is asked for, then leave checkpoint, metrics and report."""
+        with self._run_files_kept():
+            self._load_checkpoint()
+            self._validate_before_training()
+            for self.global_steps in self._remaining_steps():  # noqa: B020
+                with self._timed("step"):
+                    batch = self._gather_batch()  # prompts, generate, reward: [prompts * n, T]
+                    self._balance_batch(batch)  # reorders rows; uid keeps groups together
+                    batch.union(self._compute_old_log_prob(batch))
+                    if self.use_reference_policy:
+                        batch.union(self._compute_ref_log_prob(batch))
+                    if self.use_critic:
+                        batch.union(self._compute_values(batch))
+                    self._assign_token_rewards(batch)  # scores less the KL penalty
+                    self._correct_rollout(batch)
+                    self._assign_advantages(batch)  # registry call, on the driver
+                    if self.use_critic:
+                        self._update_critic(batch)
+                    if self.global_steps >= self.critic_warmup:
+                        self._update_actor(batch)
+                self._validate_if_due()
+                self._log(batch)  # before saving: a checkpoint never lies behind its step's metrics
+                self._save_if_due()
+
+    def _gather_batch(self) -> DataProto:
+        """One step's samples with scores: prompts of one draw, n samples each, less what was dropped."""
+        samples = self._generate(self._draw_prompts())
+        samples, counts = drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
+        self.metrics.update(counts.metrics())
+        if not counts.scored:
+            raise ValueError(
+                f"none of the {counts.requested} samples can be trained on: {counts.lost} generations failed, "
+                f"{counts.small_group} were alone in their group, {counts.uneven} gave the ranks no even share."
+            )
+        self._score(samples)
+        return samples
+
+    @step("data")
+    def _draw_prompts(self) -> DataProto:
+        self.metrics["training/epoch"] = self.prompt_stream.epoch
+        prompts = self.prompt_stream.draw()
+        logger.debug(f"step {self.global_steps}: {len(prompts)} prompts from the data loader")
+        return prompts
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """Take the tensors out of `batch` as the rollout's input; every column goes along as well.
+
+        [SPD Fix]: extra_info too goes through to the rollout, which reads the drafted block there.
+        """
+        gen_batch = DataProto(batch.batch, dict(batch.non_tensor_batch), {})
+        batch.batch = None
+        return gen_batch
+
+    def generation_meta(self, validate: bool) -> dict[str, Any]:
+        """What a rollout must know of a batch: number of samples a prompt, sampling, special tokens."""
+        rollout = self.config.actor_rollout_ref.rollout
+        sampling = rollout.val_kwargs if validate else rollout
+        return {
+            "n": sampling.n,
+            "temperature": sampling.temperature,
+            "do_sample": sampling.do_sample,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "validate": validate,
+            "recompute_log_prob": False,
+            "global_steps": self.global_steps,
+        }
+
+    @step("gen")
+    def _generate(self, prompts: DataProto) -> DataProto:
+        """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
+        samples, metrics = self.generate_rows(prompts, validate=False)
+        self.metrics.update(metrics)
+        self.metrics["training/weights_version"] = _one_version(samples)
+        return samples
+
+    def generate_rows(self, prompts: DataProto, validate: bool) -> tuple[DataProto, dict[str, float]]:
+        """Samples of the prompts joined with the prompts' own columns; the rollout's metrics. Serves validation too."""
+        gen_batch = self._get_gen_batch(prompts)
+        gen_batch.meta_info.update(self.generation_meta(validate))
+        n = gen_batch.meta_info["n"]
+        padded, pad = pad_dataproto_to_divisor(gen_batch, self.ranks)
+        output = unpad_dataproto(self.actor_rollout_wg.generate_sequences(padded), pad_size=pad * n)
+        metrics = reduce_metrics(output.meta_info["metrics"]) if "metrics" in output.meta_info else {}
+        output.meta_info = {}
+        samples = prompts.repeat(n, interleave=True)
+        if len(output) != len(samples):
+            raise ValueError(
+                f"rollout '{self.config.actor_rollout_ref.rollout.name}' returned {len(output)} rows for "
+                f"{len(prompts)} prompts x n={n}; expected {len(samples)}, samples of one prompt adjacent."
+            )
+        for key in output.non_tensor_batch.keys() & samples.non_tensor_batch.keys():
+            samples.non_tensor_batch.pop(key)  # the rollout may have added to it (extra_info): its column holds
+        samples.union(output)
+        if "response_mask" not in samples.batch:
+            samples.batch["response_mask"] = compute_response_mask(samples)
+        samples.meta_info["global_steps"] = self.global_steps
+        samples.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
+        return samples, metrics
+
+    @step("reward")
+    def _score(self, samples: DataProto) -> None:
+        """Add token_level_scores [B, R] and the reward's extra columns; their means become metrics."""
+        logger.debug(
+            f"step {self.global_steps}: {len(samples)} samples of {len(group_rows(samples))} prompts go to the reward"
+        )
+        scores, extras = compute_reward(samples, self.reward_fn)
+        samples.batch["token_level_scores"] = scores
+        self.reward_extra_keys = sorted(extras)
+        for key, values in extras.items():
+            samples.non_tensor_batch[key] = np.array(values)
+            if key != "score" and samples.non_tensor_batch[key].dtype.kind in "bif":
+                name = key if "/" in key else f"reward/{key}/mean"
+                self.metrics[name] = float(samples.non_tensor_batch[key].mean())
+
+    def _keeps_groups_whole(self) -> bool:
+        return bool(self.config.actor_rollout_ref.actor.share_prompt_forward)
+
+    @step("balance")
+    def _balance_batch(self, batch: DataProto) -> None:
+        """Reorder rows, in place, so that every rank gets about the same tokens of each mini-batch."""
+        batch.batch["group_index"] = as_torch_index(batch.non_tensor_batch["uid"])
+        tokens = batch.batch["attention_mask"].sum(-1).tolist()  # [B]
+        weights = share_weights(batch)
+        uneven = any(len(rows) < self.n for rows in weights)
+        order = balanced_order(
+            weights,
+            self.ranks,
+            self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
+            _equal_partition if self.config.trainer.balance_batch else None,
+            whole_groups=uneven or self._keeps_groups_whole(),
+        )
+        batch.reorder(torch.from_numpy(order))
+        if not uneven:
+            shares = np.split(order, self.ranks)
+            self.metrics.update(log_seqlen_unbalance(tokens, [s.tolist() for s in shares], prefix="global_seqlen"))
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+
+    @step("old_log_prob")
+    def _compute_old_log_prob(self, batch: DataProto) -> DataProto:
+        """old_log_probs [B, R], or nothing where the update's own detached log-probs are the same."""
+        if not self.needs_old_log_probs:
+            return DataProto()
+        output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
+        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
+        entropy = core_algos.agg_loss(output.batch["entropys"], batch.batch["response_mask"], mode)
+        self.metrics["actor/entropy"] = entropy.item()
+        return output.select(batch_keys=["old_log_probs"], meta_info_keys=[])
+
+    @step("ref")
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob [B, R]."""
+        output = self._on_ranks(self.actor_rollout_wg.compute_ref_log_prob, batch)
+        return output.select(batch_keys=["ref_log_prob"], meta_info_keys=[])
+
+    def _on_ranks(self, method, batch: DataProto) -> DataProto:
+        filled, own = fill_groups(batch, self.n)
+        return method(filled.select(non_tensor_batch_keys=[])).select_idxs(own)
+
+    @step("adv")
+    def _assign_token_rewards(self, batch: DataProto) -> None:
+        """token_level_rewards [B, R]: the scores, less the KL penalty where it is part of the reward."""
+        if self.config.algorithm.use_kl_in_reward:
+            _, metrics = apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
+            self.metrics.update(metrics)
+        else:
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+
+    @step("adv")
+    def _correct_rollout(self, batch: DataProto) -> None:
+        """Compare the rollout's log-probs with the trained model's, where both are there."""
+        if "rollout_log_probs" in batch.batch and "old_log_probs" in batch.batch:
+            self.metrics.update(rollout_probs_diff(batch))
+
+    @step("adv")
+    def _assign_advantages(self, batch: DataProto) -> None:
+        """advantages and returns [B, R]."""
+        algorithm = self.config.algorithm
+        compute_advantage(
+            batch,
+            algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=self.n,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=algorithm,
+        )
+
+    @step("update_actor")
+    def _update_actor(self, batch: DataProto) -> None:
+        """One pass of PPO updates over the batch; stops a run whose updates are skipped again and again."""
+        filled, _ = fill_groups(batch, self.n)
+        output = self.actor_rollout_wg.update_actor(filled.select(non_tensor_batch_keys=[]))
+        metrics = reduce_metrics(output.meta_info["metrics"])
+        self.metrics.update(metrics)
+        self._watch_nonfinite(metrics["actor/nonfinite_steps"])
+
+
+def _equal_partition(weights: list[int], parts: int) -> list[list[int]]:
+    return get_seqlen_balanced_partitions(weights, k_partitions=parts, equal_size=True)
+
+
+def _one_version(samples: DataProto) -> int:
+    """The version of the weights (number of the last update in them) that made all samples."""
+    versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
+    if len(versions) != 1:
+        raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
+    return int(versions[0])

@@ -1,0 +1,94 @@
+"""Which worker group lives on which Ray resource pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ray
+from loguru import logger
+from omegaconf import DictConfig
+from ray.exceptions import RayError
+
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.ppo.utils import Role, WorkerType
+
+CLOSE_TIMEOUT_S = 20
+
+
+@dataclass
+class ResourcePoolManager:
+    """Pools by name (ranks of each node) and the pool of each role; `use_gpu` false makes CPU ranks."""
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+    use_gpu: bool = True
+
+    def create_resource_pool(self) -> None:
+        """Make every pool, after a check that Ray has what they ask for."""
+        self._check_resource_available()
+        for name, ranks_of_nodes in self.resource_pool_spec.items():
+            # Colocated roles share one process, hence one worker a bundle.
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes=ranks_of_nodes, use_gpu=self.use_gpu, max_colocate_count=1, name_prefix=name
+            )
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        """The pool that `role` is placed on."""
+        if role not in self.mapping:
+            raise KeyError(f"role '{role}' has no resource pool; placed are: {', '.join(map(str, self.mapping))}.")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Ranks over all pools (GPUs, or CPU ranks with trainer.device=cpu)."""
+        return sum(sum(ranks_of_nodes) for ranks_of_nodes in self.resource_pool_spec.values())
+
+    def _check_resource_available(self) -> None:
+        kind = "GPU" if self.use_gpu else "CPU"
+        # Ray leaves out a resource that is used up or was never there.
+        total = ray.available_resources().get(kind, 0)
+        wanted = self.get_n_gpus()
+        if total < wanted:
+            mend = "set trainer.device=cpu to train on CPU ranks, or " if self.use_gpu else ""
+            raise ValueError(
+                f"trainer.nnodes x trainer.n_gpus_per_node asks for {wanted} {kind} ranks, but Ray has {total:g} "
+                f"{kind}s free; {mend}lower them or give Ray more."
+            )
+
+
+def spawn_actor_group(
+    remote_class: WorkerType,
+    pool: RayResourcePool,
+    group_class: type[RayWorkerGroup],
+    *,
+    config: DictConfig,
+    role: str,
+    device_name: str,
+    wait_seconds: int,
+) -> RayWorkerGroup:
+    """Start one actor-rollout rank on each bundle of the pool."""
+    init = RayClassWithInitArgs(remote_class, config=config, role=role, device_name=device_name)
+    return group_class(
+        resource_pool=pool,
+        ray_cls_with_init=init,
+        name_prefix=role,
+        device_name=device_name,
+        ray_wait_register_center_timeout=wait_seconds,
+    )
+
+
+def kill_worker_group(group: RayWorkerGroup, manager: ResourcePoolManager) -> None:
+    """Let the rollouts end what they started, end the ranks, then give the pools back to Ray."""
+    closing = group.execute_all_async("close_rollout")
+    done, hanging = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+    for ref in done:
+        try:
+            ray.get(ref)
+        except RayError as e:
+            logger.warning(f"a rollout could not be closed: {str(e).strip().splitlines()[-1]}")
+    if hanging:
+        logger.warning(f"{len(hanging)} of {len(closing)} ranks did not close within {CLOSE_TIMEOUT_S} s: killed")
+    group.shutdown()
+    for pool in manager.resource_pool_dict.values():
+        pool.release()
+    manager.resource_pool_dict.clear()

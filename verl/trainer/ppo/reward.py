@@ -1,0 +1,85 @@
+"""Builds the reward manager that a configuration asks for, then scores batches with it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from verl.protocol import DataProto
+from verl.utils.import_utils import load_extern_object
+from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager import get_reward_manager_cls
+from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
+
+
+def _plain(mapping: Any) -> dict[str, Any]:
+    """A plain dict of a config mapping that may be absent."""
+    if mapping is None:
+        return {}
+    return OmegaConf.to_container(mapping, resolve=True) if OmegaConf.is_config(mapping) else dict(mapping)
+
+
+def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
+    """The function named by `custom_reward_function.{path,name}`, with its `reward_kwargs` bound; None without a path.
+
+    `reward_kwargs` win over what the caller passes.
+    """
+    settings = config.custom_reward_function
+    if settings.path is None:
+        return None
+    function = load_extern_object(settings.path, settings.name)
+    bound = _plain(settings.get("reward_kwargs"))
+    if not bound:
+        return function
+
+    @functools.wraps(function)
+    def with_kwargs(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**kwargs, **bound})
+
+    return with_kwargs
+
+
+def load_reward_manager(
+    config: DictConfig, tokenizer: Any, num_examine: int, **reward_kwargs: Any
+) -> AbstractRewardManager:
+    """The manager of `reward_manager.{source,name,module}` around the custom or the default reward function."""
+    settings = config.reward_manager
+    if settings.source == "register":
+        manager_cls = get_reward_manager_cls(settings.name)
+    elif settings.source == "importlib":
+        if settings.module.path is None:
+            raise ValueError("reward_manager.source='importlib' needs reward_manager.module.path (and .name).")
+        manager_cls = load_extern_object(settings.module.path, settings.module.name or settings.name)
+    else:
+        raise ValueError(f"reward_manager.source={settings.source!r} is unknown. Known: register, importlib.")
+    compute_score = get_custom_reward_fn(config) or default_compute_score
+    return manager_cls(
+        tokenizer=tokenizer,
+        num_examine=num_examine,
+        compute_score=compute_score,
+        reward_fn_key=config.data.reward_fn_key,
+        **reward_kwargs,
+    )
+
+
+def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Token-level scores [B, R] with the extras of each row (lists of B values by name). Errors are not caught."""
+    result = reward_fn(data, return_dict=True)
+    return result["reward_tensor"], result["reward_extra_info"]
+
+
+@ray.remote(num_cpus=1)
+def compute_reward_async(
+    data: DataProto, config: DictConfig | None = None, tokenizer: Any = None, reward_fn: AbstractRewardManager = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """`compute_reward` as a Ray task; without `reward_fn` the manager is built from `config` and `tokenizer`."""
+    if reward_fn is None:
+        if config is None or tokenizer is None:
+            raise ValueError("compute_reward_async needs `reward_fn`, or both `config` and `tokenizer`.")
+        kwargs = _plain(config.reward_model.get("reward_kwargs"))
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
+    return compute_reward(data, reward_fn)

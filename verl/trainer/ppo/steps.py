@@ -1,0 +1,61 @@
+"""Times each step of the training loop under a name that its failure carries as well."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.exceptions import RayTaskError
+
+
+class StepFailed(RuntimeError):
+    """A step of the loop raised: `step_name`, `global_step`, and the first cause as `__cause__`."""
+
+    def __init__(self, step_name: str, global_step: int, cause: str) -> None:
+        super().__init__(step_name, global_step, cause)  # args rebuild it after a trip through Ray
+        self.step_name = step_name
+        self.global_step = global_step
+        self.cause_text = cause
+
+    def __str__(self) -> str:
+        return f"step '{self.step_name}' of global step {self.global_step} failed: {self.cause_text}"
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The error of the worker's own code behind Ray's wrappers."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) and error.cause is not error:
+        error = error.cause
+    return error
+
+
+@contextmanager
+def timed_step(name: str, timing_raw: defaultdict[str, float], global_step: int) -> Iterator[None]:
+    """Add the seconds of the block to `timing_raw[name]`; an error in it becomes StepFailed, once, innermost name."""
+    start = time.perf_counter()
+    try:
+        yield
+    except StepFailed:
+        raise
+    except Exception as e:
+        cause = root_cause(e)
+        raise StepFailed(name, global_step, f"{type(cause).__name__}: {cause}") from e
+    finally:
+        timing_raw[name] += time.perf_counter() - start
+
+
+def step(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for a trainer's method: `timed_step` under `name` (metric `timing_s/<name>`)."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(self, *args, **kwargs):
+            with timed_step(name, self.timing_raw, self.global_steps):
+                return method(self, *args, **kwargs)
+
+        return timed
+
+    return decorate

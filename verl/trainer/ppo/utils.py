@@ -1,0 +1,84 @@
+"""Roles of the workers, with the rules that say which of them a configuration needs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from verl.utils.registry import nearest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+WorkerType = type[Any]  # a Ray remote class made from a Worker
+
+
+class Role(Enum):
+    """What a worker group does; the value is the name used in logs and worker names."""
+
+    Actor = "actor"
+    Rollout = "rollout"
+    ActorRollout = "actor_rollout"
+    Critic = "critic"
+    RefPolicy = "ref"
+    RewardModel = "rm"
+    ActorRolloutRef = "actor_rollout_ref"
+    Env = "env"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def from_string(cls, name: str) -> Role:
+        """The role called `name` ("ref", "actor_rollout", ...)."""
+        known = [role.value for role in cls]
+        if name not in known:
+            raise ValueError(f"role {name!r} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
+        return cls(name)
+
+
+def need_reference_policy(role_worker_mapping: dict[Role, WorkerType]) -> bool:
+    """True when a reference model is among the roles: of its own, or beside the actor."""
+    return Role.RefPolicy in role_worker_mapping or Role.ActorRolloutRef in role_worker_mapping
+
+
+def need_reward_model(role_worker_mapping: dict[Role, WorkerType]) -> bool:
+    """True when a reward model is among the roles."""
+    return Role.RewardModel in role_worker_mapping
+
+
+def need_critic(config: DictConfig) -> bool:
+    """`critic.enable` where it is set, else whether the estimator learns a value function."""
+    if config.critic.enable is not None:
+        return bool(config.critic.enable)
+    return config.algorithm.adv_estimator == "gae"
+
+
+def uses_kl(config: DictConfig) -> bool:
+    """True when the loss or the reward holds a KL term, so that a reference policy is needed."""
+    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def refuse_missing_parts(config: DictConfig) -> None:
+    """One clear sentence for a part of the framework that this version does not have."""
+    algorithm = config.algorithm
+    if need_critic(config):
+        raise NotImplementedError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator!r} with critic.enable={config.critic.enable} asks for a "
+            "critic, which this version does not have; use an estimator without one, such as "
+            "algorithm.adv_estimator=grpo."
+        )
+    if config.reward_model.enable:
+        raise NotImplementedError(
+            "reward_model.enable=true asks for a reward model worker, which this version does not have; "
+            "score with a function: custom_reward_function.path."
+        )
+    correction = algorithm.rollout_correction
+    if correction is not None and (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
+        raise NotImplementedError(
+            f"algorithm.rollout_correction (rollout_is={correction.rollout_is}, rollout_rs={correction.rollout_rs}, "
+            f"bypass_mode={correction.bypass_mode}) is not in this version; set rollout_is and rollout_rs to null "
+            "and bypass_mode to false."
+        )
+    if algorithm.use_pf_ppo:
+        raise NotImplementedError("algorithm.use_pf_ppo=true is not in this version; set it to false.")

@@ -1,0 +1,91 @@
+"""Reads torch's distributed checkpoints without trusting their pickled metadata."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+METADATA_FILE = ".metadata"
+#: every class and function that the metadata of a checkpoint of plain tensors names
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+}
+
+
+class UntrustedMetadataError(RuntimeError):
+    """A checkpoint's metadata names something that no checkpoint of tensors needs."""
+
+
+class _AllowListUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, source: Path):
+        super().__init__(io.BytesIO(data))
+        self.source = source
+
+    def find_class(self, module: str, name: str):
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and (module, name) not in _ALLOWED:
+            raise UntrustedMetadataError(
+                f"{self.source} asks for {module}.{name}, which no checkpoint of tensors needs; it is not loaded."
+            )
+        return super().find_class(module, name)
+
+
+class SafeReader(FileSystemReader):
+    """FileSystemReader whose metadata passes an allow-list; tensors are read with weights_only=True by torch."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        metadata = read_metadata(self.path)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def read_metadata(folder: str | os.PathLike) -> Metadata:
+    """The metadata of the distributed checkpoint in `folder`, holding tensors only, all files inside the folder."""
+    file = Path(folder) / METADATA_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} is no distributed checkpoint: it has no {METADATA_FILE} file")
+    metadata = _AllowListUnpickler(file.read_bytes(), file).load()
+    if not isinstance(metadata, Metadata):
+        raise UntrustedMetadataError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata.")
+    for name, described in metadata.state_dict_metadata.items():
+        if not isinstance(described, TensorStorageMetadata):
+            raise UntrustedMetadataError(f"{file}: {name!r} is no tensor.")
+    for info in metadata.storage_data.values():
+        if os.path.basename(info.relative_path) != info.relative_path:
+            raise UntrustedMetadataError(f"{file} points to {info.relative_path!r}, outside of its folder.")
+    return metadata
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
+    """Writes tensors, sharded or alike on all ranks, as one distributed checkpoint. All ranks call it."""
+    dcp.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True))
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
+    """Fills the given tensors in place, each sharded in its own way. All ranks call it."""
+    dcp.load(tensors, storage_reader=SafeReader(folder))

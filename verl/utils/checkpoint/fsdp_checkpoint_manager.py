@@ -1,0 +1,252 @@
+"""Saves a sharded model with its optimizer into a folder that any number of ranks can load.
+
+Layout of the folder: `model/` and `optim/` (torch distributed checkpoints of tensors), `extra_state.json` (schedule,
+parameter groups, names), `rng_rank_<r>.safetensors`, `fsdp_config.json`, `huggingface/`, `lora_adapter/`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from loguru import logger
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from verl.utils.checkpoint import rng
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
+from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
+from verl.utils.fsdp_utils import full_params, local_tensor
+from verl.utils.peft_weights import full_weights
+
+EXTRA_FILE = "extra_state.json"
+_FORMAT = 1
+
+
+@runtime_checkable
+class SavesPretrained(Protocol):
+    """A model of a loader's own that writes itself: config, and the weights it is handed."""
+
+    def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
+
+
+class FSDPCheckpointManager(BaseCheckpointManager):
+    """Frozen parameters are left out: they come from model.path again. Every method is called on all ranks."""
+
+    def __init__(self, model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None, *, device):
+        super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
+        self.device = device
+
+    # ---- save --------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees the whole step."""
+        if hdfs_path is not None:
+            raise ValueError(f"trainer.default_hdfs_dir={hdfs_path!r} is not supported; leave it null.")
+        folder = Path(local_path)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = self._model_tensors() if self.should_save_model else {}
+        optim = self._optimizer_tensors() if self.should_save_optimizer and self.optimizer is not None else {}
+        self._check_room(folder, [*model.values(), *optim.values()])
+        if model:
+            save_tensors(model, folder / "model")
+        if optim:
+            save_tensors(optim, folder / "optim")
+        if self.should_save_extra:
+            save_file(rng.get_rng_state(), folder / f"rng_rank_{dist.get_rank()}.safetensors")
+        self._save_adapters(folder / "lora_adapter")
+        self._save_huggingface(folder / "huggingface")
+        if dist.get_rank() == 0:
+            _write_json(folder / EXTRA_FILE, self._extra_state(model, optim, global_step))
+            _write_json(folder / "fsdp_config.json", {"FSDP_version": 2, "world_size": dist.get_world_size()})
+        dist.barrier()
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        """Trained parameters and stored buffers by name."""
+        stored = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        persistent = self.model.state_dict().keys()
+        return stored | {name: b for name, b in self.model.named_buffers() if name in persistent}
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """`<parameter>/<moment>` for every tensor of the optimizer's state."""
+        tensors = {}
+        for name, param in self._optimized().items():
+            for key, value in self.optimizer.state[param].items() if param in self.optimizer.state else ():
+                if not isinstance(value, torch.Tensor):
+                    raise TypeError(
+                        f"optimizer state {key!r} of {name} is a {type(value).__name__}; only tensors can be stored."
+                    )
+                tensors[f"{name}/{key}"] = value
+        return tensors
+
+    def _optimized(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _extra_state(self, model: dict, optim: dict, global_step: int) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "format": _FORMAT,
+            "global_step": global_step,
+            "world_size": dist.get_world_size(),
+            "model": sorted(model),
+            "optimizer": None,
+            "lr_scheduler": None,
+        }
+        if self.optimizer is not None and optim:
+            groups = self.optimizer.state_dict()["param_groups"]
+            state["optimizer"] = {
+                "class": type(self.optimizer).__name__,
+                "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+            }
+        if self.lr_scheduler is not None and self.should_save_extra:
+            state["lr_scheduler"] = self.lr_scheduler.state_dict()
+        return state
+
+    def _check_room(self, folder: Path, tensors: list[torch.Tensor]) -> None:
+        """Refuses before writing when the disk cannot hold what all ranks are about to write."""
+        mine = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
+        needed = torch.tensor([mine], dtype=torch.int64, device=self.device)
+        dist.all_reduce(needed)
+        if shutil.disk_usage(folder).free < needed.item():
+            raise disk_full(folder, int(needed.item()))
+
+    def _save_adapters(self, folder: Path) -> None:
+        """LoRA adapters in peft's own format; one inside another model gets a folder of its module's name."""
+        inside = {name: m for name, m in self.model.named_modules() if isinstance(m, PeftModel)}
+        for name, peft_model in inside.items():
+            state = dict(full_params(peft_model, lambda _, p: p.requires_grad, self.device))
+            if dist.get_rank() == 0 and state:
+                home = folder / name if len(inside) > 1 else folder
+                home.mkdir(parents=True, exist_ok=True)
+                tensors = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
+                save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, home / "adapter_model.safetensors")
+                config = peft_model.peft_config[peft_model.active_adapter]
+                config.save_pretrained(str(home))
+
+    def _save_huggingface(self, folder: Path) -> None:
+        """Config and tokenizer; weights too when hf_model is asked for."""
+        inner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        weights = None
+        if self.should_save_hf_model:
+            weights = {}
+            for name, tensor in full_weights(self.model, self.device):
+                if dist.get_rank() == 0:
+                    weights[name] = tensor.cpu()
+        if dist.get_rank() != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(inner, PreTrainedModel):
+            inner.config.save_pretrained(folder)
+            if inner.can_generate() and inner.generation_config is not None:
+                inner.generation_config.save_pretrained(folder)
+            if weights is not None:
+                save_torch_state_dict(weights, folder)
+        elif weights is not None:
+            if not isinstance(inner, SavesPretrained):
+                raise TypeError(
+                    f"checkpoint.save_contents has hf_model, but {type(inner).__name__} has no "
+                    "save_pretrained(directory, state_dict=...); take hf_model out, or give it one."
+                )
+            inner.save_pretrained(str(folder), state_dict=weights)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    # ---- load --------------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Reads load_contents from `local_path`; generators only when it was written by as many ranks."""
+        if hdfs_path is not None:
+            raise ValueError(f"trainer.default_hdfs_dir={hdfs_path!r} is not supported; leave it null.")
+        folder = Path(local_path)
+        if not (folder / EXTRA_FILE).is_file():
+            raise FileNotFoundError(f"{folder} is no checkpoint of this engine: it has no {EXTRA_FILE}")
+        extra = _read_json(folder / EXTRA_FILE)
+        if self.should_load_model:
+            tensors = self._model_tensors()
+            _check_names(folder / "model", set(tensors), set(extra["model"]))
+            load_tensors(tensors, folder / "model")
+        if self.should_load_optimizer and self.optimizer is not None:
+            self._load_optimizer(folder, extra)
+        if self.should_load_extra:
+            self._load_extra(folder, extra)
+        dist.barrier()
+        if del_local_after_load and dist.get_rank() == 0:
+            shutil.rmtree(folder)
+
+    def _load_optimizer(self, folder: Path, extra: dict[str, Any]) -> None:
+        stored = extra["optimizer"]
+        if stored is None:
+            raise ValueError(
+                f"{folder} holds no optimizer state; take 'optimizer' out of checkpoint.load_contents to start it anew."
+            )
+        if stored["class"] != type(self.optimizer).__name__:
+            raise ValueError(
+                f"{folder} holds the state of {stored['class']}, but optim.optimizer is "
+                f"{type(self.optimizer).__name__}; use the same, or take 'optimizer' out of checkpoint.load_contents."
+            )
+        described = read_metadata(folder / "optim").state_dict_metadata
+        params = self._optimized()
+        _check_names(folder / "optim", set(params), {key.rpartition("/")[0] for key in described})
+        tensors, fresh = {}, {}
+        for key, meta in described.items():
+            name, _, moment = key.rpartition("/")
+            param = params[name].detach()
+            if tuple(meta.size) == tuple(param.shape):
+                value = torch.empty_like(param, dtype=meta.properties.dtype)
+            else:
+                value = torch.empty(meta.size, dtype=meta.properties.dtype)
+            tensors[key] = value
+            fresh.setdefault(params[name], {})[moment] = value
+        load_tensors(tensors, folder / "optim")
+        self.optimizer.state.update(fresh)
+        for group, values in zip(self.optimizer.param_groups, stored["param_groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    def _load_extra(self, folder: Path, extra: dict[str, Any]) -> None:
+        if self.lr_scheduler is not None and extra["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        if extra["world_size"] != dist.get_world_size():
+            logger.warning(
+                "{} was written by {} ranks and is loaded by {}: random generators keep their fresh seeds",
+                folder, extra["world_size"], dist.get_world_size(),
+            )  # fmt: skip
+            return
+        file = folder / f"rng_rank_{dist.get_rank()}.safetensors"
+        if not file.is_file():
+            raise CheckpointCorruptError(
+                f"{file} is missing; take 'extra' out of checkpoint.load_contents to go on without it."
+            )
+        rng.load_rng_state(load_file(file))
+
+
+def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
+    if wanted == stored:
+        return
+    missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
+    raise ValueError(
+        f"{folder} does not fit the model: {len(missing)} trained parameters are not in it (such as {missing[:3]}), "
+        f"{len(unknown)} of its own are not trained here (such as {unknown[:3]}). Check model.path, model.lora_rank "
+        "and what is frozen."
+    )
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=1, allow_nan=False))
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as e:
+        raise CheckpointCorruptError(f"{file} is not JSON ({e}).") from e

@@ -1,0 +1,272 @@
+"""Publishes a checkpoint folder atomically.
+
+Order: write into `global_step_N.tmp`, fsync, manifest, rename to `global_step_N`, fsync the parent, replace the
+tracker file, rotate. A crash between any two of these leaves the newest complete checkpoint findable.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from loguru import logger
+
+MANIFEST = "manifest.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+STEP_FOLDER = re.compile(r"global_step_(\d+)")
+_FORMAT = 1
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written; the one before it is untouched."""
+
+
+class CheckpointCorruptError(RuntimeError):
+    """A checkpoint's files are not what its manifest says."""
+
+
+class CheckpointWriter:
+    """Context manager: write into `.path`; on a clean exit the folder is published, on an exception it is removed.
+
+    `max_to_keep` newest published steps stay on the disk, this one included (None or 0: all stay).
+    """
+
+    def __init__(self, root: str | os.PathLike, step: int, max_to_keep: int | None = None):
+        self.root = Path(root)
+        self.step = int(step)
+        self.max_to_keep = max_to_keep
+        self.final = self.root / f"global_step_{self.step}"
+        self.path = self.root / f"global_step_{self.step}.tmp"
+
+    def __enter__(self) -> CheckpointWriter:
+        self.root.mkdir(parents=True, exist_ok=True)
+        mend_interrupted(self.root)
+        clear_interrupted(self.root)
+        self.path.mkdir()
+        return self
+
+    def __exit__(self, exc_type, exc, tb) -> None:
+        if exc_type is not None:
+            needed = folder_bytes(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise disk_full(self.path, needed) from exc
+            return
+        try:
+            self._publish()
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            needed = folder_bytes(self.path)
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise disk_full(self.path, needed) from e
+
+    def _publish(self) -> None:
+        write_manifest(self.path)
+        replaced = self._set_aside()
+        os.rename(self.path, self.final)
+        fsync_folder(self.root)
+        write_tracker(self.root, self.step)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+        if self.max_to_keep:
+            rotate(self.root, self.max_to_keep, keep=self.final)
+        logger.info("checkpoint published: {}", self.final)
+
+    def _set_aside(self) -> Path | None:
+        """An older folder of the same step steps aside; mend_interrupted brings it back after a crash."""
+        if not self.final.exists():
+            return None
+        aside = self.root / f"{self.final.name}.old"
+        os.rename(self.final, aside)
+        fsync_folder(self.root)
+        return aside
+
+
+def mend_interrupted(root: Path) -> None:
+    """Brings back a folder that was set aside when its successor never arrived."""
+    for aside in sorted(root.glob("global_step_*.old")):
+        home = aside.with_suffix("")
+        if not home.exists():
+            os.rename(aside, home)
+            fsync_folder(root)
+
+
+def clear_interrupted(root: Path) -> None:
+    """Removes what a killed run left behind. Only a writer may: a reader could meet a save that is under way."""
+    for pattern in ("global_step_*.tmp", "global_step_*.trash", "global_step_*.old", f"{TRACKER}.tmp"):
+        for left in root.glob(pattern):
+            logger.warning("removing {}, left by an interrupted save or rotation", left)
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def published_steps(root: str | os.PathLike) -> list[int]:
+    """Steps with a published folder on the disk, ascending; valid or not."""
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = (STEP_FOLDER.fullmatch(p.name) for p in root.iterdir() if p.is_dir())
+    return sorted(int(m.group(1)) for m in found if m)
+
+
+def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
+    """Removes all but the `max_to_keep` newest steps found on the disk; `keep` stays always. Returns what went."""
+    root = Path(root)
+    gone = []
+    steps = published_steps(root)
+    for step in steps[: max(0, len(steps) - max_to_keep)]:
+        folder = root / f"global_step_{step}"
+        if folder == keep:
+            continue
+        # Renamed first: a folder that is being deleted must not look like a checkpoint.
+        trash = root / f"{folder.name}.trash"
+        os.rename(folder, trash)
+        shutil.rmtree(trash)
+        logger.info("checkpoint rotated out: {}", folder)
+        gone.append(folder)
+    return gone
+
+
+# ---- manifest ------------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: str | os.PathLike) -> None:
+    """fsyncs every file and folder below, then writes manifest.json (file, bytes, sha256), synced too."""
+    folder = Path(folder)
+    files = _files_of(folder)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        digests = list(pool.map(_sync_and_digest, files))
+    entries = [
+        {"file": f.relative_to(folder).as_posix(), "bytes": size, "sha256": digest}
+        for f, (size, digest) in zip(files, digests, strict=True)
+    ]
+    _write_synced(folder / MANIFEST, json.dumps({"format": _FORMAT, "files": entries}, indent=1))
+    for sub in [p for p in folder.rglob("*") if p.is_dir()]:
+        fsync_folder(sub)
+    fsync_folder(folder)
+
+
+def verify_manifest(folder: str | os.PathLike) -> None:
+    """Raises CheckpointCorruptError that names the first missing, torn, altered or unlisted file."""
+    folder = Path(folder)
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise CheckpointCorruptError(f"{folder}: no {MANIFEST}; the folder was not written to its end.")
+    try:
+        described = json.loads(manifest.read_text())
+        listed = {e["file"]: (e["bytes"], e["sha256"]) for e in described["files"]}
+    except (ValueError, KeyError, TypeError) as e:
+        raise CheckpointCorruptError(f"{manifest} cannot be read ({e}).") from e
+    present = {f.relative_to(folder).as_posix(): f for f in _files_of(folder)}
+    if missing := sorted(set(listed) - set(present)):
+        raise CheckpointCorruptError(f"{folder / missing[0]} is missing; the manifest lists it.")
+    if unlisted := sorted(set(present) - set(listed)):
+        raise CheckpointCorruptError(f"{folder / unlisted[0]} is not in the manifest; remove it if it is yours.")
+    for name, (size, _) in listed.items():
+        actual = present[name].stat().st_size
+        if actual != size:
+            raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: torn file.")
+    names = list(listed)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        for name, digest in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
+            if digest != listed[name][1]:
+                raise CheckpointCorruptError(f"{present[name]} was altered: its sha256 is not the manifest's.")
+
+
+def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
+    """The newest published folder whose manifest holds, or None; refused ones are logged by file."""
+    root = Path(root)
+    if not root.is_dir():
+        return None
+    mend_interrupted(root)
+    for step in reversed(published_steps(root)):
+        folder = root / f"global_step_{step}"
+        try:
+            verify_manifest(folder)
+        except CheckpointCorruptError as e:  # offered instead: the next older one
+            logger.warning("checkpoint {} is refused: {}", folder.name, e)
+            continue
+        return folder
+    return None
+
+
+# ---- the tracker file ----------------------------------------------------------------------------------------------
+
+
+def write_tracker(root: str | os.PathLike, step: int) -> None:
+    """Replaces latest_checkpointed_iteration.txt by one that holds `step`, atomically."""
+    root = Path(root)
+    fresh = root / f"{TRACKER}.tmp"
+    _write_synced(fresh, str(step))
+    os.replace(fresh, root / TRACKER)
+    fsync_folder(root)
+
+
+def read_tracker(root: str | os.PathLike) -> int | None:
+    """The step in the tracker file; None without one."""
+    file = Path(root) / TRACKER
+    if not file.is_file():
+        return None
+    text = file.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointCorruptError(f"{file} holds {text[:40]!r} in place of a step number; remove it.")
+    return int(text)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def disk_full(path: Path, needed: int) -> CheckpointWriteError:
+    """The error of a full disk: path, bytes needed, bytes free."""
+    home = next(p for p in [path, *path.parents] if p.exists())
+    free = shutil.disk_usage(home).free
+    return CheckpointWriteError(
+        errno.ENOSPC,
+        f"no room for the checkpoint in {path}: at least {needed} bytes are needed, {free} are free. The checkpoint "
+        "before it is kept. Free some space, or lower trainer.max_actor_ckpt_to_keep",
+    )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below."""
+    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes renames and new names in the folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _sync_and_digest(file: Path) -> tuple[int, str]:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return file.stat().st_size, _digest(file)
+
+
+def _write_synced(file: Path, text: str) -> None:
+    with open(file, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())

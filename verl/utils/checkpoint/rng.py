@@ -1,0 +1,39 @@
+"""The states of all random generators as plain tensors."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+
+def get_rng_state() -> dict[str, torch.Tensor]:
+    """Python's, numpy's and torch's generators (CPU, and the current CUDA device) as tensors by name."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "cpu": torch.get_rng_state(),
+        "numpy.keys": torch.from_numpy(keys.astype(np.int64)),
+        "numpy.position": torch.tensor([position, has_gauss]),
+        "numpy.cached": torch.tensor([cached], dtype=torch.float64),
+        "random.words": torch.tensor([version, *words], dtype=torch.int64),
+        # NaN: no second number of a Gaussian pair is waiting.
+        "random.gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["device"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_rng_state(state: dict[str, torch.Tensor]) -> None:
+    """Sets what get_rng_state gave; a CUDA state is left alone on a machine without CUDA."""
+    torch.set_rng_state(state["cpu"])
+    position, has_gauss = state["numpy.position"].tolist()
+    keys = state["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, state["numpy.cached"].item()))
+    version, *words = state["random.words"].tolist()
+    gauss = state["random.gauss"].item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    if "device" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["device"])

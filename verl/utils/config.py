@@ -1,0 +1,81 @@
+"""From a composed config to dataclasses, and the check that stops a run before any worker starts."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from verl.utils.problems import WRONG, ConfigError
+
+
+def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:
+    """The dataclass that a config node describes.
+
+    Without a type the node names it in `_target_`. With a type the node is merged over the type's defaults, so that
+    unknown keys are refused. An empty node gives the defaults (None without a type); an object that is no config is
+    handed back as it is.
+    """
+    if config is None or (isinstance(config, Mapping | ListConfig) and len(config) == 0):
+        return None if dataclass_type is None else dataclass_type()
+    if not isinstance(config, DictConfig | ListConfig | dict | list):
+        return config
+    if dataclass_type is None:
+        from hydra.utils import instantiate
+
+        if "_target_" not in config:
+            raise AssertionError(
+                f"The config node with keys {list(config)} names no dataclass; add _target_ or pass dataclass_type."
+            )
+        return instantiate(config, _convert_="partial")
+    node = config if isinstance(config, DictConfig | ListConfig) else OmegaConf.create(config)
+    plain = OmegaConf.to_container(node, resolve=True)  # interpolations may point above the node
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), plain))
+
+
+def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """hydra.main for entries that check keys themselves.
+
+    Hydra refuses `a.b=1` where b is unknown, without saying which key is near, and takes any `+a.b=1`. Here both reach
+    `find_problems`, which refuses both alike and names the nearest.
+    """
+
+    def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
+        import hydra
+
+        run = hydra.main(config_path=config_path, config_name=config_name, version_base=None)(task)
+
+        @functools.wraps(task)
+        def main() -> None:
+            sys.argv[1:] = [forced_override(argument) for argument in sys.argv[1:]]
+            run()
+
+        return main
+
+    return decorate
+
+
+def forced_override(argument: str) -> str:
+    """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); groups, options and deletions stay as they are."""
+    return re.sub(r"^\+{0,2}(?=\w+(\.\w+)+=)", "++", argument)
+
+
+def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
+    """Overwrite the values of `dictionary`, in place, by those that `config` has under the same keys."""
+    for key in dictionary:
+        if key in config:
+            dictionary[key] = config[key]
+
+
+def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
+    """Raise one ConfigError (a ValueError) that lists everything that cannot work on any machine."""
+    from verl.utils.config_check import find_problems
+
+    problems = find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic)
+    fatal = [p for p in problems if p.kind == WRONG]
+    if fatal:
+        raise ConfigError(fatal)

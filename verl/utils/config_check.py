@@ -1,0 +1,301 @@
+"""Everything that is wrong with a composed config, found before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.trainer.config import AlgoConfig, DataConfig, RewardManagerConfig, TrainerConfig
+from verl.utils.batch_arithmetic import batch_problems
+from verl.utils.config_fields import field_types, value_errors
+from verl.utils.problems import Problem, wrong
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    HFModelConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+
+SECTIONS: dict[str, type] = {
+    "data": DataConfig,
+    "actor_rollout_ref.model": HFModelConfig,
+    "actor_rollout_ref.actor": FSDPActorConfig,
+    "actor_rollout_ref.ref": FSDPRefConfig,
+    "actor_rollout_ref.rollout": RolloutConfig,
+    "critic": FSDPCriticConfig,
+    "reward_model": RewardModelConfig,
+    "reward_manager": RewardManagerConfig,
+    "algorithm": AlgoConfig,
+    "trainer": TrainerConfig,
+}
+OPEN_NAMES = {
+    "override_config",
+    "override_optimizer_config",
+    "engine_kwargs",
+    "reward_kwargs",
+    "apply_chat_template_kwargs",
+    "pf_ppo",
+    "fused_kernel_options",
+    "wrap_policy",
+    "mixed_precision",
+}
+OPEN_PATHS = ("rollout.custom", "data.custom", "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init")
+ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
+
+# Names whose wrong values would make the batch arithmetic meaningless.
+ARITHMETIC = {
+    "train_batch_size", "gen_batch_size", "n", "nnodes", "n_gpus_per_node", "ppo_mini_batch_size", "fsdp_size",
+    "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size", "use_dynamic_bsz",
+    "log_prob_micro_batch_size_per_gpu", "micro_batch_size", "micro_batch_size_per_gpu", "tensor_model_parallel_size",
+}  # fmt: skip
+
+# Keys that users' scripts set and that have one working value here: what each must be, and why.
+FIXED: dict[str, tuple[Any, str]] = {
+    "actor_rollout_ref.hybrid_engine": (True, "training and rollout always share their ranks"),
+    "actor_rollout_ref.rollout.mode": ("sync", "the server mode comes with multi-turn"),
+    "actor_rollout_ref.rollout.multi_turn.enable": (False, "multi-turn is not built yet"),
+    "reward_model.enable": (False, "a model as the reward is not built yet; score with custom_reward_function.path"),
+    "transfer_queue.enable": (False, "the transfer queue is not part of this project"),
+    "global_profiler.tool": (None, "no profiler is built in yet"),
+}
+
+
+def is_open(path: str) -> bool:
+    """Whether any sub-key is accepted under this dotted path."""
+    return path.rpartition(".")[2] in OPEN_NAMES or any(path == o or path.endswith("." + o) for o in OPEN_PATHS)
+
+
+def find_problems(
+    config: DictConfig,
+    *,
+    known: DictConfig | None = None,
+    use_reference_policy: bool | None = None,
+    use_critic: bool | None = None,
+) -> list[Problem]:
+    """All problems of an RL config: unknown keys, values, names of registered parts, batch arithmetic.
+
+    `known` is the tree without overrides (`known_tree()`); without it keys are not compared, except inside a Hydra
+    application, where it is composed here.
+    """
+    known = known_tree() if known is None else known
+    found = [] if known is None else unknown_keys(config, known)
+    missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
+    found += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as e:
+        if not missing:
+            found.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
+        return found
+    values = [p for section, t in SECTIONS.items() for p in value_problems(plain, section, t)]
+    found += told_at_the_source(values, OmegaConf.to_container(config, resolve=False))
+    found += [
+        wrong(key, f"{key}={value} does not work here: {why}. Set {key}={_text(needed)}.")
+        for key, (needed, why) in FIXED.items()
+        if (value := _select(plain, key, needed)) != needed
+    ]
+    if "actor_rollout_ref" not in plain or "algorithm" not in plain:
+        return found
+    found += registered_names(plain)
+    if not any(p.key.rpartition(".")[2] in ARITHMETIC for p in found) and not _absent_sections(plain):
+        reference, critic = roles_in_use(plain)
+        found += batch_problems(
+            plain,
+            use_reference_policy=reference if use_reference_policy is None else use_reference_policy,
+            use_critic=critic if use_critic is None else use_critic,
+        )
+        found += cross_problems(plain)
+    return found
+
+
+def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(reference policy, critic): whether the config needs each."""
+    algorithm, critic = plain["algorithm"], plain["critic"]["enable"]
+    reference = algorithm["use_kl_in_reward"] or plain["actor_rollout_ref"]["actor"]["use_kl_loss"]
+    return reference, algorithm["adv_estimator"] == "gae" if critic is None else critic
+
+
+def known_tree() -> DictConfig | None:
+    """The tree of the running Hydra application without its overrides, group choices kept; None outside of one."""
+    from hydra import compose
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if not HydraConfig.initialized():
+        return None
+    app = HydraConfig.get()
+    loader = GlobalHydra.instance().config_loader()
+    overrides = OverridesParser.create().parse_overrides(list(app.overrides.task))
+    groups = [o.input_line for o in overrides if loader.get_group_options(o.key_or_group)]
+    return compose(app.job.config_name, overrides=groups)
+
+
+def unknown_keys(config: DictConfig, known: DictConfig) -> list[Problem]:
+    """Keys that the known tree does not have (with the nearest it has), sections turned into values, removed keys."""
+    mine = OmegaConf.to_container(config, resolve=False)
+    theirs = OmegaConf.to_container(known, resolve=False)
+    names = list(_paths(theirs))
+    return list(_compare(mine, theirs, "", names))
+
+
+def _compare(mine: dict, theirs: dict, path: str, names: list[str]) -> Iterator[Problem]:
+    for key, value in mine.items():
+        full = f"{path}.{key}" if path else str(key)
+        if full in ADDABLE or is_open(full):
+            continue
+        if key not in theirs:
+            yield wrong(full, f"{full} is no known key{nearest_key(full, names)}")
+        elif isinstance(theirs[key], dict) and isinstance(value, dict):
+            yield from _compare(value, theirs[key], full, names)
+        elif isinstance(value, dict):
+            yield wrong(full, f"{full} is one value, not a section; it has no key {', '.join(map(str, value))}.")
+        elif isinstance(theirs[key], dict) and not _is_interpolation(value):
+            yield wrong(full, f"{full}={value} is a section; set one of its keys: {', '.join(map(str, theirs[key]))}.")
+    for key in theirs:
+        if key not in mine:
+            full = f"{path}.{key}" if path else str(key)
+            yield wrong(full, f"{full} was removed from the config; leave it in, and change its value.")
+
+
+def nearest_key(full: str, names: list[str]) -> str:
+    """'; did you mean x?': a sibling first, then the same name elsewhere, then the whole path; else what there is."""
+    parent, _, name = full.rpartition(".")
+    siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
+    close = [siblings[c] for c in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
+    if not close:
+        close = sorted(n for n in names if n.rpartition(".")[2] == name)
+        close = difflib.get_close_matches(full, close, n=1, cutoff=0.0)
+    if not close:
+        close = difflib.get_close_matches(full, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f". Keys of this section: {', '.join(siblings) or 'none'}."
+
+
+def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type) -> list[Problem]:
+    """Types and ranges of one section with its sub-sections, then the rules between its keys."""
+    node = _select(plain, section, None)
+    if not isinstance(node, Mapping):
+        return []
+    found = [wrong(f"{section}.{name}", message) for name, message in value_errors(dataclass_type, node, section)]
+    hints = field_types(dataclass_type)
+    for field in dataclasses.fields(dataclass_type):
+        nested = _dataclass_in(hints[field.name])
+        if nested is not None and isinstance(node.get(field.name), Mapping):
+            found += value_problems(plain, f"{section}.{field.name}", nested)
+    if not found:
+        names = {f.name for f in dataclasses.fields(dataclass_type)} - {"_target_"}
+        try:
+            dataclass_type(**{k: v for k, v in node.items() if k in names})
+        except ValueError as e:
+            found.append(wrong(section, f"{section}: {e}"))
+    return found
+
+
+def told_at_the_source(problems: list[Problem], raw: Mapping[str, Any]) -> list[Problem]:
+    """Without the problems of keys that only follow another key, where that other one is told of already."""
+    follows = {p.key for p in problems if _is_interpolation(_select(raw, p.key, None))}
+    told = {p.message.partition("=")[2] for p in problems if p.key not in follows}
+    return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in told]
+
+
+def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
+    """Names that registries of this floor must know; external_lib is imported first, since it may add some."""
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+
+    found = []
+    module = plain["actor_rollout_ref"]["model"]["external_lib"]
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            key = "actor_rollout_ref.model.external_lib"
+            found.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
+    checks = (
+        ("algorithm.adv_estimator", get_adv_estimator_fn),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", get_policy_loss_fn),
+    )
+    for key, look_up in checks:
+        try:
+            look_up(_select(plain, key, MISSING))
+        except ValueError as e:
+            found.append(wrong(key, str(e)))
+    return found
+
+
+def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """Rules between keys of different sections."""
+    found = []
+    roles, trainer = plain["actor_rollout_ref"], plain["trainer"]
+    sampling = roles["rollout"]["val_kwargs"]
+    if sampling["do_sample"] and sampling["temperature"] == 0:
+        key = "actor_rollout_ref.rollout.val_kwargs"
+        found.append(
+            wrong(f"{key}.temperature", f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say.")
+        )
+    if not sampling["do_sample"] and sampling["n"] > 1:
+        key = "actor_rollout_ref.rollout.val_kwargs"
+        found.append(
+            wrong(f"{key}.n", f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true")
+        )
+    if roles_in_use(plain)[1]:
+        found.append(
+            wrong(
+                "algorithm.adv_estimator",
+                f"algorithm.adv_estimator={plain['algorithm']['adv_estimator']} with critic.enable="
+                f"{_text(plain['critic']['enable'])} needs a critic, which is not built yet. "
+                "Set algorithm.adv_estimator=grpo and critic.enable=null.",
+            )
+        )
+    parallel = roles["actor"]["ulysses_sequence_parallel_size"]
+    if parallel > 1 and not roles["model"]["use_remove_padding"]:
+        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+        found.append(wrong(key, f"{key}={parallel} needs actor_rollout_ref.model.use_remove_padding=true."))
+    path = trainer["resume_from_path"]
+    if trainer["resume_mode"] == "resume_path" and (path is None or "global_step_" not in path):
+        key = "trainer.resume_from_path"
+        found.append(wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path."))
+    return found
+
+
+def _absent_sections(plain: Mapping[str, Any]) -> list[str]:
+    return [s for s in SECTIONS if not isinstance(_select(plain, s, None), Mapping)]
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    options = [hint, *typing.get_args(hint)]
+    return next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
+
+
+def _select(plain: Mapping[str, Any], path: str, default: Any) -> Any:
+    node: Any = plain
+    for part in path.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def _paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        full = f"{prefix}.{key}" if prefix else str(key)
+        yield full
+        if isinstance(value, Mapping):
+            yield from _paths(value, full)
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("${")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

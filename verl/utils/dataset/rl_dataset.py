@@ -1,0 +1,274 @@
+"""Prompts for reinforcement learning: rows of parquet or JSON files, templated and tokenised."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Dataset
+
+from verl.trainer.config.data import DataConfig
+from verl.utils.import_utils import load_extern_object
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+class DatasetError(ValueError):
+    """A data file or a row of it cannot be used; the text names the file, the row and the mend."""
+
+
+def data_setting(config: Mapping[str, Any], name: str) -> Any:
+    """A setting of the `data` section; a section that leaves it out gets DataConfig's value."""
+    return config[name] if name in config else getattr(DataConfig(), name)
+
+
+def collate_fn(data_list: list[dict]) -> dict:
+    """Samples to a batch: tensors of a key are stacked to [B, ...], numpy scalars become an array of their
+    type [B], anything else an object array [B]."""
+    columns: dict[str, list] = defaultdict(list)
+    for sample in data_list:
+        for key, value in sample.items():
+            columns[key].append(value)
+    batch: dict[str, torch.Tensor | np.ndarray] = {}
+    for key, values in columns.items():
+        if len(values) != len(data_list):
+            raise ValueError(f"column '{key}' is in {len(values)} of {len(data_list)} samples; every one needs it.")
+        if isinstance(values[0], torch.Tensor):
+            batch[key] = torch.stack(values)
+        elif isinstance(values[0], np.generic):
+            batch[key] = np.array(values)
+        else:
+            batch[key] = np.empty(len(values), dtype=object)
+            batch[key][:] = values
+    return batch
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object a line) as plain Python."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise DatasetError(f"{path}: no such file. Set data.train_files / data.val_files to existing files.")
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            return pq.read_table(path).to_pylist()
+        if path.suffix in (".json", ".jsonl"):
+            return _read_json(path)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
+    raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    import json
+
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    rows = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+    return rows
+
+
+def truncate_ids(ids: list[int], limit: int, how: str) -> list[int]:
+    """At most `limit` ids: `left` drops the first ones, `right` the last, `middle` those between the ends."""
+    if len(ids) <= limit:
+        return ids
+    if how == "left":
+        return ids[-limit:]
+    if how == "right":
+        return ids[:limit]
+    if how == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    raise ValueError(f"{len(ids)} tokens exceed the limit of {limit} and data.truncation={how!r} cuts nothing.")
+
+
+def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask, position_ids), each int64 [length]; positions count from the first real token."""
+    padding = length - len(ids)
+    input_ids = torch.tensor([pad_id] * padding + ids, dtype=torch.int64)
+    attention_mask = torch.tensor([0] * padding + [1] * len(ids), dtype=torch.int64)
+    return input_ids, attention_mask, (attention_mask.cumsum(0) - 1).clamp(min=0)
+
+
+class RLHFDataset(Dataset):
+    """One sample a prompt: input_ids, attention_mask, position_ids [P] int64 (left-padded to data.max_prompt_length),
+    raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column.
+
+    Settings are those of the `data` section: prompt_key, max_prompt_length, truncation, filter_overlong_prompts,
+    apply_chat_template_kwargs, shuffle, seed.
+    """
+
+    def __init__(
+        self,
+        data_files: str | list[str],
+        tokenizer: Any,
+        config: DictConfig,
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.processor = processor
+        self.prompt_key = data_setting(config, "prompt_key")
+        self.max_prompt_length = data_setting(config, "max_prompt_length")
+        self.truncation = data_setting(config, "truncation")
+        if self.truncation not in TRUNCATIONS:
+            raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
+        self.template_kwargs = _plain_dict(data_setting(config, "apply_chat_template_kwargs"))
+        self.rows: list[dict[str, Any]] = []
+        self.origins: list[tuple[str, int]] = []  # file and row (from 0) that each sample came from
+        self.dropped_overlong = 0
+        self._read()
+        self._subset(max_samples)
+        self.maybe_filter_out_long_prompts()
+
+    def _read(self) -> None:
+        for file in self.data_files:
+            rows = read_rows(file)
+            self.rows += rows
+            self.origins += [(str(file), number) for number in range(len(rows))]
+        if not self.rows:
+            raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+
+    def _subset(self, max_samples: int) -> None:
+        """Keep `max_samples` rows: drawn by data.seed if data.shuffle, else the first ones. -1 keeps all."""
+        if max_samples < 0 or max_samples >= len(self.rows):
+            return
+        keep = np.arange(max_samples)
+        if data_setting(self.config, "shuffle"):
+            keep = np.random.default_rng(data_setting(self.config, "seed")).permutation(len(self.rows))[:max_samples]
+        self._keep(keep.tolist())
+
+    def _keep(self, numbers: list[int]) -> None:
+        self.rows = [self.rows[i] for i in numbers]
+        self.origins = [self.origins[i] for i in numbers]
+
+    def maybe_filter_out_long_prompts(self) -> None:
+        """With data.filter_overlong_prompts, drop rows whose templated prompt exceeds max_prompt_length; count them."""
+        if not data_setting(self.config, "filter_overlong_prompts"):
+            return
+        before = len(self.rows)
+        self._keep([i for i in range(before) if len(self.prompt_ids(i)) <= self.max_prompt_length])
+        self.dropped_overlong = before - len(self.rows)
+        logger.info(
+            "data.filter_overlong_prompts: {} of {} rows kept, {} exceed data.max_prompt_length={}",
+            len(self.rows), before, self.dropped_overlong, self.max_prompt_length,
+        )  # fmt: skip
+        if not self.rows:
+            raise DatasetError(
+                f"{', '.join(map(str, self.data_files))}: every one of {before} prompts exceeds "
+                f"data.max_prompt_length={self.max_prompt_length}. Raise it."
+            )
+
+    def messages(self, item: int) -> list[dict[str, Any]]:
+        """The chat messages of a row."""
+        row = self.rows[item]
+        if self.prompt_key not in row:
+            columns = ", ".join(row)
+            raise self.error(item, f"has no column '{self.prompt_key}' (columns: {columns}). Set data.prompt_key.")
+        messages = row[self.prompt_key]
+        if not isinstance(messages, list) or not messages:
+            raise self.error(
+                item,
+                f"column '{self.prompt_key}' is {_kind(messages)}; expected a list of {{role, content}}. "
+                "Wrap it, or set data.prompt_key.",
+            )
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise self.error(
+                    item, f"column '{self.prompt_key}', message {number} is {message!r}; expected {{role, content}}."
+                )
+        return messages
+
+    def prompt_ids(self, item: int) -> list[int]:
+        """The ids of a row's prompt through the chat template, neither cut nor padded."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                self.messages(item), add_generation_prompt=True, tokenize=False, **self.template_kwargs
+            )
+        except DatasetError:
+            raise
+        except Exception as error:
+            raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def error(self, item: int, what: str) -> DatasetError:
+        """An error about one row, with the file it came from."""
+        file, number = self.origins[item]
+        return DatasetError(f"{file}, row {number}: {what}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        ids = self.prompt_ids(item)
+        if len(ids) > self.max_prompt_length and self.truncation == "error":
+            raise self.error(
+                item,
+                f"the prompt has {len(ids)} tokens, data.max_prompt_length={self.max_prompt_length}. Raise it, set "
+                "data.filter_overlong_prompts=true, or data.truncation to left, right or middle.",
+            )
+        ids = truncate_ids(ids, self.max_prompt_length, self.truncation)
+        pad_id = self.tokenizer.pad_token_id
+        if pad_id is None:
+            raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
+        input_ids, attention_mask, position_ids = left_pad(ids, self.max_prompt_length, pad_id)
+        row = dict(self.rows[item])
+        messages = row.pop(self.prompt_key)
+        extra = row["extra_info"] if isinstance(row.get("extra_info"), Mapping) else {}
+        return {
+            **row,
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "raw_prompt_ids": ids,
+            "raw_prompt": messages,
+            "index": extra["index"] if extra.get("index") is not None else item,
+            "sample_index": np.int64(item),
+            "tools_kwargs": extra.get("tools_kwargs") or {},
+            "interaction_kwargs": extra.get("interaction_kwargs") or {},
+        }
+
+    def resume_dataset_state(self) -> None:
+        """Nothing to restore: rows are read again when a run starts."""
+
+
+def get_dataset_class(data_config: DictConfig) -> type[Dataset]:
+    """RLHFDataset, or the class that `data.custom_cls.{path,name}` names (a torch Dataset)."""
+    custom = data_setting(data_config, "custom_cls")
+    if custom.path is None:
+        return RLHFDataset
+    found = load_extern_object(custom.path, custom.name)
+    if not (isinstance(found, type) and issubclass(found, Dataset)):
+        raise TypeError(
+            f"data.custom_cls.name={custom.name!r} in {custom.path} is {found!r}; "
+            "a subclass of torch.utils.data.Dataset is needed."
+        )
+    return found
+
+
+def _plain_dict(mapping: Any) -> dict[str, Any]:
+    if mapping is None:
+        return {}
+    return OmegaConf.to_container(mapping, resolve=True) if isinstance(mapping, DictConfig) else dict(mapping)
+
+
+def _kind(value: Any) -> str:
+    return {str: "a string", type(None): "missing", dict: "an object", list: "an empty list"}.get(
+        type(value), f"a {type(value).__name__}"
+    )

@@ -1,0 +1,52 @@
+"""Which accelerator this process has: CUDA, or none and then the CPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+is_cuda_available = torch.cuda.is_available()
+is_npu_available = False
+
+
+def get_visible_devices_keyword() -> str:
+    """Name of the environment variable that hides or shows accelerators."""
+    return "CUDA_VISIBLE_DEVICES"
+
+
+def get_device_name() -> str:
+    """Either "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def get_torch_device() -> ModuleType:
+    """torch.cuda or torch.cpu."""
+    return torch.cuda if get_device_name() == "cuda" else torch.cpu
+
+
+def get_device_id() -> int:
+    """Index of the current accelerator; 0 on the CPU."""
+    return torch.cuda.current_device() if get_device_name() == "cuda" else 0
+
+
+def get_nccl_backend() -> str:
+    """Name of the collective library for this device: nccl or gloo."""
+    return "nccl" if get_device_name() == "cuda" else "gloo"
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Let the CUDA allocator grow its segments, or not; nothing to set on the CPU."""
+    if get_device_name() == "cuda":
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
+
+
+def auto_set_device(config) -> None:
+    """Replace `trainer.device: auto` by what this machine has; a device named by the user stays."""
+    if config.trainer.device == "auto":
+        config.trainer.device = get_device_name()
+
+
+def get_device_capability(device_id: int = 0) -> tuple[int | None, int | None]:
+    """(major, minor) of a CUDA device; (None, None) on the CPU."""
+    return torch.cuda.get_device_capability(device_id) if get_device_name() == "cuda" else (None, None)

@@ -1,0 +1,64 @@
+"""Starting and ending the process group of a rank."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from verl.utils.device import get_device_name, get_nccl_backend
+
+
+def set_numa_affinity() -> None:
+    """Keep this process on the cores next to its GPU; without a GPU, or where the system does not say, leave it."""
+    if get_device_name() != "cuda":
+        return
+    p = torch.cuda.get_device_properties(torch.cuda.current_device())
+    address = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+    listing = Path("/sys/bus/pci/devices") / address / "local_cpulist"
+    if not listing.is_file():
+        logger.debug(f"no NUMA information for GPU {address}; affinity unchanged")
+        return
+    cores: set[int] = set()
+    for part in filter(None, listing.read_text().strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    allowed = cores & os.sched_getaffinity(0)
+    if allowed:
+        os.sched_setaffinity(0, allowed)
+
+
+def _start(timeout_second: float | None) -> None:
+    missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+    if missing:
+        raise RuntimeError(f"environment lacks {', '.join(missing)}; start this process with torchrun or a WorkerGroup")
+    backend = "gloo" if get_nccl_backend() == "gloo" else "cpu:gloo,cuda:nccl"
+    timeout = None if timeout_second is None else timedelta(seconds=timeout_second)
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
+    """Join the torchrun job; returns (local rank, rank, world size) and selects this rank's GPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if get_device_name() == "cuda":
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized():
+        _start(timeout_second)
+    return local_rank, dist.get_rank(), dist.get_world_size()
+
+
+def destroy_global_process_group() -> None:
+    """Leave the process group, if there is one, after every rank has come this far."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def initialize_global_process_group_ray(timeout_second: float | None = None) -> None:
+    """Join the group whose address a WorkerGroup put into the environment; nothing to do when already in it."""
+    if not dist.is_initialized():
+        _start(timeout_second)

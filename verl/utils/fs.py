@@ -1,0 +1,114 @@
+"""Bringing model and data files to this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock
+from loguru import logger
+
+HDFS_PREFIX = "hdfs://"
+
+
+def is_non_local(path: str | os.PathLike) -> bool:
+    """True for a path that must be copied before it can be read."""
+    return str(path).startswith(HDFS_PREFIX)
+
+
+def md5_encode(path: str) -> str:
+    """Hexadecimal digest that tells one source path from another (not for security)."""
+    return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
+    """Where `hdfs_path` lies below `cache_dir`: a folder of its own, with its base name."""
+    return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path.rstrip("/")))
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    if root.is_file():
+        return {"": root.stat().st_size}
+    return {str(p.relative_to(root)): p.stat().st_size for p in root.rglob("*") if p.is_file()}
+
+
+def verify_copy(src: str, dest: str) -> bool:
+    """True when both have the same files with the same sizes."""
+    return os.path.exists(src) and os.path.exists(dest) and _sizes(Path(src)) == _sizes(Path(dest))
+
+
+def copy_to_shm(src: str) -> str:
+    """Copy a local file or folder to /dev/shm and return the copy; the source itself when it does not fit there."""
+    shm = Path("/dev/shm")
+    need = sum(_sizes(Path(src)).values())
+    if not shm.is_dir() or shutil.disk_usage(shm).free < need:
+        logger.warning(f"use_shm: {src} needs {need / 1024**3:.2f} GiB, which /dev/shm does not have; read in place")
+        return src
+    dest = get_local_temp_path(os.path.abspath(src), str(shm / "verl-cache"))
+    os.makedirs(os.path.dirname(dest), exist_ok=True)
+    with FileLock(dest + ".lock"):
+        if not verify_copy(src, dest):
+            shutil.rmtree(dest, ignore_errors=True)
+            if os.path.isdir(src):
+                shutil.copytree(src, dest)
+            else:
+                shutil.copy2(src, dest)
+    return dest
+
+
+def copy_to_local(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """A local path of `src`: itself when it is local already, a cached copy of an hdfs:// path otherwise."""
+    local = copy_local_path_from_hdfs(src, cache_dir, filelock, verbose, always_recopy)
+    return copy_to_shm(local) if use_shm and os.path.exists(local) else local
+
+
+def copy_local_path_from_hdfs(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+) -> str:
+    """Copy an hdfs:// path with the `hdfs` command, once per machine; a local path comes back as it is."""
+    if not is_non_local(src):
+        return os.path.expanduser(src) if src.startswith("~") else src
+    if src.endswith("/"):
+        raise ValueError(f"{src!r}: give the path without the slash at its end")
+    local = get_local_temp_path(src, cache_dir or os.path.join(tempfile.gettempdir(), "verl-cache"))
+    os.makedirs(os.path.dirname(local), exist_ok=True)
+    with FileLock(os.path.join(os.path.dirname(local), filelock)):
+        if always_recopy and os.path.exists(local):
+            shutil.rmtree(local) if os.path.isdir(local) else os.remove(local)
+        if not os.path.exists(local):
+            if verbose:
+                logger.info(f"copying {src} to {local}")
+            _hdfs_get(src, local)
+    return local
+
+
+def _hdfs_get(src: str, dest: str) -> None:
+    command = shutil.which("hdfs")
+    if command is None:
+        raise FileNotFoundError(f"{src}: the `hdfs` command is not on PATH; copy the files here and give a local path")
+    unfinished = dest + ".part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    subprocess.run([command, "dfs", "-get", src, unfinished], check=True)
+    os.replace(unfinished, dest)
+
+
+def local_mkdir_safe(path: str) -> str:
+    """Create a folder and its parents; fine when another process was faster. Returns its absolute path."""
+    full = os.path.abspath(os.path.expanduser(path))
+    os.makedirs(full, exist_ok=True)
+    return full

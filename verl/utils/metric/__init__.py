@@ -1,0 +1,5 @@
+"""Reducing what the workers measured."""
+
+from verl.utils.metric.utils import reduce_metrics
+
+__all__ = ["reduce_metrics"]

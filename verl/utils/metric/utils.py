@@ -1,0 +1,33 @@
+"""One number per metric from the lists that ranks and micro-batches left."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+# As words: "timing" and "terminated" hold the letters m, i, n and are means all the same.
+_MAX = re.compile(r"(?<![a-z])max(?![a-z])|maximum|minmax")
+_MIN = re.compile(r"(?<![a-z])min(?![a-z])|minimum")
+
+
+def reduce_metrics(metrics: dict[str, list[Any]]) -> dict[str, Any]:
+    """Reduce every list, in place: the largest for a name with "max", the least for one with "min", else the mean."""
+    for key, values in metrics.items():
+        flat = np.asarray(_flatten(values), dtype=np.float64)
+        if flat.size == 0:
+            raise ValueError(f"metric {key!r} is an empty list; leave a metric out when nothing was measured")
+        if _MAX.search(key):
+            metrics[key] = float(flat.max())
+        elif _MIN.search(key):
+            metrics[key] = float(flat.min())
+        else:
+            metrics[key] = float(flat.mean())
+    return metrics
+
+
+def _flatten(values: Any) -> list[float]:
+    if isinstance(values, list | tuple):
+        return [x for value in values for x in _flatten(value)]
+    return [float(x) for x in np.ravel(values)] if isinstance(values, np.ndarray) else [float(values)]

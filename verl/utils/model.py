@@ -1,0 +1,306 @@
+"""Builds Hugging Face models through a registry of loaders."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from loguru import logger
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from verl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig
+
+ModelLoader = Callable[..., nn.Module]
+TORCH_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+}  # fmt: skip
+
+
+def torch_dtype_of(name: str, key: str) -> torch.dtype:
+    """The torch dtype behind a config value; `key` names the config key in the error."""
+    if name not in TORCH_DTYPES:
+        raise ValueError(f"{key}={name!r} is not a dtype. Known: {', '.join(TORCH_DTYPES)}.")
+    return TORCH_DTYPES[name]
+
+
+# ---- loaders -------------------------------------------------------------------------------------------------------
+
+
+_LOADERS: Registry[ModelLoader] = Registry(
+    "actor_rollout_ref.model.loader.name",
+    "Your own: register it in a module named by actor_rollout_ref.model.external_lib.",
+)
+
+
+def register_model_loader(name: str) -> Callable[[ModelLoader], ModelLoader]:
+    """Decorator: files `load(model_config, torch_dtype, **kwargs) -> nn.Module` under `name`."""
+    return _LOADERS.register(name)
+
+
+def get_model_loader(name: str) -> ModelLoader:
+    """The loader registered under `name`; an unknown name is refused with the nearest known one."""
+    return _LOADERS.get(name)
+
+
+def _model_dir(model_config: HFModelConfig) -> str:
+    return model_config.local_path or model_config.path
+
+
+def _load_from_auto_class(
+    auto_class: type, model_config: HFModelConfig, torch_dtype: torch.dtype, *, own: dict | None = None, **kwargs
+) -> nn.Module:
+    """`own`: config values of the loader itself, beside the user's override_config."""
+    directory = _model_dir(model_config)
+    # The files' own config, not model_config.hf_config: other code may hold and change that object.
+    hf_config = get_huggingface_actor_config(
+        directory, {**model_config.override_config, **(own or {})}, trust_remote_code=model_config.trust_remote_code
+    )
+    extra = {}
+    if "attn_implementation" in model_config.override_config:
+        extra["attn_implementation"] = model_config.override_config["attn_implementation"]
+    return auto_class.from_pretrained(
+        directory,
+        config=hf_config,
+        dtype=torch_dtype,
+        trust_remote_code=model_config.trust_remote_code,
+        **{**extra, **kwargs},
+    )
+
+
+@register_model_loader("auto")
+def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
+    """AutoModelForCausalLM (or the class its config asks for) with weights, on the CPU."""
+    config = AutoConfig.from_pretrained(_model_dir(model_config), trust_remote_code=model_config.trust_remote_code)
+    return _load_from_auto_class(get_hf_auto_model_class(config), model_config, torch_dtype, **kwargs)
+
+
+@register_model_loader("value_head")
+def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
+    """AutoModelForTokenClassification with one label a token: a critic or a reward model. Logits are [B, T, 1]."""
+    return _load_from_auto_class(
+        AutoModelForTokenClassification, model_config, torch_dtype, own={"num_labels": 1}, **kwargs
+    )
+
+
+@dataclass
+class _LoaderRequest:
+    """What a loader reads of HFModelConfig, for callers that have only a directory."""
+
+    path: str
+    local_path: str | None
+    override_config: dict[str, Any]
+    trust_remote_code: bool
+    hf_config: Any = None
+
+
+def create_huggingface_actor(
+    model_name: str,
+    override_config_kwargs: dict | None = None,
+    automodel_kwargs: dict | None = None,
+    loader: str = "auto",
+    loader_kwargs: dict | None = None,
+) -> nn.Module:
+    """Loads the model in directory `model_name` with the loader of that name.
+
+    `automodel_kwargs` may hold `dtype` (or `torch_dtype`) and `trust_remote_code`; the rest goes to `from_pretrained`.
+    """
+    options = dict(automodel_kwargs or {})
+    dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
+    request = _LoaderRequest(
+        path=model_name,
+        local_path=model_name,
+        override_config=dict(override_config_kwargs or {}),
+        trust_remote_code=bool(options.pop("trust_remote_code", False)),
+    )
+    return get_model_loader(loader)(request, dtype, **options, **(loader_kwargs or {}))
+
+
+def create_huggingface_critic(
+    model_name: str, override_config_kwargs: dict | None = None, automodel_kwargs: dict | None = None
+) -> nn.Module:
+    """Loads `model_name` with one value per token; logits are [B, T, 1]."""
+    return create_huggingface_actor(model_name, override_config_kwargs, automodel_kwargs, loader="value_head")
+
+
+def load_valuehead_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool
+) -> nn.Module:
+    """Token classification model with one label, built with the given config; logits are [B, T, 1]."""
+    model_config.num_labels = 1
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+
+
+# ---- configs -------------------------------------------------------------------------------------------------------
+
+
+def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:
+    """Sets each key on the config, in place; a nested mapping goes into the sub-config of that name."""
+    for key, value in override_config_kwargs.items():
+        if isinstance(value, dict) and isinstance(getattr(module_config, key, None), PretrainedConfig):
+            update_model_config(getattr(module_config, key), value)
+        else:
+            setattr(module_config, key, value)
+
+
+def get_huggingface_actor_config(
+    model_name: str, override_config_kwargs: dict | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The directory's config with the overrides applied."""
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
+    update_model_config(config, dict(override_config_kwargs or {}))
+    return config
+
+
+def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
+    """The model's generation_config.json, else one derived from its config; None where there is neither."""
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        logger.debug("{} has no generation_config.json", model)
+    try:
+        return GenerationConfig.from_model_config(
+            AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        )
+    except OSError:
+        logger.debug("{} has no config.json either", model)
+        return None
+
+
+def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
+    """The transformers auto class that builds a text generator from this config."""
+    if type(hf_config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if type(hf_config) in AutoModelForSeq2SeqLM._model_mapping:
+        return AutoModelForSeq2SeqLM
+    auto_map = hf_config.to_dict().get("auto_map") or {}
+    for auto_class in (AutoModelForCausalLM, AutoModelForTokenClassification):
+        if auto_class.__name__ in auto_map:
+            return auto_class
+    raise ValueError(
+        f"model_type {hf_config.model_type!r} is no causal language model that transformers knows. "
+        "Name a loader for it in actor_rollout_ref.model.loader.name."
+    )
+
+
+def get_hf_model_path(config) -> str:
+    """Directory of the model named by a config with `model.path`."""
+    return config.model.path
+
+
+def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
+    """The rank `r` in a peft adapter's adapter_config.json."""
+    file = Path(adapter_path) / "adapter_config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"lora_adapter_path={str(adapter_path)!r} holds no adapter_config.json")
+    described = json.loads(file.read_text())
+    if "r" not in described:
+        raise ValueError(f"{file} names no rank 'r'; is it a LoRA adapter?")
+    return int(described["r"])
+
+
+def _matches_module_list(wanted: str | list[str] | None, key: str) -> bool:
+    """peft's rule: a string is a whole-name regular expression, a list holds names or dotted tails."""
+    if wanted is None:
+        return False
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, key) is not None
+    return key in wanted or any(key.endswith(f".{name}") for name in wanted)
+
+
+def check_exclude_modules(config, key: str) -> bool:
+    """Whether a peft config excludes the module named `key`."""
+    return _matches_module_list(config.exclude_modules, key)
+
+
+def check_target_modules(config, key: str) -> bool:
+    """Whether a peft config adapts the module named `key`."""
+    return _matches_module_list(config.target_modules, key)
+
+
+# ---- small helpers -------------------------------------------------------------------------------------------------
+
+
+class LambdaLayer(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, fn: Callable):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args, **kwargs):
+        return self.fn(*args, **kwargs)
+
+
+def squeeze(x: torch.Tensor) -> torch.Tensor:
+    """[..., 1] -> [...]."""
+    return torch.squeeze(x, dim=-1)
+
+
+def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Positions 0, 1, 2... of the attended tokens; padding in front gets 0. [B, T] -> [B, T] int64; 1 = attended."""
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
+    """(number of parameters in units of `scale`, the unit): "B", "M", "K", "" or "auto"."""
+    count = sum(p.numel() for p in model.parameters())
+    units = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
+    if scale == "auto":
+        scale = next(unit for unit, value in units.items() if count >= value or unit == "")
+    if scale not in units:
+        raise ValueError(f"scale={scale!r} is unknown. Known: auto, {', '.join(repr(u) for u in units)}.")
+    return count / units[scale], scale
+
+
+def print_model_size(model: nn.Module, name: str | None = None) -> None:
+    """Logs the number of parameters, and how many of them are trained."""
+    count, unit = get_model_size(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    logger.info("{} has {:.3f}{} parameters, {} trained", name or type(model).__name__, count, unit, trained)
+
+
+def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Names as they stand in the model's own checkpoint files, for models that rename weights when loading."""
+    reverse = {new: old for old, new in (model._checkpoint_conversion_mapping or {}).items()}
+    if not reverse:
+        return state_dict
+    renamed = {}
+    for key, tensor in state_dict.items():
+        for new, old in reverse.items():
+            prefix = old.lstrip("^").split("(")[0]
+            if key.startswith(new):
+                key = prefix + key[len(new) :]
+                break
+        renamed[key] = tensor
+    return renamed
+
+
+@dataclass
+class CausalLMOutputForPPO(CausalLMOutputWithPast):
+    """A causal model's output that carries log-probs and entropy of the labels, both [B, T]."""
+
+    log_probs: torch.FloatTensor | None = None
+    entropy: torch.FloatTensor | None = None

@@ -1,0 +1,26 @@
+"""Settings of the profiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl.base_config import BaseConfig
+from verl.utils.config_fields import check_settings, setting
+
+
+@dataclass
+class ProfilerConfig(BaseConfig):
+    """Which ranks of a role are profiled, with which tool; off by default."""
+
+    section: ClassVar[str] = "profiler"
+
+    tool: str | None = setting(None, choices=("torch", "torch_memory"))
+    enable: bool = False
+    all_ranks: bool = False
+    ranks: list[int] = field(default_factory=list)
+    save_path: str | None = None
+    tool_config: Any = None
+
+    def __post_init__(self) -> None:
+        check_settings(self)

@@ -1,0 +1,236 @@
+"""Helpers over plain Python values: dicts, namespaces, dynamic enums, time limits."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
+    """Decorator: TimeoutError when the call takes longer than `seconds`.
+
+    use_signals=False runs the call in a forked process that is killed at the limit, so it also stops C code, but the
+    call's side effects stay in that process. use_signals=True interrupts in place and needs the main thread.
+    """
+    if seconds <= 0:
+        raise ValueError(f"timeout_limit: seconds={seconds} must be positive")
+
+    def decorate(func: Callable) -> Callable:
+        run = _run_with_alarm if use_signals else _run_in_child
+
+        @functools.wraps(func)
+        def limited(*args, **kwargs):
+            return run(func, seconds, args, kwargs)
+
+        return limited
+
+    return decorate
+
+
+def _timeout_error(func: Callable, seconds: float) -> TimeoutError:
+    return TimeoutError(f"{func.__qualname__} took longer than {seconds} s")
+
+
+def _run_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(f"{func.__qualname__}: timeout_limit(use_signals=True) works in the main thread only")
+
+    def on_alarm(signum, frame):
+        raise _timeout_error(func, seconds)
+
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
+    context = multiprocessing.get_context("fork")  # closures and lambdas need no pickling
+    receiver, sender = context.Pipe(duplex=False)
+
+    def child() -> None:
+        try:
+            answer = (True, func(*args, **kwargs))
+        except Exception as error:
+            answer = (False, error)
+        sender.send(answer)
+
+    process = context.Process(target=child, daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(seconds):
+            raise _timeout_error(func, seconds)
+        try:
+            ok, value = receiver.recv()
+        except EOFError as error:
+            process.join()
+            raise RuntimeError(f"{func.__qualname__}: its process ended with exit code {process.exitcode}") from error
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if not ok:
+        raise value
+    return value
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality that looks into arrays, tensors, dicts and lists, where NaN equals NaN."""
+    if a is b:
+        return True
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)) or a.shape != b.shape:
+            return False
+        if a.dtype != object and b.dtype != object:
+            return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc"))
+        return all(deep_equal(x, y) for x, y in zip(a.ravel(), b.ravel(), strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(deep_equal(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
+    if type(a).__module__ == "torch" and type(a) is type(b) and type(a).__name__ == "Tensor":
+        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
+        return True
+    return bool(a == b)
+
+
+def union_two_dict(dict1: dict, dict2: dict) -> dict:
+    """Add the keys of `dict2` to `dict1`, in place; a shared key must hold equal values (AssertionError)."""
+    for key, value in dict2.items():
+        if key in dict1 and not deep_equal(dict1[key], value):
+            raise AssertionError(f"key {key!r} has two values: {dict1[key]!r} and {value!r}; rename one of them")
+        dict1[key] = value
+    return dict1
+
+
+def rename_dict(data: dict, prefix: str = "") -> dict:
+    """A new dict whose keys are `prefix/key`."""
+    start = prefix if not prefix or prefix.endswith("/") else prefix + "/"
+    return {start + key: value for key, value in data.items()}
+
+
+def append_to_dict(data: dict, new_data: dict, prefix: str = "") -> None:
+    """Append every value of `new_data` to the list at `prefix + key` in `data`, in place."""
+    for key, value in new_data.items():
+        data.setdefault(prefix + key, []).append(value)
+
+
+class NestedNamespace(SimpleNamespace):
+    """A namespace made of a dict, dicts inside it becoming namespaces too."""
+
+    def __init__(self, dictionary: dict, **kwargs):
+        super().__init__(**kwargs)
+        for key, value in dictionary.items():
+            setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)
+
+
+class DynamicEnumMeta(type):
+    """Lets a DynamicEnum class be iterated, asked for membership and indexed by name."""
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls._registry.values())
+
+    def __len__(cls) -> int:
+        return len(cls._registry)
+
+    def __contains__(cls, item: Any) -> bool:
+        return item.upper() in cls._registry if isinstance(item, str) else item in cls._registry.values()
+
+    def __getitem__(cls, name: str) -> Any:
+        member = cls.from_name(name)
+        if member is None:
+            raise KeyError(f"{cls.__name__} has no member {name!r}; known: {', '.join(cls.names())}")
+        return member
+
+    def names(cls) -> list[str]:
+        return list(cls._registry)
+
+    def values(cls) -> list[Any]:
+        return list(cls._registry.values())
+
+
+class DynamicEnum(metaclass=DynamicEnumMeta):
+    """An enum whose members can be registered at run time; names are upper case, each subclass has its own."""
+
+    _registry: dict[str, DynamicEnum] = {}
+    _next_value: int = 0
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls._registry = {}
+        cls._next_value = 0
+
+    def __init__(self, name: str, value: int):
+        self.name = name
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}.{self.name}: {self.value}>"
+
+    def __reduce__(self):
+        return _member_of, (type(self), self.name)  # a member stays one object across processes
+
+    @classmethod
+    def register(cls, name: str) -> DynamicEnum:
+        key = name.upper()
+        if key in cls._registry:
+            raise ValueError(f"{cls.__name__}.{key} is already registered; remove it first or take another name")
+        member = cls(key, cls._next_value)
+        cls._registry[key] = member
+        cls._next_value += 1
+        setattr(cls, key, member)
+        return member
+
+    @classmethod
+    def remove(cls, name: str) -> DynamicEnum:
+        member = cls[name]
+        del cls._registry[member.name]
+        delattr(cls, member.name)
+        return member
+
+    @classmethod
+    def from_name(cls, name: str) -> DynamicEnum | None:
+        return cls._registry.get(name.upper())
+
+
+def _member_of(cls: type[DynamicEnum], name: str) -> DynamicEnum:
+    return cls[name]
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block; its old value, or absence, comes back afterwards."""
+    previous = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if previous is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = previous
+
+
+def convert_to_regular_types(obj: Any) -> Any:
+    """Turn omegaconf containers, at any depth, into plain dicts and lists."""
+    from omegaconf import DictConfig, ListConfig
+
+    if isinstance(obj, ListConfig | list | tuple):
+        return [convert_to_regular_types(item) for item in obj]
+    if isinstance(obj, DictConfig | dict):
+        return {key: convert_to_regular_types(value) for key, value in obj.items()}
+    return obj

@@ -1,0 +1,47 @@
+"""Small helpers around Ray, which is imported only when one is called."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ray
+
+_NOSET = (
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+)
+
+
+def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
+    """True when Ray was told not to hide accelerators from its actors, so that each must pick its own."""
+    return any(env_vars.get(name) for name in _NOSET)
+
+
+def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
+    """Put each item into the object store; references in the order of the items."""
+    import ray
+
+    if len(data_list) == 0:
+        raise AssertionError("parallel_put got an empty list; there is nothing to put")
+    workers = min(len(data_list), 16) if max_workers is None else max_workers
+    if workers == 1 or len(data_list) == 1:
+        return [ray.put(item) for item in data_list]
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        return list(pool.map(ray.put, data_list))
+
+
+def get_event_loop() -> asyncio.AbstractEventLoop:
+    """This thread's running event loop, or a new one that is made its current loop."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(loop)
+        return loop

@@ -1,0 +1,186 @@
+"""Makes the self-contained offline report page (report.html) of a run from the files the run leaves behind.
+
+    python -m verl.utils.report RUN_DIR
+
+Reads, in RUN_DIR: `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`,
+`run_config.yaml` and `versions.json`; each but the first is optional, so that a page can be made while a run goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+
+from verl.utils.report_plots import Curve, draw_panel
+
+TEMPLATE = Path(__file__).with_name("report_template.html.jinja")
+
+# Panels shown first when the run has their metrics: (title, what it tells, metric names or prefixes ending in "/").
+HEADLINES = (
+    ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
+    ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
+    ("Scenario shares", "A sped up, B broke, C useless, D repaired, zero: nothing accepted", ("spd/scenario/",)),
+    ("Output length ratio", "hybrid completion over the baseline completion", ("spd/output_length_ratio",)),
+    ("Policy loss", "", ("actor/pg_loss", "train/loss")),
+    ("Entropy", "nats per decision", ("actor/entropy",)),
+    ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
+    ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", ("spd/drift/", "actor/ppo_kl")),
+    ("Response length", "tokens", ("response_length/mean", "response_length/max")),
+    ("Validation", "", ("val-core/", "val/loss")),
+    ("Learning rate", "", ("actor/lr", "train/lr")),
+    ("Completions", "requested, asked of a server, found in the store, failed", ("spd/completions/",)),
+)
+TRENDS = (
+    ("critic/score/mean", "reward"),
+    ("spd/accepted_len/mean", "accepted length"),
+    ("val/loss", "validation loss"),
+)
+COUNTERS = (
+    ("training/dropped_samples", "dropped samples"),
+    ("spd/dropped_samples", "lost completions' samples"),
+    ("spd/completions/failed", "failed completions"),
+    ("actor/nonfinite_steps", "non-finite steps"),
+)
+
+
+@dataclass
+class Panel:
+    """One picture of the page: title, a line on what it tells, and the drawn SVG text."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a jsonl file; a last line cut off by a running writer is left out. A file that is not there has none."""
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not JSON ({e.msg}); repair or remove the line") from e
+    return rows
+
+
+def collect_series(rows: list[dict]) -> dict[str, Curve]:
+    """Metric name -> (steps, values); a step logged twice (after a resume) keeps its last value."""
+    by_name: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        for name, value in row["data"].items():
+            if isinstance(value, int | float):
+                by_name[name][int(row["step"])] = float(value)
+    ordered = {name: sorted(points.items()) for name, points in by_name.items()}
+    return {name: Curve(name, [s for s, _ in points], [v for _, v in points]) for name, points in ordered.items()}
+
+
+def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
+    exact = {w for w in wanted if not w.endswith("/")}
+    families = tuple(w for w in wanted if w.endswith("/"))
+    return [c for name, c in series.items() if name in exact or name.startswith(families)]
+
+
+def headline_panels(series: dict[str, Curve]) -> list[Panel]:
+    """The panels of HEADLINES that this run has data for, and the stacked timings."""
+    panels = []
+    for title, note, wanted in HEADLINES:
+        curves = _matching(series, wanted)
+        if curves:
+            panels.append(Panel(title, note, draw_panel(curves)))
+    timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
+    if timings:
+        timings.sort(key=lambda c: -sum(c.values))
+        panels.append(Panel("Seconds per phase", "stacked, one step", draw_panel(timings[:8], stacked=True)))
+    return panels
+
+
+def other_panels(series: dict[str, Curve]) -> list[Panel]:
+    """Every other metric, siblings (`a/b/x`, `a/b/y`) in one panel."""
+    shown = {c.name for _, _, wanted in HEADLINES for c in _matching(series, wanted)}
+    groups: dict[str, list[Curve]] = defaultdict(list)
+    for name, curve in sorted(series.items()):
+        if name not in shown and not name.startswith("timing_s/"):
+            groups[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
+    return [Panel(title, "", draw_panel(curves)) for title, curves in groups.items()]
+
+
+def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]:
+    """(label, value) pairs of the page's head: steps, first and last reward, sums of what was dropped or failed."""
+    cards = [("steps", str(steps))]
+    for name, label in TRENDS:
+        if name in series:
+            values = series[name].values
+            k = max(1, len(values) // 10)
+            first, last = sum(values[:k]) / k, sum(values[-k:]) / k
+            cards.append((f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}"))
+    if "timing_s/step" in series:
+        cards.append(("seconds in steps", f"{sum(series['timing_s/step'].values):.0f}"))
+    cards += [(label, f"{sum(series[name].values):.0f}") for name, label in COUNTERS if name in series]
+    return cards
+
+
+def embed_picture(path: Path) -> str:
+    """A PNG file as a data URI."""
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
+    """Write RUN_DIR/report.html and return its path.
+
+    Raises FileNotFoundError when RUN_DIR holds no metrics.jsonl. PNG pictures lying in RUN_DIR are shown as well.
+    """
+    run_dir = Path(run_dir)
+    metrics_file = run_dir / "metrics.jsonl"
+    if not metrics_file.exists():
+        raise FileNotFoundError(f"{run_dir} holds no metrics.jsonl: name a run's folder (trainer.default_local_dir)")
+    rows = read_jsonl(metrics_file)
+    series = collect_series(rows)
+    steps = max((int(r["step"]) for r in rows), default=0)
+    config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = env.from_string(TEMPLATE.read_text()).render(
+        title=title or run_dir.resolve().name,
+        made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
+        cards=summary_cards(series, steps),
+        panels=headline_panels(series),
+        others=other_panels(series),
+        samples=last_samples(read_jsonl(run_dir / "samples.jsonl")),
+        pictures=[(p.stem, embed_picture(p)) for p in sorted(run_dir.glob("*.png"))],
+        config=config_file.read_text() if config_file.exists() else "",
+        versions=json.loads(versions_file.read_text()) if versions_file.exists() else {},
+    )
+    out = run_dir / "report.html"
+    partial = out.with_suffix(".html.tmp")
+    with open(partial, "w", encoding="utf-8") as f:
+        f.write(page)
+    os.replace(partial, out)
+    return out
+
+
+def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:
+    """The newest samples, best first within a step; at most `limit`."""
+    samples = samples[-limit:]
+    order = {"best": 0, "worst": 1, "random": 2}
+    return sorted(samples, key=lambda s: (-s["step"], order[s["kind"]]))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m verl.utils.report RUN_DIR")
+    try:
+        sys.stdout.write(f"{write_report(sys.argv[1])}\n")
+    except (FileNotFoundError, ValueError) as e:
+        sys.exit(str(e))

@@ -1,0 +1,75 @@
+"""Draws the small panels of the report page as SVG text."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+COLOURS = ("#2f6fde", "#e07b39", "#2f9e6e", "#b0489b", "#8a8f2a", "#4aa3b8", "#c8443c", "#7a6ad0")
+WIDTH_IN, HEIGHT_IN = 4.4, 2.3
+
+
+@dataclass
+class Curve:
+    """One metric over the run: `steps` and `values` have the same length."""
+
+    name: str
+    steps: list[int]
+    values: list[float]
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Centred running mean over at most `window` neighbours; NaN entries are left out of it."""
+    half = window // 2
+    out = []
+    for i in range(len(values)):
+        near = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
+        out.append(sum(near) / len(near) if near else math.nan)
+    return out
+
+
+def _on_steps(curve: Curve, steps: list[int]) -> list[float]:
+    """Values of the curve at `steps`; a step without one counts as 0 (the phase did not run)."""
+    at = dict(zip(curve.steps, curve.values, strict=True))
+    return [at[s] if s in at else 0.0 for s in steps]
+
+
+def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
+    """SVG text of one panel. Noisy curves (over 30 points) are drawn faint with their running mean on top."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 8, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
+        axes = figure.add_subplot()
+        if stacked:
+            steps = sorted({s for c in curves for s in c.steps})
+            heights = [_on_steps(c, steps) for c in curves]
+            axes.stackplot(steps, heights, labels=[c.name for c in curves], colors=COLOURS)
+        else:
+            for curve, colour in zip(curves, COLOURS * (1 + len(curves) // len(COLOURS)), strict=False):
+                style = {"color": colour, "linewidth": 1.4, "label": curve.name}
+                if len(curve.steps) > 30:
+                    axes.plot(curve.steps, curve.values, color=colour, alpha=0.22, linewidth=0.7)
+                    axes.plot(curve.steps, smooth(curve.values, len(curve.steps) // 15), **style)
+                else:
+                    marker = "o" if len(curve.steps) < 12 else ""
+                    axes.plot(curve.steps, curve.values, marker=marker, markersize=3, **style)
+        if len(curves) > 1:
+            handles, labels = axes.get_legend_handles_labels()
+            short = [label.rsplit("/", 1)[-1] for label in labels]
+            axes.legend(handles, short, fontsize=7, frameon=False, loc="best", ncols=1 + len(curves) // 4)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        figure.patch.set_alpha(0)
+        axes.patch.set_alpha(0)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]

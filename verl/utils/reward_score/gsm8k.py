@@ -1,0 +1,37 @@
+"""Exact match of the final number, for GSM8K."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+_FINAL = re.compile(rf"####\s*\$?\s*({_NUMBER})")
+_ANY = re.compile(_NUMBER)
+# A repetitive answer may be very long; its last characters hold the final number.
+_TAIL = 300
+
+
+def extract_solution(solution_str: str, method: str = "strict") -> str | None:
+    """The final number as text, without thousands separators; None when there is none.
+
+    `strict`: the last number behind '####'; `flexible`: the last number in the text.
+    """
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method={method!r} is unknown. Known: strict, flexible.")
+    found = (_FINAL if method == "strict" else _ANY).findall(solution_str[-_TAIL:])
+    return found[-1].replace(",", "") if found else None
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for the right final number, `format_score` for a wrong one, 0 without a number."""
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return 0.0
+    return score if _same(answer, str(ground_truth)) else format_score
+
+
+def _same(answer: str, truth: str) -> bool:
+    truth = truth.strip().replace(",", "")
+    return answer == truth or bool(re.fullmatch(_NUMBER, truth)) and float(answer) == float(truth)

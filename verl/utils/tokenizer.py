@@ -1,0 +1,49 @@
+"""Loading a model's tokenizer or processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+
+def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Where there is no pad token, pad with the end-of-text token."""
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.name_or_path!r} has neither pad nor eos token; add one to tokenizer_config.json"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info(f"tokenizer {tokenizer.name_or_path!r} has no pad token; padding with {tokenizer.eos_token!r}")
+
+
+def hf_tokenizer(
+    name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """AutoTokenizer of a model folder or hub name, with a pad token."""
+    from transformers import AutoTokenizer
+
+    if correct_gemma2 and isinstance(name_or_path, str) and "gemma-2-2b-it" in name_or_path:
+        kwargs.setdefault("eos_token", "<end_of_turn>")  # this model's chat turns end there, not at its eos
+        kwargs.setdefault("eos_token_id", 107)
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **kwargs)
+    if correct_pad_token:
+        set_pad_token_id(tokenizer)
+    return tokenizer
+
+
+def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
+    """AutoProcessor of a multi-modal model; None for a text model."""
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    folder = Path(name_or_path)
+    files = ("processor_config.json", "preprocessor_config.json")
+    if folder.is_dir() and not any((folder / name).is_file() for name in files):
+        return None
+    processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
+    return None if isinstance(processor, PreTrainedTokenizerBase) else processor

@@ -1,0 +1,260 @@
+"""Pure functions on tensors: log-probs and entropies of logits, masked statistics, padding, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+
+from verl.utils.dist_tensors import (
+    allgather_dict_into_dict,
+    allgather_dict_tensors,
+    broadcast_dict_tensor,
+    distributed_masked_mean,
+    distributed_mean_max_min_std,
+)
+from verl.utils.lr_schedules import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_wsd_schedule_with_warmup,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "allgather_dict_into_dict", "allgather_dict_tensors", "broadcast_dict_tensor", "check_device_is_available",
+    "clip_by_value", "compute_grad_norm", "distributed_masked_mean", "distributed_mean_max_min_std",
+    "entropy_from_logits", "entropy_from_logits_with_chunking", "gather_from_labels",
+    "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup", "get_response_mask", "get_unpad_data",
+    "get_wsd_schedule_with_warmup", "logprobs_from_logits", "logprobs_from_logits_flash_attn",
+    "logprobs_from_logits_naive", "logprobs_from_logits_v2", "masked_mean", "masked_sum", "masked_var",
+    "masked_whiten", "pad_2d_list_to_length", "pad_sequence_to_length", "postprocess_data",
+    "split_dict_tensor_into_batches", "tokenize_and_postprocess_data", "use_original_torch_compile",
+]  # fmt: skip
+
+_ROWS = 1024  # rows of the vocabulary held in float32 at a time
+_TORCH_COMPILE = torch.compile
+
+
+def gather_from_labels(data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    """data [..., V], label [...] -> data at the label, [...]."""
+    return torch.gather(data, -1, label.unsqueeze(-1)).squeeze(-1)
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    """log softmax(logits)[label] without ever holding a second [N, V] tensor in the forward."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor, inplace: bool) -> torch.Tensor:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        norm = torch.empty(labels.shape, dtype=wide, device=logits.device)
+        for i in range(0, len(logits), _ROWS):
+            norm[i : i + _ROWS] = torch.logsumexp(logits[i : i + _ROWS].to(wide), dim=-1)
+        ctx.save_for_backward(logits, labels, norm)
+        ctx.inplace = inplace
+        return gather_from_labels(logits, labels).to(wide) - norm
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        logits, labels, norm = ctx.saved_tensors
+        out = logits if ctx.inplace else torch.empty_like(logits)
+        for i in range(0, len(logits), _ROWS):
+            rows = slice(i, i + _ROWS)
+            part = torch.exp(logits[rows].to(norm.dtype) - norm[rows, None]).mul_(-grad[rows, None])
+            part.scatter_add_(-1, labels[rows, None], grad[rows, None])
+            out[rows] = part.to(out.dtype)
+        return out, None, None
+
+
+def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
+    """logits [..., V], labels [...] -> log-probability of each label, [...], float32 (float64 for float64 logits).
+
+    With `inplace_backward` the backward pass overwrites the logits with their gradient, which saves one [N, V] tensor.
+    Give False when something else (an entropy with gradients) is computed from the same logits.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} do not belong together")
+    inplace = inplace_backward and not logits.is_leaf  # a leaf's values are the caller's
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _LabelLogProbs.apply(flat, labels.reshape(-1), inplace).view(labels.shape)
+
+
+def logprobs_from_logits_flash_attn(
+    logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
+) -> torch.Tensor:
+    """logits [N, V], labels [N] -> log-probs [N], by flash-attn's fused cross entropy (extra `flash-attn`)."""
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    return -cross_entropy_loss(logits, labels, inplace_backward=inplace_backward)[0]
+
+
+def logprobs_from_logits_naive(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The plain form, for tests: log_softmax, then gather. Shapes as `logprobs_from_logits`."""
+    return gather_from_labels(F.log_softmax(logits, dim=-1), labels)
+
+
+def logprobs_from_logits_v2(logits: torch.FloatTensor, labels: torch.Tensor) -> torch.Tensor:
+    """`logprobs_from_logits` that leaves the logits alone."""
+    return logprobs_from_logits(logits, labels, inplace_backward=False)
+
+
+def clip_by_value(x: torch.Tensor, tensor_min: torch.Tensor, tensor_max: torch.Tensor) -> torch.Tensor:
+    """x clipped between two tensors of a shape that broadcasts to its own."""
+    return torch.max(torch.min(x, tensor_max), tensor_min)
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """logits [..., V] -> entropy of their softmax in nats, [...]."""
+    probs = torch.softmax(logits, dim=-1)
+    return torch.logsumexp(logits, dim=-1) - (probs * logits).sum(dim=-1)
+
+
+def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 2048) -> torch.Tensor:
+    """`entropy_from_logits` in float32, `chunk_size` rows at a time."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    parts = [entropy_from_logits(rows.float()) for rows in flat.split(chunk_size)]
+    return torch.cat(parts).view(logits.shape[:-1])
+
+
+def masked_sum(
+    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Sum of values * mask (one shape); what the mask hides may be NaN or infinite."""
+    return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=axis)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """Mean of the values whose mask is 1; 0 where the mask hides all of them."""
+    return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + 1e-8)
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
+    """Variance of the values whose mask is 1; ValueError when fewer than two are and `unbiased` is asked."""
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    if not unbiased:
+        return variance
+    count = mask.sum()
+    if count <= 1:
+        raise ValueError(f"an unbiased variance needs two unmasked values, the mask has {count.item():g}")
+    return variance * count / (count - 1)
+
+
+def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
+    """Values scaled to variance 1 over the mask, and to mean 0 when `shift_mean`."""
+    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    whitened = (values - mean) * torch.rsqrt(var + 1e-8)
+    return whitened if shift_mean else whitened + mean
+
+
+def get_response_mask(
+    response_id: torch.Tensor, eos_token: int | list[int] = 2, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """response_id [B, R] -> [B, R], 1 up to and including the first end token."""
+    ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device)).int()
+    return (ends.cumsum(dim=1) - ends == 0).to(dtype)
+
+
+def compute_grad_norm(model: torch.nn.Module) -> float:
+    """Euclidean norm of all gradients of the module (this rank's shards)."""
+    squares = [p.grad.detach().float().pow(2).sum() for p in model.parameters() if p.grad is not None]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
+    """Consecutive parts of `batch_size` rows; the rows must divide."""
+    if tensors.batch_size[0] % batch_size:
+        raise ValueError(f"{tensors.batch_size[0]} rows cannot be cut into batches of {batch_size}")
+    return list(tensors.split(batch_size))
+
+
+def pad_2d_list_to_length(
+    response: list[list[int]], pad_token_id: int, max_length: int | None = None
+) -> torch.Tensor:
+    """Ragged lists -> [B, L] padded on the right; L is the longest row, or `max_length` when that is more."""
+    length = max([len(row) for row in response] + [max_length or 0])
+    return torch.tensor([list(row) + [pad_token_id] * (length - len(row)) for row in response])
+
+
+def pad_sequence_to_length(
+    tensors: torch.Tensor, max_seq_len: int, pad_token_id: Any, left_pad: bool = False
+) -> torch.Tensor:
+    """[..., L] -> [..., max_seq_len]; comes back as it is when L is not less."""
+    missing = max_seq_len - tensors.shape[-1]
+    if missing <= 0:
+        return tensors
+    return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+
+
+def postprocess_data(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask [B, L] -> [B, max_length], padded or truncated: the side named by `truncation` is cut off."""
+    if truncation not in ("left", "right", "middle", "error"):
+        raise ValueError(f"truncation={truncation!r} is unknown; take left, right, middle or error")
+    length = input_ids.shape[-1]
+    if length <= max_length:
+        ids = pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad)
+        return ids, pad_sequence_to_length(attention_mask, max_length, 0, left_pad)
+    if truncation == "error":
+        raise ValueError(
+            f"a sequence of {length} tokens exceeds max_length={max_length}; raise it, filter overlong rows, "
+            f"or set truncation to left, right or middle"
+        )
+    head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
+    tail = max_length - head
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[..., :head], x[..., length - tail :]], dim=-1)
+
+    return cut(input_ids), cut(attention_mask)
+
+
+def tokenize_and_postprocess_data(
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt -> ids and mask of shape [1, max_length], without special tokens added."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(
+        encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation
+    )
+
+
+def get_unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """attention_mask [B, T] -> (positions of its ones in the flat batch [N], cumulative lengths [B+1], longest)."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
+    return indices, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
+
+
+@contextmanager
+def check_device_is_available() -> Iterator[None]:
+    """Run the block only where CUDA is; RuntimeError elsewhere."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("this needs a CUDA device and none is visible; check CUDA_VISIBLE_DEVICES")
+    yield
+
+
+@contextmanager
+def use_original_torch_compile() -> Iterator[None]:
+    """Inside the block torch.compile is PyTorch's own, whatever another package has put in its place."""
+    replaced, torch.compile = torch.compile, _TORCH_COMPILE
+    try:
+        yield
+    finally:
+        torch.compile = replaced

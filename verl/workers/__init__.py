@@ -1,0 +1,1 @@
+"""Workers: what runs on the ranks."""

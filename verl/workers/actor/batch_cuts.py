@@ -1,0 +1,97 @@
+"""Cuts a rank's batch into mini-batches and micro-batches, equally many on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto
+from verl.utils.seqlen_balancing import prepare_dynamic_batch
+
+
+def groups_of(group_index: torch.Tensor) -> list[list[int]]:
+    """Row numbers of each run of one group, in order. group_index [B]."""
+    _, counts = torch.unique_consecutive(group_index, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]
+
+
+def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[int]]:
+    """Whole units, in order, joined while their weights fit into `budget`; a heavier unit stands alone."""
+    parts: list[list[int]] = []
+    used = budget + 1
+    for unit, weight in zip(units, weights, strict=True):
+        if used + weight > budget:
+            parts.append([])
+            used = 0
+        parts[-1] += unit
+        used += weight
+    return parts
+
+
+def mini_batches(
+    data: DataProto, size: int, *, whole_groups: bool, epochs: int, shuffle: bool, seed: int
+) -> Iterator[DataProto]:
+    """`size` rows each (the last may be shorter), `epochs` times over; along groups where asked."""
+    units = groups_of(data.batch["group_index"]) if whole_groups else [[i] for i in range(len(data))]
+    generator = np.random.default_rng(seed)
+    for _ in range(epochs):
+        order = generator.permutation(len(units)) if shuffle else range(len(units))
+        shuffled = [units[i] for i in order]
+        for rows in _agreed(shuffled, pack(shuffled, [len(u) for u in shuffled], size), "mini-batches"):
+            yield data.select_idxs(np.asarray(rows))
+
+
+def micro_batches(
+    data: DataProto, *, rows: int | None, tokens: int | None, whole_groups: bool, shared: bool = False
+) -> list[tuple[list[int], DataProto]]:
+    """(row numbers, micro-batch) pieces of at most `rows` rows, or `tokens` attended tokens where that is given.
+
+    `shared`: a group's input is forwarded once, so that it counts once.
+    """
+    if tokens is None and rows is None:
+        raise ValueError(
+            "actor.ppo_micro_batch_size_per_gpu is not set and actor.use_dynamic_bsz is false; set one of them."
+        )
+    if tokens is not None and not whole_groups:
+        pieces, index = prepare_dynamic_batch(data, max_token_len=tokens)
+        return list(zip(index, pieces, strict=True))
+    units = groups_of(data.batch["group_index"]) if whole_groups else [[i] for i in range(len(data))]
+    if tokens is None:
+        parts = pack(units, [len(u) for u in units], rows)
+    else:
+        lengths = data.batch["attention_mask"].sum(-1).tolist()
+        parts = pack(units, [lengths[u[0]] if shared else sum(lengths[i] for i in u) for u in units], tokens)
+    return [(part, data.select_idxs(np.asarray(part))) for part in _agreed(units, parts, "micro-batches")]
+
+
+def _agreed(units: list[list[int]], parts: list[list[int]], what: str) -> list[list[int]]:
+    """As many parts as the rank that needs most of them, since each is a round of collective calls."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return parts
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    bounds = torch.tensor([len(parts), -len(units)], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+    count, fewest = int(bounds[0]), -int(bounds[1])
+    if count == len(parts):
+        return parts
+    if count > fewest:
+        raise ValueError(
+            f"one rank needs {count} {what}, another has only {fewest} groups to cut: the batch is shared out unevenly."
+        )
+    return [[row for unit in chunk for row in unit] for chunk in _chunks(units, count)]
+
+
+def _chunks(units: list[list[int]], count: int) -> list[list[list[int]]]:
+    bounds = [len(units) * i // count for i in range(count + 1)]
+    return [units[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def restore_order(pieces: list[torch.Tensor], index: list[list[int]]) -> torch.Tensor:
+    """Rows back to where they came from: pieces [b_i, ...] and their row numbers -> [B, ...]."""
+    order = torch.tensor([row for part in index for row in part])
+    joined = torch.cat(pieces)
+    return torch.empty_like(joined).index_copy_(0, order.to(joined.device), joined)

@@ -1,0 +1,67 @@
+"""Settings of the reward model and of the sandbox that grades code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl.base_config import BaseConfig
+from verl.trainer.config.config import BaseModelConfig
+from verl.utils.config_fields import check_settings, setting
+from verl.workers.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
+from verl.workers.config.rollout import RolloutConfig
+
+
+@dataclass
+class SandboxFusionConfig(BaseConfig):
+    """A remote sandbox service for code rewards."""
+
+    section: ClassVar[str] = "reward_model.sandbox_fusion"
+
+    url: str | None = None
+    max_concurrent: int = setting(64, low=1)
+    memory_limit_mb: int = setting(1024, low=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass
+class RewardModelModelConfig(BaseModelConfig):
+    """The reward model; input_tokenizer is the policy's, whose text is tokenised anew for the reward model."""
+
+    section: ClassVar[str] = "reward_model.model"
+
+    path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
+    input_tokenizer: str | None = None
+    use_remove_padding: bool = False
+    fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
+
+
+@dataclass
+class RewardModelConfig(BaseConfig):
+    """Where scores come from: rule rewards through a manager, or a model."""
+
+    section: ClassVar[str] = "reward_model"
+
+    reward_manager: str | None = "naive"
+    enable: bool = False
+    enable_resource_pool: bool = False
+    n_gpus_per_node: int = setting(8, low=0)
+    nnodes: int = setting(0, low=0)
+    strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
+    num_workers: int = setting(1, low=1)
+    launch_reward_fn_async: bool = False
+    use_reward_loop: bool = True
+    use_dynamic_bsz: bool = False
+    micro_batch_size: int | None = setting(None, low=1)
+    micro_batch_size_per_gpu: int | None = setting(None, low=1)
+    forward_max_token_len_per_gpu: int = setting(32768, low=1)
+    max_length: int | None = setting(None, low=1)
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    rollout: RolloutConfig | None = None
+    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
+    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+
+    def __post_init__(self) -> None:
+        check_settings(self)

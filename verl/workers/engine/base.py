@@ -1,0 +1,143 @@
+"""The interface of a training engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.utils.registry import nearest
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to."""
+
+    #: norm of all gradients before clipping; not finite when the step was skipped for that
+    grad_norm: float
+    #: True when loss or gradient was not finite on some rank: no rank changed a weight
+    skipped: bool
+
+
+class BaseEngine(ABC):
+    """Builds a model over ranks, then steps, saves and loads it. Every method is called on all ranks."""
+
+    module: nn.Module
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Builds model, optimizer and schedule."""
+
+    @property
+    @abstractmethod
+    def is_param_offload_enabled(self) -> bool:
+        """Whether parameters leave the accelerator outside of train_mode and eval_mode."""
+
+    @property
+    @abstractmethod
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether the optimizer's state leaves the accelerator outside of train_mode."""
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager:
+        """Parameters and optimizer on the device, dropout on; nests."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager:
+        """Parameters on the device, dropout off; nests."""
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Drops the gradients."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor, is_last_micro_batch: bool) -> None:
+        """Adds the gradient of the scalar `loss`; ranks exchange gradients on the last micro-batch only."""
+
+    @abstractmethod
+    def optimizer_step(self) -> StepResult:
+        """Clips, then steps; skips on all ranks when loss or gradient is not finite on any."""
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Moves the schedule on by one; returns the learning rate that holds now."""
+
+    @abstractmethod
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor) of every weight, adapters merged in."""
+
+    @abstractmethod
+    def get_data_parallel_size(self) -> int:
+        """Number of ranks that see different data."""
+
+    @abstractmethod
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+
+    @abstractmethod
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Their process group (None: the default one)."""
+
+    @abstractmethod
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves parameters and optimizer state; gradients lie with their parameters, whatever `grad` says."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Writes into the folder `local_path`."""
+
+    @abstractmethod
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Reads what save_checkpoint wrote, on any number of ranks."""
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether this rank's outputs are to be collected: always, as every rank sees data of its own."""
+        return True
+
+
+class EngineRegistry:
+    """Engine classes by (model type, backend, device)."""
+
+    _engines: dict[tuple[str, str, str], type[BaseEngine]] = {}
+
+    @classmethod
+    def register(
+        cls, model_type: str, backend: list[str] | str, device: list[str] | str = "cuda"
+    ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
+        """Class decorator: files an engine for each pair of the backends and devices."""
+        backends = [backend] if isinstance(backend, str) else backend
+        devices = [device] if isinstance(device, str) else device
+
+        def decorate(engine: type[BaseEngine]) -> type[BaseEngine]:
+            for b in backends:
+                for d in devices:
+                    cls._engines[(model_type, b, d)] = engine
+            return engine
+
+        return decorate
+
+    @classmethod
+    def get_engine_cls(cls, model_type: str, backend: str, device: str | None = None) -> type[BaseEngine]:
+        """The engine for this type, backend (`actor.strategy`) and device."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        key = (model_type, backend, device)
+        if key not in cls._engines:
+            known = sorted("/".join(k) for k in cls._engines)
+            raise ValueError(
+                f"no engine for {'/'.join(key)!r}{nearest('/'.join(key), known)}. Known: {', '.join(known)}."
+            )
+        return cls._engines[key]
+
+    @classmethod
+    def new(cls, model_type: str, backend: str, *args, **kwargs) -> BaseEngine:
+        """Builds the engine for this type and backend; `device` among the keywords chooses the device."""
+        return cls.get_engine_cls(model_type, backend, kwargs.get("device"))(*args, **kwargs)

@@ -1,0 +1,128 @@
+"""Builds what an engine holds: the model with its adapters, the schedule of the learning rate."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, get_linear_schedule_with_warmup
+
+from verl.utils.lr_schedules import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_wsd_schedule_with_warmup,
+)
+from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, torch_dtype_of
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+
+def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *, trains: bool) -> nn.Module:
+    """The whole model on the CPU, with adapters: the same on every rank, since every rank seeds alike."""
+    if model_config.use_liger or model_config.use_fused_kernels:
+        raise ValueError("model.use_liger and model.use_fused_kernels are not available here; set them to false.")
+    if engine_config.ulysses_sequence_parallel_size > 1:
+        raise ValueError(
+            f"fsdp_config.ulysses_sequence_parallel_size={engine_config.ulysses_sequence_parallel_size}: sequence "
+            "parallelism is not available here; use 1."
+        )
+    dtype = torch_dtype_of(engine_config.model_dtype, "fsdp_config.model_dtype")
+    module = get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs)
+    module = add_adapters(module, model_config, trains=trains)
+    if trains and model_config.enable_gradient_checkpointing:
+        for m in _outermost_pretrained(module):
+            if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
+                m.gradient_checkpointing_enable({"use_reentrant": False})
+    # FSDP shards one dtype a group; an adapter that peft made in float32 beside a bfloat16 base follows the base.
+    return module.to(dtype)
+
+
+def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool) -> nn.Module:
+    """Wraps the module by peft when lora_rank or lora_adapter_path ask for it and the loader has not done so."""
+    if has_adapters(module) or (model_config.lora_rank == 0 and not model_config.lora_adapter_path):
+        return module
+    if model_config.lora_adapter_path:
+        rank = get_lora_rank_from_adapter(model_config.lora_adapter_path)
+        if model_config.lora_rank not in (0, rank):
+            raise ValueError(
+                f"model.lora_rank={model_config.lora_rank}, but the adapter in model.lora_adapter_path="
+                f"{model_config.lora_adapter_path!r} has rank {rank}; leave lora_rank at 0 or set it to {rank}."
+            )
+        return PeftModel.from_pretrained(module, model_config.lora_adapter_path, is_trainable=trains)
+    targets, excluded = model_config.target_modules, model_config.exclude_modules
+    return get_peft_model(
+        module,
+        LoraConfig(
+            task_type=TaskType.CAUSAL_LM if isinstance(module, PreTrainedModel) and module.can_generate() else None,
+            r=model_config.lora_rank,
+            lora_alpha=model_config.lora_alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=list(excluded) if isinstance(excluded, list | tuple) else excluded,
+            bias="none",
+        ),
+    )
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether some layer carries a peft adapter."""
+    return any(isinstance(m, BaseTunerLayer) for m in module.modules())
+
+
+def _outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
+    """transformers models that lie inside no other transformers model."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return [m for child in module.children() for m in _outermost_pretrained(child)]
+
+
+def check_same_weights(module: nn.Module) -> None:
+    """Refuses ranks that start from different trained weights (a loader that draws without the common seed)."""
+    total = torch.stack([p.detach().double().sum() for p in module.parameters() if p.requires_grad] or [torch.zeros(1)])
+    mine = float(total.sum())
+    sums: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(sums, mine)
+    if len(set(sums)) > 1:
+        raise RuntimeError(
+            f"the ranks built models with different trained weights (sums {sums}): the model loader must draw new "
+            "weights from torch's default generator only, which every rank seeds alike."
+        )
+
+
+def mixed_precision_policy(engine_config: FSDPEngineConfig) -> MixedPrecisionPolicy:
+    """Forward and backward in `dtype`, gradients summed over ranks in float32, unless `mixed_precision` says else."""
+    wanted = dict(engine_config.mixed_precision or {})
+    if unknown := set(wanted) - {"param_dtype", "reduce_dtype", "buffer_dtype"}:
+        raise ValueError(f"fsdp_config.mixed_precision has unknown keys {sorted(unknown)}.")
+    compute = torch_dtype_of(wanted["param_dtype"] if "param_dtype" in wanted else engine_config.dtype, "dtype")
+    reduce = torch_dtype_of(wanted["reduce_dtype"] if "reduce_dtype" in wanted else "float32", "reduce_dtype")
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
+    """constant, cosine, linear or wsd after a linear warm-up of lr_warmup_steps (else the ratio of all steps)."""
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
+    if warmup is None or warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total) if total > 0 else 0
+    kind = config.lr_scheduler_type
+    if kind != "constant" and total <= 0:
+        raise ValueError(f"optim.lr_scheduler_type={kind!r} needs optim.total_training_steps, which is {total}.")
+    floor = config.min_lr_ratio or 0.0
+    logger.debug("learning rate {}: {}, warm-up {} of {} steps", config.lr, kind, warmup, total)
+    makers = {
+        "constant": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
+        "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, total),
+        "cosine": lambda: get_cosine_schedule_with_warmup(
+            optimizer, warmup, total, min_lr_ratio=floor, num_cycles=config.num_cycles
+        ),
+        "wsd": lambda: get_wsd_schedule_with_warmup(
+            optimizer, warmup, total, min_lr_ratio=floor, num_cycles=config.num_cycles
+        ),
+    }
+    if kind not in makers:
+        raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")
+    return makers[kind]()

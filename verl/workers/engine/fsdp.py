@@ -1,0 +1,301 @@
+"""The training engine over FSDP2, on CUDA ranks over NCCL or CPU ranks over gloo."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from verl.utils import fsdp_utils
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.model import print_model_size, torch_dtype_of
+from verl.utils.peft_weights import full_weights
+from verl.workers.config import (
+    CheckpointConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    build_optimizer,
+)
+from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
+from verl.workers.engine.build import (
+    build_lr_scheduler,
+    build_module,
+    check_same_weights,
+    has_adapters,
+    mixed_precision_policy,
+)
+
+
+@EngineRegistry.register("language_model", ["fsdp", "fsdp2"], ["cpu", "cuda"])
+class FSDPEngine(BaseEngine):
+    """A sharded module, its optimizer and its schedule.
+
+    Ranks see different data, and a micro-batch's loss must already be divided by the global counts and multiplied by
+    `get_data_parallel_size()`: exchanged gradients are averaged over ranks.
+    """
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: FSDPOptimizerConfig | None,
+        checkpoint_config: CheckpointConfig,
+        *,
+        device: str | None = None,
+    ):
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.checkpoint_config = checkpoint_config
+        self.device_type = torch.device(device).type if device else ("cuda" if torch.cuda.is_available() else "cpu")
+        self.compute_dtype = torch_dtype_of(engine_config.dtype, "fsdp_config.dtype")
+        if self.compute_dtype == torch.float16:
+            raise ValueError("fsdp_config.dtype=float16 would need loss scaling; use bfloat16 or float32.")
+        self.module: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._depth = {"train": 0, "eval": 0}
+        self._loss_is_bad: torch.Tensor | None = None
+
+    # ---- building ----------------------------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Loads, wraps, shards; then optimizer and schedule unless the engine only runs forward."""
+        _ensure_process_group(self.device_type)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
+        )
+        self.mesh = fsdp_utils.create_device_mesh(self.world_size, self.engine_config.fsdp_size, self.device_type)
+        if self.engine_config.full_determinism:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+        _seed_everything(self.engine_config.seed)
+        module = build_module(self.model_config, self.engine_config, trains=self._trains)
+        if not self._trains:
+            module.requires_grad_(False)
+        check_same_weights(module)
+        if self.rank == 0:
+            print_model_size(module)
+        self.module = fsdp_utils.apply_fsdp2(
+            module,
+            self.mesh,
+            wrap_policy=dict(self.engine_config.wrap_policy or {}),
+            reshard_after_forward=self.engine_config.reshard_after_forward,
+            mp_policy=mixed_precision_policy(self.engine_config),
+            offload_policy=self.engine_config.offload_policy,
+            forward_prefetch=self.engine_config.forward_prefetch,
+        )
+        self.module.eval()
+        if self._trains:
+            self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config)
+            self.lr_scheduler = build_lr_scheduler(self.optimizer, self.optimizer_config)
+        self.checkpoint_manager = FSDPCheckpointManager(
+            self.module,
+            self.optimizer,
+            self.lr_scheduler,
+            self.model_config.tokenizer,
+            self.checkpoint_config,
+            device=self.device,
+        )
+        # From here on each rank draws numbers of its own (sampling, dropout).
+        _seed_everything(self.engine_config.seed + 1 + self.rank)
+        if self.is_param_offload_enabled:
+            self.to("cpu", model=True, optimizer=False)
+
+    @property
+    def _trains(self) -> bool:
+        return self.optimizer_config is not None and not self.engine_config.forward_only
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that see different data: all of them."""
+        return self.world_size
+
+    def get_data_parallel_size(self) -> int:
+        return self.world_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """None: the default group."""
+        return None
+
+    # ---- where things lie --------------------------------------------------------------------------------------------
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self.engine_config.param_offload and self.device_type != "cpu" and not self.engine_config.offload_policy
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return (
+            self.engine_config.optimizer_offload and self.device_type != "cpu" and not self.engine_config.offload_policy
+        )
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Moves parameters (with gradients) and optimizer state to "cpu" or back to the accelerator."""
+        if self.device_type == "cpu" or self.engine_config.offload_policy:
+            return
+        to_cpu = torch.device(device).type == "cpu"
+        if model and to_cpu:
+            fsdp_utils.offload_fsdp_model_to_cpu(self.module)
+        elif model:
+            fsdp_utils.load_fsdp_model_to_gpu(self.module, self.device)
+        if optimizer and self.optimizer is not None:
+            if to_cpu:
+                fsdp_utils.offload_fsdp_optimizer(self.optimizer)
+            else:
+                fsdp_utils.load_fsdp_optimizer(self.optimizer, self.device)
+
+    @contextmanager
+    def train_mode(self) -> Iterator[FSDPEngine]:
+        """Parameters and optimizer state on the device, dropout on; nested calls change nothing."""
+        with self._mode("train", optimizer=self.is_optimizer_offload_enabled):
+            yield self
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[FSDPEngine]:
+        """Parameters on the device, dropout off, no gradients recorded by callers; nested calls change nothing."""
+        with self._mode("eval", optimizer=False):
+            yield self
+
+    @contextmanager
+    def _mode(self, mode: str, *, optimizer: bool) -> Iterator[None]:
+        outermost = not any(self._depth.values())
+        was_training = self.module.training
+        if outermost and self.is_param_offload_enabled:
+            self.to(self.device_type, model=True, optimizer=False)
+        if optimizer and not self._depth["train"]:
+            self.to(self.device_type, model=False, optimizer=True)
+        self._depth[mode] += 1
+        self.module.train(mode == "train")
+        try:
+            yield
+        finally:
+            self._depth[mode] -= 1
+            self.module.train(was_training)
+            # A forward without backward leaves the root gathered; weights changed afterwards would not be seen there.
+            fsdp_utils.reshard(self.module)
+            if optimizer and not self._depth["train"]:
+                self.to("cpu", model=False, optimizer=True)
+            if outermost and self.is_param_offload_enabled:
+                self.to("cpu", model=True, optimizer=False)
+
+    def autocast(self):
+        """Autocast to `fsdp_config.dtype`; nothing for float32."""
+        if self.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.compute_dtype)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """The base model without its adapters: the reference policy of a LoRA run."""
+        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
+        if not layers:
+            raise RuntimeError("disable_adapter() was asked of a model without adapters; set model.lora_rank above 0.")
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+            for p in trained:
+                p.requires_grad_(True)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether some layer carries a LoRA adapter."""
+        return has_adapters(self.module)
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._loss_is_bad = None
+
+    def backward(self, loss: torch.Tensor, is_last_micro_batch: bool) -> None:
+        """Adds the gradient of the scalar `loss`; only the last micro-batch exchanges gradients between ranks."""
+        bad = ~torch.isfinite(loss.detach())
+        self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(is_last_micro_batch)
+            self.module.set_is_last_backward(is_last_micro_batch)
+        loss.backward()
+
+    def optimizer_step(self, max_grad_norm: float | None = None) -> StepResult:
+        """Clips to `max_grad_norm` (default: optim.clip_grad) and steps; a bad number anywhere skips everywhere."""
+        max_norm = self.optimizer_config.clip_grad if max_grad_norm is None else max_grad_norm
+        params = [p for p in self.module.parameters() if p.requires_grad]
+        norm = fsdp_utils.grad_norm(params, self.mesh)
+        bad = torch.zeros((), device=self.device) if self._loss_is_bad is None else self._loss_is_bad.float()
+        bad = torch.maximum(bad, torch.tensor(0.0 if math.isfinite(norm) else 1.0, device=self.device))
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+        if bad.item():
+            self.optimizer_zero_grad()
+            return StepResult(grad_norm=norm, skipped=True)
+        if max_norm > 0 and norm > max_norm:
+            fsdp_utils.scale_grads(params, max_norm / norm)
+        self.optimizer.step()
+        self.optimizer_zero_grad()
+        return StepResult(grad_norm=norm, skipped=False)
+
+    def lr_scheduler_step(self) -> float:
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    # ---- weights out, checkpoints ------------------------------------------------------------------------------------
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, whole tensor on the device) of every weight, adapters merged in; a collective walk."""
+        fsdp_utils.reshard(self.module)
+        yield from full_weights(self.module, self.device)
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""
+        fsdp_utils.reshard(self.module)
+        self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Reads checkpoint.load_contents from `local_path`, written on any number of ranks."""
+        fsdp_utils.reshard(self.module)
+        self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        if self.is_optimizer_offload_enabled and self.optimizer is not None:
+            self.to("cpu", model=False, optimizer=True)
+
+
+def _ensure_process_group(device_type: str) -> None:
+    """A process alone gets a group of one; several must have been joined by their launcher."""
+    if dist.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            "WORLD_SIZE is above 1, but no process group exists: call torch.distributed.init_process_group (or "
+            "verl.utils.distributed.initialize_global_process_group) before FSDPEngine.initialize()."
+        )
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,57 @@
+"""The policy interface: from a micro-batch to the log-probs of its actions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from verl.utils.registry import Registry
+
+
+class Policy(ABC):
+    """Knows how a model's output becomes log-probs; the update loop above does not know what an action is."""
+
+    #: tensors of the batch that `log_probs` reads
+    required_keys: tuple[str, ...] = ("responses", "input_ids", "attention_mask", "position_ids")
+
+    def bind(self, model: nn.Module) -> None:  # noqa: B027
+        """Called once with the model, sharded or not, before its first use."""
+
+    @abstractmethod
+    def log_probs(
+        self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(log_probs [B, R] float32, entropy [B, R] float32 or None) of `responses` [B, R] at this temperature.
+
+        Values at padded positions are finite and carry no gradient.
+        """
+
+
+_POLICIES: Registry[type[Policy]] = Registry(
+    "actor_rollout_ref.model.policy.name",
+    "Your own: register it in a module named by actor_rollout_ref.model.external_lib.",
+)
+
+
+def register_policy(name: str) -> Callable[[type[Policy]], type[Policy]]:
+    """Class decorator: files a Policy under `name`."""
+    return _POLICIES.register(name)
+
+
+def get_policy(name: str, **kwargs) -> Policy:
+    """A policy of that name, built with `kwargs`; an unknown name is refused with the nearest known one."""
+    return _POLICIES.get(name)(**kwargs)
+
+
+def check_temperature(temperature: float) -> float:
+    """Refuses a temperature that log-probs cannot be divided by."""
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature} cannot be used for log-probs: it must be above 0 "
+            "(greedy decoding is do_sample=false, with the training temperature kept)."
+        )
+    return float(temperature)

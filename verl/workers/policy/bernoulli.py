@@ -1,0 +1,77 @@
+"""The accept/reject policy: one Bernoulli action per judged draft token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import nn
+
+from verl.workers.policy.base import Policy, check_temperature, register_policy
+
+
+@register_policy("bernoulli")
+class BernoulliPolicy(Policy):
+    """a ~ Bernoulli(sigmoid(z / T)) with z = model(input_ids, attention_mask, position_ids, spd_layout).
+
+    `share`: rows with one `group_index` stand side by side and have the same input, so that each group's input is
+    forwarded once and its z handed to every sample; gradients of the samples add up in that one forward.
+    """
+
+    def __init__(self, share: bool = False):
+        self.share = share
+        self.required_keys = ("responses", "input_ids", "attention_mask", "position_ids", "spd_layout")
+        if share:
+            self.required_keys += ("group_index",)
+
+    def scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
+        """z [B, gamma] float32: 50.0 where draft and target agree, also at padding.
+
+        input_ids [B, P]; attention_mask and position_ids [B, >= P], of which the first P columns count; spd_layout
+        [B, 5] = (context_start, context_len, draft_start, draft_len, target_start).
+        """
+        width = batch["input_ids"].shape[1]
+        return model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"][:, :width],
+            position_ids=batch["position_ids"][:, :width],
+            spd_layout=batch["spd_layout"],
+        ).float()
+
+    def log_probs(
+        self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log p of the actions `responses` [B, R] in {0, 1}, and the Bernoulli entropy, both [B, R] float32."""
+        temperature = check_temperature(temperature)
+        actions = micro_batch["responses"]
+        z = self._grouped_scores(model, micro_batch) if self.share else self.scores(model, micro_batch)
+        z = _fit_width(z, actions.shape[1]) / temperature
+        log_p = F.logsigmoid(torch.where(actions == 1, z, -z))
+        if not with_entropy:
+            return log_p, None
+        # H = -p log p - (1-p) log(1-p), with log(1-p) = log p - z
+        return log_p, (1 - torch.sigmoid(z)) * z - F.logsigmoid(z)
+
+    def _grouped_scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
+        """z [B, gamma] from one forward of the first row of each group."""
+        groups, inverse, counts = torch.unique_consecutive(
+            batch["group_index"], return_inverse=True, return_counts=True
+        )
+        if groups.unique().numel() != groups.numel():
+            raise ValueError(
+                f"group_index {batch['group_index'].tolist()} has a group whose rows are not side by side; "
+                "actor.share_prompt_forward needs batches cut and ordered along groups."
+            )
+        first = counts.cumsum(0) - counts
+        keys = ("input_ids", "attention_mask", "position_ids", "spd_layout")
+        return self.scores(model, TensorDict({k: batch[k][first] for k in keys}, batch_size=len(first)))[inverse]
+
+
+def _fit_width(z: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, g] -> [B, width]: short drafts give fewer columns; what is added is accepted for certain."""
+    if z.shape[1] > width:
+        raise ValueError(
+            f"the model scored {z.shape[1]} draft positions, the batch has {width}: data.max_response_length must be "
+            "at least the longest draft (gamma)."
+        )
+    return F.pad(z, (0, width - z.shape[1]), value=50.0)

@@ -1,0 +1,140 @@
+"""The token policy: log-probs of response tokens under a causal language model."""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+import torch
+from peft import PeftModel
+from tensordict import TensorDict
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl.workers.policy.base import Policy, check_temperature, register_policy
+
+#: name under which the chunked forward is attached to a sharded model
+FORWARD_METHOD = "response_log_probs"
+
+
+@register_policy("causal_lm")
+class CausalLMPolicy(Policy):
+    """Hidden states of the decoder, then vocabulary logits for `chunk_tokens` response tokens at a time.
+
+    A chunk's logits are thrown away and computed again in the backward pass, so that no more than
+    [chunk_tokens, vocab] of them exist at any time.
+    """
+
+    required_keys = ("responses", "input_ids", "attention_mask", "position_ids")
+
+    def __init__(self, chunk_tokens: int = 1024):
+        if chunk_tokens < 1:
+            raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
+        self.chunk_tokens = chunk_tokens
+        self._bound: WeakSet[nn.Module] = WeakSet()
+
+    def bind(self, model: nn.Module) -> None:
+        """Attaches the chunked forward to a sharded model, whose parameters are whole only inside its own forward."""
+        if model in self._bound:
+            return
+        if isinstance(model, FSDPModule):
+            setattr(model, FORWARD_METHOD, _response_log_probs.__get__(model))
+            register_fsdp_forward_method(model, FORWARD_METHOD)
+        self._bound.add(model)
+
+    def log_probs(
+        self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """input_ids, attention_mask, position_ids [B, P+R], responses [B, R] -> log-probs and entropy [B, R] float32.
+
+        Padded response positions hold 0.
+        """
+        self.bind(model)
+        inputs = {k: micro_batch[k] for k in self.required_keys}
+        options = dict(
+            temperature=check_temperature(temperature), with_entropy=with_entropy, chunk_tokens=self.chunk_tokens
+        )
+        if isinstance(model, FSDPModule):
+            log_probs, entropy = model.response_log_probs(**inputs, **options)
+        else:
+            log_probs, entropy = _response_log_probs(model, **inputs, **options)
+        return log_probs, (entropy if with_entropy else None)
+
+
+def _response_log_probs(
+    model: nn.Module,
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    responses: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [B, R] and entropy [B, R] (zeros when not asked) of the response tokens; padding gives 0."""
+    causal = _causal_model(model)
+    length = responses.shape[1]
+    hidden = causal.get_decoder()(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state
+    # The state at position t predicts token t+1: response tokens are predicted one position to their left.
+    hidden = hidden[:, -length - 1 : -1]
+    attended = attention_mask[:, -length:].bool()
+    hidden, labels = hidden[attended], responses[attended]  # [N, H], [N]
+    head, config = causal.get_output_embeddings(), causal.config
+
+    pieces = []
+    for chunk, chunk_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+        args = (head, config, chunk, chunk_labels, temperature, with_entropy)
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(_chunk_log_probs, *args, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(_chunk_log_probs(*args))
+    log_probs, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
+    empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    return empty.masked_scatter(attended, log_probs), empty.masked_scatter(attended, entropy)
+
+
+def _chunk_log_probs(
+    head: nn.Module,
+    config: PretrainedConfig,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """hidden [N, H], labels [N] -> log-probs [N], entropy [N] (zeros when not asked), float32."""
+    logits = _final_logits(head(hidden).float(), config) / temperature  # [N, V]
+    log_z = torch.logsumexp(logits, dim=-1)
+    log_probs = logits.gather(-1, labels[:, None]).squeeze(-1) - log_z
+    if not with_entropy:
+        return log_probs, torch.zeros_like(log_probs)
+    return log_probs, log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+
+
+def _final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    """What some model families do between the output matrix and the softmax. [N, V] -> [N, V]."""
+    described = config.to_dict()
+    cap, scale, divisor = (
+        described.get(key) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    )
+    if scale is not None:
+        logits = logits * scale
+    if divisor is not None:
+        logits = logits / divisor
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def _causal_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside, with or without a peft wrapper."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        raise TypeError(
+            f"policy 'causal_lm' needs a transformers model with an output matrix, got {type(inner).__name__}; "
+            "choose another policy by actor_rollout_ref.model.policy.name."
+        )
+    return inner

@@ -1,0 +1,142 @@
+"""A batch of answers seen as rows of text, with the way back from one score a row to token-level scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from loguru import logger
+
+from verl.protocol import DataProto
+
+
+class RewardError(RuntimeError):
+    """A reward function failed or gave something that is no score; the text names the row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer: its position in the batch, ids without padding, what the data set says about it."""
+
+    index: int
+    data_source: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    ground_truth: Any
+    extra_info: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        known = (self.extra_info or {}).get("index")
+        return f"row {self.index} (data_source={self.data_source!r}, index={known!r})"
+
+
+def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
+    """The rows of a batch with prompts [B, P], responses [B, R], attention_mask [B, P+R].
+
+    `reward_model` is needed for its ground truth; `extra_info` and `__num_turns__` are taken where present.
+    """
+    extras = data.non_tensor_batch
+    for key in (reward_fn_key, "reward_model"):
+        if key not in extras:
+            raise RewardError(
+                f"the batch has no column {key!r} to score by; it has {', '.join(sorted(extras))}. "
+                "Add the column to the data set, or name another one in data.reward_fn_key."
+            )
+    prompts, responses = data.batch["prompts"].tolist(), data.batch["responses"].tolist()
+    valid = data.batch["attention_mask"].bool().tolist()
+    rows = []
+    for i, (prompt, response, kept) in enumerate(zip(prompts, responses, valid, strict=True)):
+        extra_info = extras["extra_info"][i] if "extra_info" in extras else None
+        if "__num_turns__" in extras:
+            extra_info = {**(extra_info or {}), "num_turns": extras["__num_turns__"][i]}
+        reward_model = extras["reward_model"][i]
+        if "ground_truth" not in reward_model:
+            raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
+        rows.append(
+            Row(
+                index=i,
+                data_source=extras[reward_fn_key][i],
+                prompt_ids=[token for token, keep in zip(prompt, kept[: len(prompt)], strict=True) if keep],
+                response_ids=[token for token, keep in zip(response, kept[len(prompt) :], strict=True) if keep],
+                ground_truth=reward_model["ground_truth"],
+                extra_info=extra_info,
+            )
+        )
+    return rows
+
+
+def split_result(result: Any, row: Row) -> tuple[float, dict[str, Any]]:
+    """(score, extras) of what a reward function gave for a row: a number, or a dict with 'score'.
+
+    A dict is an extra as a whole, its score included; a plain number has none.
+    """
+    extras = dict(result) if isinstance(result, dict) else {}
+    if isinstance(result, dict) and "score" not in result:
+        raise RewardError(f"{row}: the reward function gave a dict without 'score': {sorted(result)}.")
+    score = extras["score"] if extras else result
+    try:
+        number = float(score)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{row}: the reward function gave {score!r} as a score; a number is needed.") from error
+    if number != number or number in (float("inf"), float("-inf")):
+        raise RewardError(f"{row}: the reward function gave the score {number}; a finite number is needed.")
+    return number, extras
+
+
+def collect_extras(extras: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Dicts of the rows as one list a key, as long as the batch; None where a row lacks the key."""
+    keys = dict.fromkeys(key for extra in extras for key in extra)
+    return {key: [extra[key] if key in extra else None for extra in extras] for key in keys}
+
+
+def place_scores(data: DataProto, scores: list[float]) -> torch.Tensor:
+    """One score a row, on the row's last counted position. [B] -> [B, R] float32.
+
+    Counted by `response_mask` [B, R] when the batch has one, else by the response part of `attention_mask`. A row
+    in which the mask counts nothing falls back to its last valid token, or to position 0 of an empty response.
+    """
+    responses = data.batch["responses"]
+    length = responses.shape[-1]
+    valid = data.batch["attention_mask"][:, -length:].bool()
+    last = _last_set(valid)
+    if "response_mask" in data.batch:
+        counted = data.batch["response_mask"].bool()
+        last = torch.where(counted.any(-1), _last_set(counted), last)
+    placed = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
+    return placed.scatter_(1, last.unsqueeze(-1), values.unsqueeze(-1))
+
+
+def _last_set(mask: torch.Tensor) -> torch.Tensor:
+    """Index of the last True of each row; 0 where there is none. [B, R] -> [B]."""
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask, positions, 0).amax(-1)
+
+
+def given_scores(data: DataProto, return_dict: bool) -> torch.Tensor | dict[str, Any] | None:
+    """The scores that came with the batch as `rm_scores` [B, R], in the form asked for; None without them."""
+    if data.batch is None or "rm_scores" not in data.batch:
+        return None
+    if not return_dict:
+        return data.batch["rm_scores"]
+    names = data.meta_info["reward_extra_keys"] if "reward_extra_keys" in data.meta_info else []
+    extras = {name: data.non_tensor_batch[name] for name in names}
+    return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
+
+
+def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examine: int) -> None:
+    """Log the first `num_examine` rows of each data source as readable text."""
+    shown: Counter[str] = Counter()
+    for row, result in zip(rows, results, strict=True):
+        if shown[row.data_source] >= num_examine:
+            continue
+        shown[row.data_source] += 1
+        logger.info(
+            "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}",
+            tokenizer.decode(row.prompt_ids, skip_special_tokens=True),
+            tokenizer.decode(row.response_ids, skip_special_tokens=True),
+            row.ground_truth,
+            result,
+        )

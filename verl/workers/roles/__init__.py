@@ -1,0 +1,1 @@
+"""The Ray-facing roles, one file each."""

@@ -1,0 +1,225 @@
+"""One rank of the hybrid engine: the trained policy, its rollout and its reference in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.policy import get_policy
+from verl.workers.rollout.base import get_rollout_class
+
+ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+
+
+class ActorRolloutRefWorker(Worker):
+    """Parts by `role`: "actor", "rollout", "ref", or several of them joined by an underscore.
+
+    The rollout always answers with the actor's newest weights: `weights_version` is the global step of the last update
+    in them (0: as loaded), every generated row carries it, and a rollout that holds another version is refused.
+    """
+
+    def __init__(self, config: DictConfig, role: str, device_name: str | None = None, **kwargs) -> None:
+        super().__init__()
+        if role not in ROLES:
+            raise ValueError(f"role={role!r} is unknown. Known: {', '.join(ROLES)}.")
+        self.config = config
+        self.role = role
+        self.device_name = get_device_name() if device_name is None else device_name
+        self._is_rollout = "rollout" in role
+        self._is_actor = "actor" in role or self._is_rollout  # a rollout takes its weights from an actor beside it
+        self._is_ref = "ref" in role
+        self.weights_version = 0
+        self.rollout_version: int | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the process group, then build what the role asks for."""
+        if self.device_name == "cuda":
+            torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(self.local_rank))
+        initialize_global_process_group_ray(timeout_second=self.config.nccl_timeout)
+        for mesh in ("actor", "rollout", "ref"):
+            self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
+        self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model, HFModelConfig).load()
+        if self._is_actor:
+            self._build_actor()
+        if self._is_rollout:
+            self._build_rollout()
+        if self._is_ref and not self._ref_in_actor:
+            self._build_ref()
+
+    @property
+    def _ref_in_actor(self) -> bool:
+        return self._is_actor and self.engine.has_adapters
+
+    def _build_actor(self) -> None:
+        actor_config = per_rank_sizes(self.config.actor, self.config.rollout.n, self.world_size)
+        self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(actor_config, FSDPActorConfig)
+        self.policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
+        self.engine = FSDPEngine(
+            self.model_config,
+            self.actor_config.fsdp_config,
+            self.actor_config.optim,
+            self.actor_config.checkpoint,
+            device=self.device_name,
+        )
+        self.engine.initialize()
+        self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
+
+    def _build_rollout(self) -> None:
+        rollout_config = omega_conf_to_dataclass(self.config.rollout, RolloutConfig)
+        rollout_class = get_rollout_class(rollout_config.name, rollout_config.mode)
+        self.rollout = rollout_class(rollout_config, self.model_config, self.engine.mesh)
+        self.rollout.bind_actor(self.engine, self.policy)
+
+    def _build_ref(self) -> None:
+        ref_config: FSDPRefConfig = omega_conf_to_dataclass(self.config.ref, FSDPRefConfig)
+        self.ref_engine = FSDPEngine(
+            self.model_config, ref_config.fsdp_config, None, CheckpointConfig(), device=self.device_name
+        )
+        self.ref_engine.initialize()
+        policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
+        actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
+        self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, policy)
+
+    # ---- rollout -----------------------------------------------------------------------------------------------------
+
+    def rollout_mode(self) -> None:
+        """Wake the rollout with the actor's weights of this moment."""
+        self.rollout.resume(["weights"])
+        self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param()))
+        self.rollout_version = self.weights_version
+        self.rollout.resume(["kv_cache"])
+
+    def trainer_mode(self) -> None:
+        """Free what the rollout holds; it must be refitted before it answers again."""
+        self.rollout.release()
+        self.rollout_version = None
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """meta_info["n"] samples of each prompt [B, P] -> [B * n, P + R], with column weights_version."""
+        with self.engine.eval_mode():
+            self.rollout_mode()
+            try:
+                output = self._generate_with_checked_weights(prompts)
+            finally:
+                self.trainer_mode()
+        return output.to("cpu")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_rollout(self) -> None:
+        """End what the rollout started, such as a server of its own."""
+        if self._is_rollout:
+            self.rollout.close()
+
+    def _generate_with_checked_weights(self, prompts: DataProto) -> DataProto:
+        if self.rollout_version != self.weights_version:
+            raise RuntimeError(
+                f"rollout '{self.config.rollout.name}' holds weights version {self.rollout_version}, the actor "
+                f"{self.weights_version}: it was not refitted after start, wake-up, update or resume."
+            )
+        with torch.no_grad():
+            output = self.rollout.generate_sequences(prompts)
+        output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
+        return output
+
+    # ---- log-probs and update ----------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """old_log_probs [B, R] and entropys [B, R] of the actor's present weights."""
+        self._set_forward_sizes(data, self.config.rollout)
+        log_probs, entropys = self.actor.compute_log_prob(data, calculate_entropy=True)
+        return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """ref_log_prob [B, R]: of the reference model, or of the actor without its adapters."""
+        self._set_forward_sizes(data, self.config.ref)
+        model = self.actor if self._ref_in_actor else self.ref_policy
+        with self.engine.disable_adapter() if self._ref_in_actor else nullcontext():
+            log_probs, _ = model.compute_log_prob(data)
+        return DataProto.from_dict({"ref_log_prob": log_probs})
+
+    def _set_forward_sizes(self, data: DataProto, section: DictConfig) -> None:
+        """Micro-batch sizes of a forward-only pass: the section's own, else the update's."""
+        size = section.log_prob_micro_batch_size_per_gpu
+        if size is None and section.log_prob_micro_batch_size is not None:
+            size = max(1, section.log_prob_micro_batch_size // self.world_size)
+        data.meta_info["micro_batch_size"] = self.actor_config.ppo_micro_batch_size_per_gpu if size is None else size
+        data.meta_info["use_dynamic_bsz"] = section.log_prob_use_dynamic_bsz
+        data.meta_info["max_token_len"] = section.log_prob_max_token_len_per_gpu
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """PPO updates on this rank's share; the weights' version becomes meta_info["global_steps"]."""
+        metrics = self.actor.update_policy(data)
+        metrics["actor/lr"] = self.engine.lr_scheduler.get_last_lr()[0]  # the rate of this update
+        self.engine.lr_scheduler_step()
+        self.weights_version = int(data.meta_info["global_steps"])
+        if self.device_name == "cuda":
+            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
+            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1024**3
+        return DataProto(meta_info={"metrics": metrics})
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write the actor's part into `local_path`; all ranks take part."""
+        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Read the actor's part, written on any number of ranks; the version follows from `.../global_step_<N>/`."""
+        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        found = re.fullmatch(r"global_step_(\d+)", Path(local_path).parent.name)
+        self.weights_version = int(found.group(1)) if found else self.weights_version + 1
+        self.rollout_version = None
+        if self.rank == 0:
+            logger.debug(f"actor loaded from {local_path}: weights version {self.weights_version}")
+
+
+def finite_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same stream; a weight that is NaN or infinite never reaches a rollout."""
+    for name, tensor in weights:
+        if not torch.isfinite(tensor).all():
+            raise FloatingPointError(f"weight '{name}' {tuple(tensor.shape)} is not finite: no rollout gets it.")
+        yield name, tensor
+
+
+def per_rank_sizes(actor: DictConfig, n: int, ranks: int) -> DictConfig:
+    """A copy whose batch sizes count the samples of one rank: prompts * n / ranks; micro-batches are set per rank."""
+    actor = OmegaConf.create(OmegaConf.to_container(actor, resolve=True))
+    samples = actor.ppo_mini_batch_size * n
+    if samples % ranks:
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} x rollout.n={n} gives {samples} "
+            f"samples, which {ranks} ranks cannot share evenly. Use a multiple of {ranks}."
+        )
+    with open_dict(actor):
+        actor.ppo_mini_batch_size = samples // ranks
+        if actor.ppo_micro_batch_size is not None:
+            actor.ppo_micro_batch_size_per_gpu = max(1, actor.ppo_micro_batch_size // ranks)
+            actor.ppo_micro_batch_size = None
+    return actor

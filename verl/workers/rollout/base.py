@@ -1,0 +1,92 @@
+"""The interface of a rollout engine, with the table that finds one by name."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.registry import Registry, nearest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+
+class BaseRollout(ABC):
+    """Answers prompts with the actor's current weights.
+
+    A rank calls, in this order: `bind_actor` once; then for each batch `resume`, `update_weights`,
+    `generate_sequences`, `release`. What an engine does not need stays as it is here: nothing.
+    """
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device_mesh = device_mesh
+
+    def bind_actor(self, engine: Any, policy: Any) -> None:  # noqa: B027
+        """Hand over the actor's engine with its policy, for rollouts that run the actor's own module."""
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:  # noqa: B027
+        """Take the actor's weights as a stream of (Hugging Face name, full tensor)."""
+
+    def resume(self, tags: list[str]) -> None:  # noqa: B027
+        """Bring weights and caches back into memory (`tags`: which of "weights", "kv_cache")."""
+
+    def release(self) -> None:  # noqa: B027
+        """Give the memory of weights and caches back to the trainer."""
+
+    def close(self) -> None:  # noqa: B027
+        """End what the rollout started (servers, connections); called once, when the run is over."""
+
+    @abstractmethod
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answer left-padded prompts [B, P]; `meta_info["n"]` answers each, those of one prompt adjacent.
+
+        Gives prompts [B*n, P], responses [B*n, R] (right-padded), input_ids, attention_mask and position_ids
+        [B*n, P+R], response_mask [B*n, R].
+        """
+
+
+# Rollouts that come with verl are imported when they are asked for: some need packages of their own.
+_BUILT_IN = {
+    ("hf", "sync"): "verl.workers.rollout.hf_rollout",
+    ("spd", "sync"): "verl.workers.rollout.spd_rollout",
+}
+
+_ROLLOUTS: Registry[type[BaseRollout]] = Registry(
+    "actor_rollout_ref.rollout.{name}/{mode}",
+    "Your own: register it with register_rollout in a module named by actor_rollout_ref.model.external_lib.",
+)
+
+
+def register_rollout(name: str, mode: str) -> Callable[[type[BaseRollout]], type[BaseRollout]]:
+    """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`."""
+    return _ROLLOUTS.register(f"{name}/{mode}")
+
+
+def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
+    """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
+    key = f"{rollout_name}/{mode}"
+    if key not in _ROLLOUTS and (rollout_name, mode) in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[rollout_name, mode])
+    known = sorted({*_ROLLOUTS, *("/".join(pair) for pair in _BUILT_IN)})
+    if key not in known:
+        modes = sorted(pair.split("/")[1] for pair in known if pair.split("/")[0] == rollout_name)
+        if modes:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
+                f"it has: {', '.join(modes)}. Set actor_rollout_ref.rollout.mode={modes[0]}."
+            )
+        names = sorted({pair.split("/")[0] for pair in known})
+        raise ValueError(
+            f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{nearest(rollout_name, names) or '.'} "
+            f"Known: {', '.join(known)}. {_ROLLOUTS.howto}"
+        )
+    return _ROLLOUTS.get(key)

@@ -1,0 +1,180 @@
+"""Generates with the actor's own module: no second engine, no copy of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache
+
+from verl.protocol import DataProto
+from verl.workers.rollout.base import BaseRollout, register_rollout
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; greedy ignores the filters. top_k -1 and top_p 1 turn a filter off."""
+
+    greedy: bool
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@register_rollout("hf", "sync")
+class HFRollout(BaseRollout):
+    """Batched, KV-cached generation through the engine's (sharded) Hugging Face module.
+
+    The draw of a sample depends on the step, its prompt and its number among the prompt's samples, not on the rows
+    beside it or the rank. All ranks step together until the last row of the last rank is done, since a sharded
+    module's forward is a collective call.
+    """
+
+    engine: Any = None
+
+    def bind_actor(self, engine: Any, policy: Any) -> None:
+        self.engine = engine
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        if self.engine is None:
+            raise RuntimeError("HFRollout has no actor to generate with; call bind_actor(engine, policy) first.")
+        meta = prompts.meta_info
+        n = meta["n"] if "n" in meta else 1
+        with self.engine.eval_mode(), torch.no_grad(), self.engine.autocast():
+            rows = len(prompts)
+            # Prompts at a time, so that their samples stay within rollout.max_num_seqs.
+            step = max(1, self.config.max_num_seqs // n)
+            parts = [self._generate(prompts[start : start + step], n) for start in range(0, rows, step)]
+        tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        return DataProto.from_dict(tensors=tensors)
+
+    def sampling(self, meta: dict[str, Any]) -> Sampling:
+        """The sampling of a batch: the rollout's settings, those of val_kwargs for validation; meta_info wins."""
+        base = self.config.val_kwargs if meta.get("validate") else self.config
+        temperature = meta["temperature"] if "temperature" in meta and not meta.get("validate") else base.temperature
+        do_sample = meta["do_sample"] if "do_sample" in meta else base.do_sample
+        greedy = not do_sample or temperature == 0
+        return Sampling(greedy, 1.0 if temperature == 0 else temperature, base.top_k, base.top_p)
+
+    def _generate(self, prompts: DataProto, n: int) -> dict[str, torch.Tensor]:
+        module = self.engine.module
+        device = next(module.parameters()).device
+        meta = prompts.meta_info
+        sampling = self.sampling(meta)
+        eos = _eos_ids(meta["eos_token_id"], device)
+        pad = meta["pad_token_id"]
+        limit = self.config.response_length
+        input_ids = prompts.batch["input_ids"].to(device)  # [B, P]
+        attention_mask = prompts.batch["attention_mask"].to(device)
+        positions = prompts.batch["position_ids"].to(device)
+        uniforms = _uniforms(prompts, n, limit).to(device)  # [B*n, R]
+
+        # A prompt is read once; its cache is then repeated for its samples.
+        cache = DynamicCache()
+        logits = self._forward(input_ids, attention_mask, positions, cache).repeat_interleave(n, 0)  # [B*n, V]
+        if n > 1:
+            cache.batch_repeat_interleave(n)
+        prompt_ids, prompt_mask, prompt_positions = (
+            tensor.repeat_interleave(n, 0) for tensor in (input_ids, attention_mask, positions)
+        )
+        attention_mask = prompt_mask
+        rows = len(prompt_ids)
+        responses = torch.full((rows, limit), pad, dtype=torch.int64, device=device)
+        response_mask = torch.zeros((rows, limit), dtype=torch.int64, device=device)
+        log_probs = torch.zeros((rows, limit), dtype=torch.float32, device=device)
+        done = torch.zeros(rows, dtype=torch.bool, device=device)
+        for t in range(limit):
+            token, log_prob = choose(logits.float(), uniforms[:, t], sampling)
+            responses[:, t] = torch.where(done, pad, token)
+            log_probs[:, t] = torch.where(done, 0.0, log_prob)
+            response_mask[:, t] = (~done).long()
+            if not self.config.ignore_eos:
+                done = done | torch.isin(token, eos)
+            if t + 1 == limit or self._all_done(done):
+                break
+            attention_mask = torch.cat([attention_mask, response_mask[:, t : t + 1]], 1)
+            position = prompt_positions[:, -1:] + t + 1
+            logits = self._forward(responses[:, t : t + 1], attention_mask, position, cache)
+        steps = torch.arange(1, limit + 1, device=device)
+        result = {
+            "prompts": prompt_ids,
+            "responses": responses,
+            "input_ids": torch.cat([prompt_ids, responses], 1),
+            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
+            "position_ids": torch.cat([prompt_positions, prompt_positions[:, -1:] + steps], 1),
+            "response_mask": response_mask,
+        }
+        if self.config.calculate_log_probs:
+            result["rollout_log_probs"] = log_probs
+        return {key: value.cpu() for key, value in result.items()}
+
+    def _forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Logits of the last position: input_ids [B, q], attention_mask [B, cached + q] -> [B, V]."""
+        return self.engine.module(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    @staticmethod
+    def _all_done(done: torch.Tensor) -> bool:
+        """True when every row of every rank is done."""
+        left = (~done).any().long()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(left, op=dist.ReduceOp.MAX)
+        return not bool(left)
+
+
+def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B].
+
+    Draws by inverting the cumulative distribution at `uniform`. The log-probability is that of the tempered
+    distribution before top-k and top-p, which is what the actor computes.
+    """
+    log_probs = (logits / sampling.temperature).log_softmax(-1)
+    if sampling.greedy:
+        token = logits.argmax(-1)
+    else:
+        probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
+        if sampling.top_k > 0:
+            probs[:, sampling.top_k :] = 0.0
+        if sampling.top_p < 1:
+            before = probs.cumsum(-1) - probs
+            probs = probs.masked_fill(before >= sampling.top_p, 0.0)
+        cumulative = probs.double().cumsum(-1)
+        target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
+        place = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
+        # Rounding may land behind the last allowed token.
+        place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)
+        token = order.gather(-1, place).squeeze(-1)
+    return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
+def _uniforms(prompts: DataProto, n: int, length: int) -> torch.Tensor:
+    """One number in [0, 1) for each sample and token, from a seed of its own. -> [B*n, length]."""
+    meta = prompts.meta_info
+    step = meta["global_steps"] if "global_steps" in meta else 0
+    keep = prompts.batch["attention_mask"].bool()
+    draws = []
+    for i, ids in enumerate(prompts.batch["input_ids"]):
+        known = prompts.non_tensor_batch["sample_index"][i] if "sample_index" in prompts.non_tensor_batch else ""
+        identity = np.asarray(ids[keep[i]].cpu(), dtype=np.int64).tobytes()
+        for sample in range(n):
+            digest = hashlib.blake2b(identity + f"|{known}|{step}|{sample}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            draws.append(torch.rand(length, generator=generator))
+    return torch.stack(draws)
+
+
+def _eos_ids(eos: int | list[int] | None, device: torch.device) -> torch.Tensor:
+    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return torch.tensor(ids, dtype=torch.int64, device=device)

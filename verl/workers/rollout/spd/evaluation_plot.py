@@ -1,0 +1,92 @@
+"""The picture of an evaluation: accuracy against accepted draft tokens per target forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.workers.rollout.spd.evaluation import EvaluationRow
+
+CURVES = (  # rules of one curve, legend, colour, marker
+    (("margin",), "margin rule, swept", "#d95f02", "s"),
+    (("typical",), "typical acceptance, swept", "#7570b3", "^"),
+    (("divergence",), "divergence rule, swept", "#a6761d", "v"),
+    (("divergence_strict",), "divergence rule, strict", "#666666", "D"),
+    (("scorer", "scorer_sweep"), "trained scorer, swept", "#1b9e77", "o"),
+)
+POINTS = {  # rule: legend, colour, marker
+    "exact": ("exact match", "black", "*"),
+    "all": ("accept everything", "#999999", "X"),
+    "random": ("random share", "#e7298a", "P"),
+    "scorer_untrained": ("untrained scorer", "#66a61e", "h"),
+    "scorer": ("trained scorer, threshold from validation", "#1b9e77", "o"),
+}
+
+
+ZOOM_POINTS = 9.0  # how far below the target's accuracy the close-up reaches
+
+
+def save_plot(rows: Sequence[EvaluationRow], questions: int, path: Path) -> None:
+    """Write a PNG: all rules on the left, the best of them close up on the right, with 95 % intervals."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 6.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    whole, close = figure.subplots(1, 2)
+    _draw(whole, rows)
+    _draw(close, rows)
+    top = max(row.accuracy + 1.96 * row.accuracy_se for row in rows)
+    reference = next(row.accuracy for row in rows if row.rule == "exact")
+    floor = 100 * reference - ZOOM_POINTS
+    close.set_ylim(floor, 100 * top + 0.5)
+    _name_thresholds(close, rows, floor)
+    whole.set_title("all rules")
+    close.set_title("close up; the small figures are thresholds")
+    figure.suptitle(f"Speculative decoding on {questions} held-out questions")
+    figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+    figure.savefig(path)
+
+
+def _draw(axes, rows: Sequence[EvaluationRow]) -> None:
+    """Curves, points and the target's own accuracy on one pair of axes."""
+    for rules, legend, colour, marker in CURVES:
+        curve = _curve(rows, rules)
+        if curve:
+            axes.errorbar(*_series(curve), color=colour, marker=marker, markersize=5, linewidth=1.6, capsize=2,
+                          elinewidth=0.8, label=legend)
+    for rule, (legend, colour, marker) in POINTS.items():
+        points = [row for row in rows if row.rule == rule]
+        if points:
+            axes.errorbar(*_series(points), color=colour, marker=marker, markersize=11, markeredgecolor="black",
+                          markeredgewidth=0.8, linestyle="none", capsize=3, label=legend, zorder=5)
+    for row in rows:
+        if row.rule == "target":
+            axes.axhline(100 * row.accuracy, color="black", linewidth=0.8, linestyle=":", label="target alone")
+    axes.set_xlabel("accepted draft tokens per target forward")
+    axes.set_ylabel("accuracy, % (bars: 95 % interval)")
+    axes.grid(alpha=0.25)
+
+
+def _name_thresholds(axes, rows: Sequence[EvaluationRow], floor: float) -> None:
+    """Write each threshold beside its point: the scorer's above, the other rules' below."""
+    for rules, _, colour, _ in CURVES:
+        place = (5, 7) if "scorer" in rules else (5, -12)
+        for row in _curve(rows, rules):
+            if 100 * row.accuracy > floor:
+                axes.annotate(f"{row.threshold:g}", (row.accepted_per_forward, 100 * row.accuracy), fontsize=8,
+                              color=colour, xytext=place, textcoords="offset points", annotation_clip=True)
+
+
+def _curve(rows: Sequence[EvaluationRow], rules: Sequence[str]) -> list[EvaluationRow]:
+    """The rows of one swept rule from slow to fast."""
+    return sorted((row for row in rows if row.rule in rules), key=lambda row: row.accepted_per_forward)
+
+
+def _series(rows: Sequence[EvaluationRow]) -> tuple[list[float], list[float], list[float]]:
+    """Speeds, accuracies and half intervals in percent."""
+    return (
+        [row.accepted_per_forward for row in rows],
+        [100 * row.accuracy for row in rows],
+        [196 * row.accuracy_se for row in rows],
+    )

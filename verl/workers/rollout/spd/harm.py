@@ -1,0 +1,67 @@
+"""What each rule does to mismatches whose harm is known, on one fixed set of labelled blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from verl.workers.rollout.spd.decode import Judge, replay_blocks
+
+COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
+
+
+@dataclass(frozen=True)
+class LabelledBlock:
+    """One drafted block; `harmful[i]`: the right answer turns wrong if the mismatch at i and all before it stand."""
+
+    context_ids: list[int]
+    draft_ids: list[int]
+    harmful: dict[int, bool]
+
+
+def harm_shares(
+    judges: Sequence[Judge], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock]
+) -> list[tuple[float | None, float | None]]:
+    """For each judge: (share of the harmless, share of the harmful) mismatches it accepts; None where there are none.
+
+    Each mismatch is judged as if everything before it in its block had been accepted.
+    """
+    passed = [[0, 0] for _ in judges]
+    total = [0, 0]
+    contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
+    for view in replay_blocks(target, draft, contexts, drafts):
+        verdicts = [judge(view).tolist() for judge in judges]
+        for k, place in enumerate(view.rows.tolist()):
+            for position, harmful in blocks[place].harmful.items():
+                total[harmful] += 1
+                for count, verdict in zip(passed, verdicts, strict=True):
+                    count[harmful] += verdict[k][position]
+    return [
+        (harmless / total[0] if total[0] else None, harmful / total[1] if total[1] else None)
+        for harmless, harmful in passed
+    ]
+
+
+def read_labels(path: Path) -> list[LabelledBlock]:
+    """Blocks of a jsonl file with one line a labelled mismatch: block_id, position, context_ids, draft_ids, harmful."""
+    blocks: dict[str, LabelledBlock] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        record = json.loads(line)
+        missing = [name for name in COLUMNS if name not in record]
+        if missing:
+            raise ValueError(f"{path}, line {number}: no {missing}; found {sorted(record)}")
+        fresh = LabelledBlock(record["context_ids"], record["draft_ids"], {})
+        block = blocks.setdefault(record["block_id"], fresh)
+        if (block.context_ids, block.draft_ids) != (fresh.context_ids, fresh.draft_ids):
+            raise ValueError(f"{path}, line {number}: block {record['block_id']!r} has another context or draft above")
+        if not 0 <= record["position"] < len(block.draft_ids):
+            raise ValueError(
+                f"{path}, line {number}: position {record['position']} lies outside of the "
+                f"{len(block.draft_ids)} draft tokens"
+            )
+        block.harmful[record["position"]] = bool(record["harmful"])
+    return list(blocks.values())

@@ -1,0 +1,87 @@
+"""From actions to hybrid contexts: what a judged block turns the target's context into."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+def effective_lengths(accepted: torch.Tensor) -> torch.Tensor:
+    """Leading accepts: bool [..., g] -> int64 [...]."""
+    return accepted.long().cumprod(-1).sum(-1)
+
+
+def sample_actions(z: torch.Tensor, draws: torch.Tensor | None, temperature: float) -> torch.Tensor:
+    """Actions 0/1 int64 [B, n, g] from z [B, g]: Bernoulli(sigmoid(z / T)) by uniform draws [B, n, g].
+
+    Without draws greedy: z > 0, [B, 1, g].
+    """
+    if draws is None:
+        return (z > 0).long()[:, None]
+    return (draws < torch.sigmoid(z / temperature)[:, None]).long()
+
+
+def uniform_draws(
+    seed: int, global_steps: int, sample_indices: Sequence[int], draft_lens: Sequence[int], n: int, width: int
+) -> torch.Tensor:
+    """Uniform numbers [B, n, width] float32 that depend on (seed, step, sample_index) only: not on ranks, nor batch."""
+    draws = np.ones((len(sample_indices), n, width), dtype=np.float32)
+    for row, (index, g) in enumerate(zip(sample_indices, draft_lens, strict=True)):
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, global_steps, index])))
+        draws[row, :, :g] = generator.random((n, g), dtype=np.float32)
+    return torch.from_numpy(draws)
+
+
+def action_log_probs(z: torch.Tensor, actions: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log p(a) under Bernoulli(sigmoid(z / T)): z [B, 1, g] or [B, n, g], actions [B, n, g] -> float32 [B, n, g]."""
+    scaled = z.float() / temperature
+    return torch.nn.functional.logsigmoid(torch.where(actions == 1, scaled, -scaled))
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """H = context + d_1..d_L + t_{L+1}; cut at an accepted end token."""
+
+    effective_len: int  # L
+    tokens: tuple[int, ...]  # d_1..d_L and t_{L+1}, without an end token
+    ended: bool  # the answer ends here: an end token stood in it
+    on_target_path: bool  # only matches were accepted: the target would have written the same
+    reached: int  # draft positions whose action had a say in H: those before the first rejection, and it
+
+
+def hybrid_of(
+    draft_ids: Sequence[int], target_ids: Sequence[int], actions: Sequence[int], eos: Collection[int]
+) -> Hybrid:
+    """The hybrid of one judged block; target_ids has one id more than draft_ids, actions at least as many.
+
+    Matches count as accepted whatever their action. What stands behind an accepted end token is never written.
+    """
+    taken: list[int] = []
+    on_path = True
+    for i, (drafted, wanted) in enumerate(zip(draft_ids, target_ids, strict=False)):
+        if drafted != wanted:
+            if not actions[i]:
+                return _corrected(taken, wanted, eos, on_path, reached=i + 1)
+            on_path = False
+        if drafted in eos:
+            return Hybrid(len(taken) + 1, tuple(taken), True, on_path, reached=i + 1)
+        taken.append(drafted)
+    return _corrected(taken, target_ids[len(draft_ids)], eos, on_path, reached=len(draft_ids))
+
+
+def _corrected(taken: list[int], token: int, eos: Collection[int], on_path: bool, reached: int) -> Hybrid:
+    """Accepted tokens followed by the target's own."""
+    if token in eos:
+        return Hybrid(len(taken), tuple(taken), True, on_path, reached)
+    return Hybrid(len(taken), (*taken, token), False, on_path, reached)
+
+
+def counted_positions(
+    draft_ids: Sequence[int], target_ids: Sequence[int], reached: int, loss_positions: str
+) -> list[int]:
+    """1 where a position counts in the loss: mismatches up to and including the first rejection; `all`: every mismatch."""
+    last = reached if loss_positions == "judged" else len(draft_ids)
+    return [int(i < last and d != t) for i, (d, t) in enumerate(zip(draft_ids, target_ids, strict=False))]

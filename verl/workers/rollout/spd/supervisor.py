@@ -1,0 +1,58 @@
+"""Runs a server that must not outlive its owner: `python supervisor.py OWNER_PID COMMAND...`, standard library only.
+
+The owner holds the other end of standard input. When that closes, or the owner is gone (SIGKILL included), or this
+process is told to stop, the server's whole process group is ended: first asked, then killed.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG = 1
+GRACE_S = 3.0
+
+
+def die_with_parent() -> None:
+    """In the child: SIGKILL if even this supervisor is killed."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_group(child: subprocess.Popen) -> None:
+    """End the child's process group and wait until nobody of it is left."""
+    for sign, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        try:
+            os.killpg(child.pid, sign)
+        except ProcessLookupError:
+            return
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            child.poll()
+            try:
+                os.killpg(child.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+
+
+def main() -> int:
+    owner, command = int(sys.argv[1]), sys.argv[2:]
+    stopping = []
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sign, lambda number, frame: stopping.append(number))
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    try:
+        while child.poll() is None and not stopping and os.getppid() == owner:
+            readable, _, _ = select.select([sys.stdin], [], [], 0.5)
+            if readable and not os.read(sys.stdin.fileno(), 1):
+                break
+    finally:
+        end_group(child)
+    return child.returncode if child.returncode is not None and child.returncode >= 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

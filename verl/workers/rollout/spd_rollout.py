@@ -1,0 +1,416 @@
+"""The rollout that lets a scorer judge drafted blocks: actions, hybrid contexts, and whether the answer survives."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from loguru import logger
+from tensordict import TensorDict
+
+from verl.protocol import DataProto
+from verl.utils.model import get_generation_config
+from verl.utils.reward_score.spd_scorer_reward import SCENARIOS, scenario_of
+from verl.workers.rollout.base import BaseRollout, register_rollout
+from verl.workers.rollout.spd.answers import is_correct
+from verl.workers.rollout.spd.client import VllmEngineServer, preferred_first, server_urls
+from verl.workers.rollout.spd.completer import Completer, CompletionCounts
+from verl.workers.rollout.spd.hybrid import (
+    Hybrid,
+    action_log_probs,
+    counted_positions,
+    hybrid_of,
+    sample_actions,
+    uniform_draws,
+)
+from verl.workers.rollout.spd.server import LocalVllmServer
+from verl.workers.rollout.spd.settings import SPDSettings
+from verl.workers.rollout.spd.store import Completion, CompletionStore, model_dir_fingerprint
+from verl.workers.rollout.spd.text import spd_segments
+
+__all__ = ["LostCompletionsError", "SPDRollout", "VllmEngineServer"]
+
+SCORER_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
+
+
+class LostCompletionsError(RuntimeError):
+    """More completions were lost than spd.rollout.lost_share_max allows."""
+
+
+@dataclass
+class _Sample:
+    """One judged block: which prompt, what became of it. Lengths are counted from the end of the context."""
+
+    prompt: int
+    actions: list[int]
+    hybrid: Hybrid
+    context: tuple[int, ...] | None = None  # H, where its completion is needed
+    correct: bool | None = None  # S_h; None = its completion is lost
+    length: int | None = None  # tokens of the hybrid answer, None where not known
+    hit_limit: bool = False
+    completion: tuple[int, ...] = ()
+
+
+@dataclass
+class _Totals:
+    """Sums over this rank's samples that make the metrics of all ranks."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    longest: int = 0
+    error: str = ""
+
+
+@register_rollout("spd", "sync")
+class SPDRollout(BaseRollout):
+    """One forward of the scorer per prompt, n Bernoulli samples of it, and the target's completion of each distinct
+    hybrid context, asked of a vLLM server once in the whole training.
+
+    `rollout.temperature` is the T of sampling, of the recorded log-probs and of the update. `rollout.custom` holds the
+    recipe's group `spd`. Without servers one is started on this machine by the first rank of each node.
+    """
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.settings = SPDSettings.from_custom(config.custom)
+        self.tokenizer = model_config.tokenizer
+        self.engine: Any = None
+        self.policy: Any = None
+        self.local_server: LocalVllmServer | None = None
+        self._completer: Completer | None = None
+        target = self.settings.target_path
+        generation = get_generation_config(target)
+        eos = generation.eos_token_id if generation is not None else None
+        self.eos = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+        self._urls = server_urls(self.settings.rollout.servers)
+        if not self._urls and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            # Loading vLLM takes half a minute: it goes on while the actor is built.
+            self.local_server = LocalVllmServer(
+                target, self.settings.rollout.server_log, self._max_model_len(), self.settings.rollout.server_args
+            )
+
+    def bind_actor(self, engine: Any, policy: Any) -> None:
+        self.engine = engine
+        self.policy = policy
+
+    def close(self) -> None:
+        """Close connections and store, end the local server."""
+        if self._completer is not None:
+            self._completer.client.close()
+            self._completer.store.close()
+        if self.local_server is not None:
+            self.local_server.stop()
+
+    # ---- servers -------------------------------------------------------------------------------------------------------
+
+    def _max_model_len(self) -> int:
+        """Context, block and completion together, as far as the target reaches."""
+        limit = self.settings.rollout.max_model_len
+        return limit or self.config.prompt_length + self.config.response_length + 1 + self.settings.rollout.max_tokens
+
+    def _completions(self) -> Completer:
+        """The completer, built at the first use; every rank takes part, since the local server's address is shared."""
+        if self._completer is not None:
+            return self._completer
+        options, target = self.settings.rollout, self.settings.target_path
+        urls = self._urls or [self._share_local_url()]
+        client = VllmEngineServer(
+            preferred_first(urls, _rank()),
+            target,
+            max_tokens=options.max_tokens,
+            eos_token_ids=sorted(self.eos),
+            settings=options.client(),
+            served_model=options.served_model,
+        )
+        client.check_model()
+        if Path(target).expanduser().is_dir():
+            fingerprint = model_dir_fingerprint(target)
+        else:  # a hub name: the servers hold the weights
+            fingerprint = hashlib.sha256(f"{target}@{options.served_model}".encode()).hexdigest()[:32]
+        sampling = {"temperature": 0.0, "max_tokens": options.max_tokens, "eos": sorted(self.eos)}
+        self._completer = Completer(CompletionStore(options.store_path, fingerprint, sampling), client)
+        return self._completer
+
+    def _share_local_url(self) -> str:
+        """The address of this node's local server, once it is ready; a failure is raised on every rank."""
+        mine: dict[str, str | None] = {"host": socket.gethostname(), "url": None, "error": None}
+        if self.local_server is not None:
+            try:
+                mine["url"] = self.local_server.wait_ready(self.settings.rollout.start_timeout_s)
+            except RuntimeError as error:
+                mine["error"] = str(error)
+        shared = _gather(mine)
+        if errors := [rank["error"] for rank in shared if rank["error"]]:
+            raise RuntimeError(errors[0])
+        return next(rank["url"] for rank in shared if rank["host"] == mine["host"] and rank["url"])
+
+    # ---- one batch -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Judge each block `meta_info["n"]` times; greedily where `validate` is set or do_sample is off.
+
+        prompts: input_ids, attention_mask, position_ids [B, P], spd_layout [B, 5], sample_index [B]; extra_info with
+        context_ids, draft_ids, target_ids, is_correct_baseline, ground_truth. Gives [B*n] rows: prompts, input_ids
+        [., P], responses (actions 0/1, padding 0), response_mask, rollout_log_probs [., R], attention_mask and
+        position_ids [., P+R], spd_layout, sample_index; extra_info (with effective_len, is_correct_hybrid, ...),
+        spd_text, __lost__. R is data.max_response_length.
+        """
+        if self.engine is None:
+            raise RuntimeError("SPDRollout has no scorer to judge with; call bind_actor(engine, policy) first.")
+        meta = prompts.meta_info
+        validate = bool(meta["validate"]) if "validate" in meta else False
+        greedy = validate or ("do_sample" in meta and not meta["do_sample"])
+        n = int(meta["n"]) if "n" in meta else 1
+        step = int(meta["global_steps"]) if "global_steps" in meta else 0
+        infos = list(prompts.non_tensor_batch["extra_info"])
+
+        z = self._scores(prompts)  # [B, R]
+        actions = self._actions(z, prompts, infos, n, step, greedy)  # [B, n, R]
+        log_probs = action_log_probs(z[:, None], actions, self.config.temperature)  # [B, n, R]
+        samples = [
+            _Sample(b, row, hybrid_of(info["draft_ids"], info["target_ids"], row, self.eos))
+            for b, info in enumerate(infos)
+            for row in actions[b].tolist()
+        ]
+        counts, baseline, error = self._settle(samples, infos)
+        metrics = self._metrics(samples, infos, counts, baseline, error)
+        return self._output(prompts, infos, samples, actions, log_probs, baseline, metrics, n, validate)
+
+    def _scores(self, prompts: DataProto) -> torch.Tensor:
+        """z [B, R] on the CPU, one forward per prompt; the same number of forwards on every rank."""
+        width = self.config.response_length
+        size = self.config.log_prob_micro_batch_size_per_gpu or len(prompts)
+        device = self.engine.device
+        parts = []
+        with self.engine.eval_mode(), self.engine.autocast():
+            for first in range(0, len(prompts), size):
+                rows = {key: prompts.batch[key][first : first + size].to(device) for key in SCORER_KEYS}
+                z = self.policy.scores(self.engine.module, TensorDict(rows, batch_size=len(rows["input_ids"])))
+                if z.shape[1] > width:
+                    raise ValueError(
+                        f"a draft has {z.shape[1]} tokens, data.max_response_length={width}. Raise it to {z.shape[1]}."
+                    )
+                # Padding like matches: accepted for certain.
+                parts.append(torch.nn.functional.pad(z.float().cpu(), (0, width - z.shape[1]), value=50.0))
+        return torch.cat(parts)
+
+    def _actions(
+        self, z: torch.Tensor, prompts: DataProto, infos: list[dict], n: int, step: int, greedy: bool
+    ) -> torch.Tensor:
+        """Actions 0/1 int64 [B, n, R]; 1 at matches, 0 at padding."""
+        lengths = [len(info["draft_ids"]) for info in infos]
+        draws = None
+        if not greedy:
+            indices = _column(prompts, "sample_index")
+            draws = uniform_draws(self.settings.seed, step, indices, lengths, n, z.shape[1])
+        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1).clone()
+        for b, info in enumerate(infos):
+            for i, (drafted, wanted) in enumerate(zip(info["draft_ids"], info["target_ids"], strict=False)):
+                if drafted == wanted:
+                    actions[b, :, i] = 1
+            actions[b, :, lengths[b] :] = 0
+        return actions
+
+    def _settle(
+        self, samples: list[_Sample], infos: list[dict]
+    ) -> tuple[CompletionCounts, list[int | None], str]:
+        """Fill in what became of every sample; gives the counts, the baseline's lengths [B] and why some were lost."""
+        needs_baseline = self.settings.reward.length_penalty > 0
+        wanted: list[tuple[int, ...]] = []
+        for sample in samples:
+            info, hybrid = infos[sample.prompt], sample.hybrid
+            if hybrid.on_target_path:  # L = 0 too: then H is the target's own next token
+                sample.correct = bool(info["is_correct_baseline"])
+            elif not hybrid.ended:
+                sample.context = (*info["context_ids"], *hybrid.tokens)
+                wanted.append(sample.context)
+        baseline: list[int | None] = [info.get("baseline_length") for info in infos]
+        contexts = [tuple(info["context_ids"]) for info in infos]
+        if needs_baseline:
+            wanted += [ids for ids, known in zip(contexts, baseline, strict=True) if known is None]
+        done: dict[tuple[int, ...], Completion] = {}
+        counts, error = CompletionCounts(), ""
+        try:
+            completer = self._completions()
+            done, counts = completer.complete(wanted)
+            error = completer.client.last_error if counts.failed else ""
+        except Exception as failure:  # re-raised on every rank by _metrics, after the ranks have met
+            logger.exception("the completions of this batch could not be made")
+            error = f"!{type(failure).__name__}: {failure}"
+        if needs_baseline:
+            baseline = [
+                len(done[ids].token_ids) if known is None and ids in done else known
+                for ids, known in zip(contexts, baseline, strict=True)
+            ]
+        self._read(samples, infos, done, baseline)
+        return counts, baseline, error
+
+    def _read(
+        self,
+        samples: list[_Sample],
+        infos: list[dict],
+        done: dict[tuple[int, ...], Completion],
+        baseline: list[int | None],
+    ) -> None:
+        """Take the completions over into the samples and check their answers."""
+        verdicts: dict[tuple[tuple[int, ...], str], bool] = {}
+        needs_baseline = self.settings.reward.length_penalty > 0
+        for sample in samples:
+            info, hybrid = infos[sample.prompt], sample.hybrid
+            if needs_baseline and baseline[sample.prompt] is None:
+                sample.correct = None
+                continue
+            if hybrid.on_target_path:
+                sample.length = baseline[sample.prompt]
+                continue
+            if sample.context is not None:
+                if sample.context not in done:
+                    continue
+                completion = done[sample.context]
+                sample.completion, sample.hit_limit = completion.token_ids, completion.hit_limit
+            sample.length = len(hybrid.tokens) + len(sample.completion)
+            answer = (*info["context_ids"], *hybrid.tokens, *sample.completion)
+            key = (answer, str(info["ground_truth"]))
+            if key not in verdicts:
+                text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
+                verdicts[key] = is_correct(text, info["ground_truth"])
+            sample.correct = verdicts[key] and not sample.hit_limit
+
+    def _metrics(
+        self,
+        samples: list[_Sample],
+        infos: list[dict],
+        counts: CompletionCounts,
+        baseline: list[int | None],
+        error: str,
+    ) -> dict[str, float]:
+        """spd/* over all ranks, the same on each; raises on each when something failed or too much was lost."""
+        values = {f"completions/{name}": float(value) for name, value in asdict(counts).items()}
+        values.update(dict.fromkeys(("samples", "kept", "accepted", "ratios", "ratio_sum", "limit"), 0.0))
+        values.update({f"scenario/{name}": 0.0 for name in SCENARIOS})
+        totals = _Totals(values, error=error)
+        for sample in samples:
+            values["samples"] += 1
+            if sample.correct is None:
+                continue
+            accepted = sample.hybrid.effective_len
+            values["kept"] += 1
+            values["accepted"] += accepted
+            values["limit"] += sample.hit_limit
+            totals.longest = max(totals.longest, accepted)
+            scenario = scenario_of(accepted, sample.correct, bool(infos[sample.prompt]["is_correct_baseline"]))
+            values[f"scenario/{scenario}"] += 1
+            known = baseline[sample.prompt]
+            if known and sample.length is not None:
+                values["ratios"] += 1
+                values["ratio_sum"] += sample.length / known
+        return self._summary(_gather(totals))
+
+    def _summary(self, ranks: Sequence[_Totals]) -> dict[str, float]:
+        total = {name: sum(rank.values[name] for rank in ranks) for name in ranks[0].values}
+        if failed := [rank.error for rank in ranks if rank.error.startswith("!")]:
+            raise RuntimeError(f"spd rollout: {failed[0][1:]}")
+        lost = total["samples"] - total["kept"]
+        if lost > self.settings.rollout.lost_share_max * total["samples"]:
+            why = next((rank.error for rank in ranks if rank.error), "no completion came")
+            raise LostCompletionsError(
+                f"{lost:.0f} of {total['samples']:.0f} samples have no completion from the servers "
+                f"{', '.join(self._completions().client.urls)} (last error: {why}); spd.rollout.lost_share_max="
+                f"{self.settings.rollout.lost_share_max} allows fewer. Check the servers, then start the run again: it "
+                "resumes, and completions made so far are kept."
+            )
+        kept = max(1.0, total["kept"])
+        metrics = {f"spd/completions/{name}": total[f"completions/{name}"] for name in asdict(CompletionCounts())}
+        metrics["spd/dropped_samples"] = lost
+        metrics["spd/accepted_len/mean"] = total["accepted"] / kept
+        metrics["spd/accepted_len/max"] = float(max(rank.longest for rank in ranks))
+        metrics["spd/hit_limit"] = total["limit"] / kept
+        metrics.update({f"spd/scenario/{name}": total[f"scenario/{name}"] / kept for name in SCENARIOS})
+        if total["ratios"]:
+            metrics["spd/output_length_ratio"] = total["ratio_sum"] / total["ratios"]
+        return metrics
+
+    def _output(
+        self,
+        prompts: DataProto,
+        infos: list[dict],
+        samples: list[_Sample],
+        actions: torch.Tensor,
+        log_probs: torch.Tensor,
+        baseline: list[int | None],
+        metrics: dict[str, float],
+        n: int,
+        validate: bool,
+    ) -> DataProto:
+        """The [B*n] rows that the trainer goes on with."""
+        width = actions.shape[-1]
+        counted = torch.zeros((len(samples), width), dtype=torch.int64)
+        drafted = torch.zeros((len(samples), width), dtype=torch.int64)
+        rows: dict[str, np.ndarray] = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")}
+        lost = np.zeros(len(samples), dtype=bool)
+        masked = self.settings.reward.zero_length == "mask" and not validate
+        for k, sample in enumerate(samples):
+            info, hybrid = infos[sample.prompt], sample.hybrid
+            draft, target = info["draft_ids"], info["target_ids"]
+            drafted[k, : len(draft)] = 1
+            counted[k, : len(draft)] = torch.tensor(
+                counted_positions(draft, target, hybrid.reached, self.settings.loss_positions)
+            )
+            lost[k] = sample.correct is None or (masked and hybrid.effective_len == 0)
+            rows["extra_info"][k] = {
+                **info,
+                "effective_len": hybrid.effective_len,
+                "is_correct_hybrid": None if sample.correct is None else int(sample.correct),
+                "hybrid_length": sample.length,
+                "baseline_length": baseline[sample.prompt],
+                "hit_limit": sample.hit_limit,
+                "asked": sample.context is not None,
+            }
+            rows["spd_text"][k] = spd_segments(
+                self.tokenizer, draft, target, sample.actions, hybrid, sample.completion
+            )
+        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
+        width_p = tensors["input_ids"].shape[1]
+        positions = tensors["position_ids"][:, :width_p]
+        after = positions[:, -1:] + torch.arange(1, width + 1)
+        tensors.update(
+            prompts=tensors["input_ids"],
+            attention_mask=torch.cat([tensors["attention_mask"][:, :width_p], drafted], dim=1),
+            position_ids=torch.cat([positions, after], dim=1),
+            responses=actions.reshape(-1, width),
+            response_mask=counted,
+            rollout_log_probs=log_probs.reshape(-1, width) * drafted,
+            sample_index=torch.tensor(_column(prompts, "sample_index")).repeat_interleave(n),
+        )
+        if "sample_index" not in prompts.batch:
+            tensors.pop("sample_index")
+        output = DataProto.from_dict(tensors=tensors, non_tensors={**rows, "__lost__": lost})
+        output.meta_info["metrics"] = metrics
+        return output
+
+
+def _column(prompts: DataProto, name: str) -> list[int]:
+    """A column of whole numbers that may stand among the tensors or among the other columns."""
+    values = prompts.batch[name] if name in prompts.batch else prompts.non_tensor_batch[name]
+    return [int(value) for value in values]
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _gather(mine: Any) -> list[Any]:
+    """What every rank gave, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
