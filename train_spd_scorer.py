@@ -147,15 +147,19 @@ def _check_block(
     if missing := [n for n in ("question_id", "context_ids", "draft_ids", "target_ids") if block.get(n) is None]:
         raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(block)}.")
     if block["question_id"] not in questions:
-        raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add the question there.")
+        raise DataError(
+            f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there."
+        )
     for name in ("context_ids", "draft_ids", "target_ids"):
         ids = block[name]
         if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
-            raise DataError(f"{where}: {name} must be a list of token ids from 0 to {vocabulary - 1}, not {str(ids)[:80]}.")
+            raise DataError(
+                f"{where}: {name} must be a list of token ids from 0 to {vocabulary - 1}, not {str(ids)[:80]}."
+            )
     if len(block["target_ids"]) != len(block["draft_ids"]) + 1:
         raise DataError(
-            f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more target id "
-            "(the bonus token) is needed."
+            f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more "
+            "target id (the bonus token) is needed."
         )
 
 
@@ -278,7 +282,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--val-blocks", help="blocks of held-out questions")
     parser.add_argument("--val-metadata", help="their questions (default: --metadata)")
     parser.add_argument("--output-dir", required=True, help="checkpoints, metrics, report, prepared data")
-    parser.add_argument("--model", default=os.environ.get("MODEL_PATH"), help="the target, or the own backbone (MODEL_PATH)")
+    parser.add_argument(
+        "--model", default=os.environ.get("MODEL_PATH"), help="the target, or the own backbone (MODEL_PATH)"
+    )
     parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER_PATH"), help="default: the model's")
     parser.add_argument("--adapter", default=os.environ.get("ADAPTER_PATH"), help="saved scorer to start from")
     parser.add_argument("--target", help="the target that completes, where --model is another model")

@@ -125,6 +125,9 @@ class OwnPath:
 def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress) -> OwnPath:
     """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met."""
     found, results = record_blocks(pair, questions, exact(), progress)
+    if count and not found:
+        raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
+                         "nothing to judge; use another draft")
     answers = [tokens for result in results for tokens in result.tokens]
     correct = {q.question_id: pair.is_right(ids, q) for q, ids in zip(questions, answers, strict=True)}
     blocks = [_block(q, c, d, t, correct[q.question_id], "own") for q, c, d, t in sample(found, count, seed)]

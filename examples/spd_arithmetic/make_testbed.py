@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import pandas as pd
@@ -25,8 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from examples.spd_arithmetic import train_models, train_pair
-from examples.spd_arithmetic.blocks import DraftedBlock, OwnPath, Pair, drifted_blocks, harm_labels, own_path
+from examples.spd_arithmetic import train_pair
+from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, Pair, drifted_blocks, harm_labels, own_path
 from examples.spd_arithmetic.questions import SPLITS, Question, Splits, draw_questions, read_gsm8k, write_questions
 from verl.workers.rollout.spd.rules import accept_all, random_share
 
@@ -34,6 +34,7 @@ HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "blocks.py", "make_testbed.py")
 DRIFT_ACCEPT_SHARE = 0.5
 SANITY_QUESTIONS = 200
+SECONDS_BETWEEN_LINES = 15.0
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Phases:
 
     progress: Progress
     seconds: dict[str, float] = field(default_factory=dict)
+    spoke: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[train_pair.Report]:
@@ -54,6 +56,10 @@ class Phases:
             if title not in bars:
                 bars[title] = self.progress.add_task(title, total=total)
             self.progress.update(bars[title], completed=done, total=total)
+            # A bar is invisible in a log file, so a phase also speaks up there now and then.
+            if not self.progress.console.is_terminal and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
+                self.spoke = time.perf_counter()
+                logger.info("{}: {} of {}", title, done, total)
 
         yield report
         self.seconds[name] = round(time.perf_counter() - begin, 2)
@@ -99,8 +105,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--n-val-blocks", type=int, default=1000)
     add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
     add("--drift-share", type=float, default=0.0, help="share of the train blocks met after accepted mismatches")
-    add("--target-steps", type=int, default=train_models.TARGET_STEPS)
-    add("--draft-steps", type=int, default=train_models.DRAFT_STEPS)
+    add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
+    add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens a round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=200, help="rows decoded together")
@@ -167,7 +173,7 @@ def build(args: argparse.Namespace, out: Path, phases: Phases, key: str) -> dict
         found = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
         labels = harm_labels(pair, found.blocks, {q.question_id: q for q in questions}, report)
         rows = [asdict(label) for label in labels]
-        pd.DataFrame(rows).to_parquet(out / "harm_labels.parquet")
+        pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(out / "harm_labels.parquet")
         (out / "harm_labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)

@@ -20,7 +20,6 @@ from examples.spd_arithmetic.tokenizer import EOS, PAD_ID, Encoder
 
 DRILL_SHARE = 0.15
 DRILL_CALCULATIONS = 16
-TARGET_STEPS, DRAFT_STEPS = 560, 800
 WARM_UP_STEPS = 60
 DECAY_SHARE = 0.6
 BUCKET_BATCHES = 8
@@ -153,11 +152,11 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return min(warm_up, (steps - step) / (DECAY_SHARE * steps))
 
 
-def target_config(vocab: int, steps: int = TARGET_STEPS) -> TrainConfig:
+def target_config(vocab: int, steps: int) -> TrainConfig:
     """The target: 0.68 M parameters."""
     return TrainConfig(Shape(vocab, dim=128, layers=4, heads=4, ff=256), steps)
 
 
-def draft_config(vocab: int, steps: int = DRAFT_STEPS) -> TrainConfig:
+def draft_config(vocab: int, steps: int) -> TrainConfig:
     """The draft: 93 K parameters."""
     return TrainConfig(Shape(vocab, dim=64, layers=2, heads=2, ff=128), steps)

@@ -20,7 +20,7 @@ ATTENTIONS = ("causal", "spd", "hybrid")
 class ScoringModelConfig:
     """What kind of scorer it is and what it stands on."""
 
-    # Directory of the Hugging Face model underneath: the scorer's own backbone, or the target whose hidden states it reads.
+    # Directory of the Hugging Face model underneath: the own backbone, or the target whose hidden states are read.
     base_model_path: str = ""
     # own: a backbone of its own reads the block; target: a small head over the frozen target's hidden states.
     backbone: str = "target"
@@ -45,7 +45,9 @@ class ScoringModelConfig:
         for name, known in (("backbone", BACKBONES), ("attention", ATTENTIONS)):
             value = getattr(self, name)
             if value not in known:
-                raise ValueError(f"spd.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}.")
+                raise ValueError(
+                    f"spd.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}."
+                )
         if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
             raise ValueError(
                 f"spd.backbone=target runs the frozen target causally, but spd.attention={self.attention!r} and "

@@ -45,14 +45,14 @@ class TargetHead(nn.Module):
         self.out = nn.Linear(width, 1)
 
     def forward(self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Three of [B, g, H] -> [B, g]. Each part is brought to unit scale: embeddings may be far smaller than states."""
+        """Three of [B, g, H] -> [B, g]. Each part at unit scale: embeddings may be far smaller than states."""
         dtype = self.first.weight.dtype
         parts = [F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target)]
         return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat(parts, dim=-1)))))).squeeze(-1)
 
 
 class ScoringActor(nn.Module):
-    """z [B, gamma] for drafted blocks; the trainable part is the whole backbone, its LoRA adapters, or the head alone."""
+    """z [B, gamma] for drafted blocks; what trains is the whole backbone, its LoRA adapters, or the head alone."""
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__()
@@ -180,14 +180,15 @@ class ScoringActor(nn.Module):
         saved = ScoringModelConfig.load(directory)
         if saved.backbone != self.config.backbone or saved.lora_rank != self.config.lora_rank:
             raise ValueError(
-                f"{directory} holds a scorer with backbone={saved.backbone!r}, lora_rank={saved.lora_rank}; this one has "
-                f"backbone={self.config.backbone!r}, lora_rank={self.config.lora_rank}. Set spd.backbone and the LoRA rank alike."
+                f"{directory} holds a scorer with backbone={saved.backbone!r}, lora_rank={saved.lora_rank}; this one "
+                f"has backbone={self.config.backbone!r}, lora_rank={self.config.lora_rank}. Set spd.backbone and the "
+                "LoRA rank alike."
             )
         if saved.backbone == "target" and saved.target_fingerprint != self.config.target_fingerprint:
             raise ValueError(
                 f"the head in {directory} belongs to the target {saved.base_model_path!r} (fingerprint "
                 f"{saved.target_fingerprint}); the target here, {self.config.base_model_path!r}, has "
-                f"{self.config.target_fingerprint}. A head reads the hidden states of its own target only: name that one."
+                f"{self.config.target_fingerprint}. A head reads the states of its own target only: name that one."
             )
         self.head.load_state_dict(load_file(directory / HEAD_FILE))
         if saved.backbone == "own":
@@ -198,20 +199,18 @@ def _load_backbone(backbone: nn.Module, directory: Path, saved: ScoringModelConf
     if saved.lora_rank:
         from peft import set_peft_model_state_dict
 
-        result = set_peft_model_state_dict(
-            backbone, load_file(directory / ADAPTER_DIR / "adapter_model.safetensors")
-        )
+        result = set_peft_model_state_dict(backbone, load_file(directory / ADAPTER_DIR / "adapter_model.safetensors"))
         if result.unexpected_keys:
-            raise ValueError(f"{directory / ADAPTER_DIR} has weights this backbone lacks: {result.unexpected_keys[:5]}.")
+            raise ValueError(
+                f"{directory / ADAPTER_DIR} has weights this backbone lacks: {result.unexpected_keys[:5]}."
+            )
         return
     trained = AutoModel.from_pretrained(directory / BACKBONE_DIR, dtype=torch.float32)
     backbone.load_state_dict(trained.state_dict())
 
 
-def block_tokens(
-    input_ids: torch.Tensor, spd_layout: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids [B, P], spd_layout [B, 5] -> d [B, gamma], t_1..t_gamma [B, gamma], judged bool [B, gamma] (a drafted token)."""
+def block_tokens(input_ids: torch.Tensor, spd_layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input_ids [B, P], spd_layout [B, 5] -> d, t_1..t_gamma and judged (bool: a drafted token), each [B, gamma]."""
     draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
     i = torch.arange(int(draft_len.max()), device=input_ids.device)[None, :]
     last = input_ids.shape[1] - 1
@@ -236,7 +235,7 @@ class AutoModelForSPDScoring:
         base_model: PreTrainedModel | None = None,
         **backbone_kwargs: Any,
     ) -> ScoringActor:
-        """A scorer with a new head on config.base_model_path, or on `base_model` (a loaded model, shared, not copied)."""
+        """A scorer with a new head on config.base_model_path, or on `base_model` (loaded already, shared)."""
         if base_model is None:
             backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
         else:

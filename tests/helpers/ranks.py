@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks, in fresh processes, with a rendezvous of its own."""
 
 import socket
+import threading
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -41,6 +42,10 @@ def run_ranks(fn, world_size: int, *args):
     `fn` must be importable (a module-level function) and return plain Python or numpy values.
     """
     queue = mp.get_context("spawn").SimpleQueue()
+    got: dict[int, object] = {}
+    # A pipe holds 64 KiB: results are read while the ranks run, or a large one would block its rank for ever.
+    reader = threading.Thread(target=lambda: got.update(queue.get() for _ in range(world_size)), daemon=True)
+    reader.start()
     mp.spawn(_entry, args=(world_size, _free_port(), fn, args, queue), nprocs=world_size, join=True)
-    got = dict(queue.get() for _ in range(world_size))
+    reader.join(timeout=30)
     return [got[r] for r in range(world_size)]

@@ -35,7 +35,9 @@ def test_layout_of_blocks_by_hand():
     assert inputs.spd_layout.tolist() == [[0, 4, 5, 3, 9], [4, 2, 7, 2, 10]]
 
 
-@pytest.mark.parametrize("settings", [{"backbone": "target"}, {"backbone": "own"}, {"backbone": "own", "attention": "spd"}])
+@pytest.mark.parametrize(
+    "settings", [{"backbone": "target"}, {"backbone": "own"}, {"backbone": "own", "attention": "spd"}]
+)
 def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
     z = build(tiny_llama, **settings)(**data().as_kwargs())
     assert z.shape == (2, 3) and z.dtype == torch.float32
@@ -74,9 +76,7 @@ def test_what_each_mask_lets_the_first_score_see(tiny_llama):
             CONTEXTS, DRAFTS, [[11, 20, 21, 40], TARGETS[1]], sep_token_id=3, pad_token_id=0
         )
         assert bool((model(**other.as_kwargs())[0, 1] - before).abs() > 1e-7) is sees
-        later = SPDInputData.from_blocks(
-            CONTEXTS, [[11, 12, 41], DRAFTS[1]], TARGETS, sep_token_id=3, pad_token_id=0
-        )
+        later = SPDInputData.from_blocks(CONTEXTS, [[11, 12, 41], DRAFTS[1]], TARGETS, sep_token_id=3, pad_token_id=0)
         # causal reads the whole draft before the target; spd hides draft tokens behind i
         assert bool((model(**later.as_kwargs())[0, 1] - before).abs() > 1e-7) is (attention != "spd")
 
@@ -175,7 +175,8 @@ def test_no_gradient_through_mismatches_after_the_first_rejection(tiny_llama):
     actions = [[1, 0, 1], [1, 1, 0]]
     reached = [hybrid_of(d, t, a, {2}).reached for d, t, a in zip(DRAFTS, TARGETS, actions, strict=True)]
     counted = [
-        counted_positions(d, t, r, "judged") + [0] * (3 - len(d)) for d, t, r in zip(DRAFTS, TARGETS, reached, strict=True)
+        counted_positions(d, t, r, "judged") + [0] * (3 - len(d))
+        for d, t, r in zip(DRAFTS, TARGETS, reached, strict=True)
     ]
     assert counted == [[0, 1, 0], [1, 0, 0]]
     batch = TensorDict({**data().as_kwargs(), "responses": torch.tensor(actions)}, batch_size=2)

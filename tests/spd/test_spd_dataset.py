@@ -19,11 +19,12 @@ TOKENIZER = make_tokenizer()
 def row(context, draft, target, **changes):
     ids, offsets = build_spd_input(context, draft, target, SEP)
     extra = {
-        **offsets, "index": 7, "context_ids": context, "draft_ids": draft, "target_ids": target, "is_correct_baseline": 1,
+        **offsets, "index": 7, "context_ids": context, "draft_ids": draft, "target_ids": target,
+        "is_correct_baseline": 1,
     }  # fmt: skip
     return {
-        "data_source": "spd_scorer", "prompt": "q", "input_ids": ids, "extra_info": extra, "rollout_info": dict(offsets),
-        "reward_model": {"style": "rule", "ground_truth": "4"}, **changes,
+        "data_source": "spd_scorer", "prompt": "q", "input_ids": ids, "extra_info": extra,
+        "rollout_info": dict(offsets), "reward_model": {"style": "rule", "ground_truth": "4"}, **changes,
     }  # fmt: skip
 
 
@@ -104,7 +105,9 @@ def test_separator_comes_from_environment_then_tokenizer_then_reserved(monkeypat
     other.sep_token = None
     with pytest.raises(ValueError, match="set SPD_SEP_TOKEN_ID"):
         resolve_sep_token_id(other)
-    other.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]})
+    other.add_special_tokens(
+        {"additional_special_tokens": ["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]}
+    )
     assert resolve_sep_token_id(other) == other.convert_tokens_to_ids("<|reserved_special_token_0|>")
 
 

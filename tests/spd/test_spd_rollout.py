@@ -210,7 +210,10 @@ def test_settings_that_do_not_fit_are_named(tiny_llama, tmp_path):
         ({"loss_positions": "juged"}, "spd.loss_positions='juged'.*'judged'"),
         ({"max_token": 3}, "spd.rollout.max_token is unknown.*'max_tokens'"),
     ):
-        with pytest.raises(ValueError, match=message), rollout(tiny_llama, "http://127.0.0.1:9", tmp_path / "c", **change):
+        with (
+            pytest.raises(ValueError, match=message),
+            rollout(tiny_llama, "http://127.0.0.1:9", tmp_path / "c", **change),
+        ):
             pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
@@ -120,7 +121,9 @@ def test_softness_is_the_share_of_leaving_tokens_that_count(softness, share, mon
     leaving = counted = 0
     for seed in range(60):
         ids, labels = train_models.target_row(random.Random(seed), Encoder(), softness)
-        (problem,) = drawn(1, seed)
+        rng = random.Random(seed)
+        rng.random()  # the choice between drill and problem
+        problem = corpus.sample_problem(rng)
         prompt = len(corpus.question_text(problem).split())
         marks = corpus.render(corpus.answer_slots(problem), lambda name, n: n - 1)[1]
         assert labels[:prompt] == [-100] * prompt and ids[-1] == labels[-1] == EOS_ID
@@ -191,6 +194,20 @@ def test_orthogonalised_matrices_have_singular_values_near_one():
     assert 0.6 < values.min() and values.max() < 1.3
 
 
+def test_sharded_gradient_is_the_gradient_of_the_whole_batch():
+    encoder, rng = Encoder(), random.Random(0)
+    torch.manual_seed(0)
+    model = SmallLlama(Shape(len(encoder.tokens), dim=32, layers=1, heads=1, ff=32))
+    ((ids, labels),) = train_models.batches(lambda: train_models.target_row(rng, encoder, 0.2), 1, 6, rng)
+    logits = model(ids[:, :-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100).backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    with ThreadPoolExecutor(2) as pool:
+        train_models.backward(model, ids, labels, pool)
+    for p, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, gradient, atol=1e-6, rtol=1e-4)
+
+
 def test_equal_seeds_train_equal_weights():
     encoder = Encoder()
     config = train_models.TrainConfig(Shape(len(encoder.tokens), dim=32, layers=1, heads=1, ff=32), 3, batch_size=4)
@@ -210,7 +227,7 @@ def test_splits_share_no_text():
 
 
 def test_gsm8k_file_is_read_and_split(tmp_path):
-    rows = [{"question": f"what is {i} + 1 ?", "answer": f"it is <<{i}+1>> . #### {i + 1:,}"} for i in range(1200, 1210)]
+    rows = [{"question": f"what is {i} + 1 ?", "answer": f"add . #### {i + 1:,}"} for i in range(1200, 1210)]
     path = tmp_path / "gsm8k.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     splits = questions.read_gsm8k(path, {"train": 4, "val": 2, "test": 3}, 0, build_tokenizer())
@@ -233,10 +250,12 @@ def tiny_testbed(tmp_path_factory):
     shape = Shape(len(Encoder().tokens), dim=32, layers=1, heads=1, ff=32)
     for seed, name in enumerate(("target", "draft")):
         torch.manual_seed(seed)
-        export(SmallLlama(shape), root / name)
+        model = SmallLlama(shape)
+        model.embedding.data.mul_(0.02)  # else an untrained model repeats its input, and the two agree
+        export(model, root / name)
     gsm8k = out.parent / "questions.jsonl"
-    gsm8k.write_text("".join(
-        json.dumps({"question": corpus.question_text(p), "answer": f"#### {corpus.solve(p)}"}) + "\n" for p in drawn(12)))
+    rows = [{"question": corpus.question_text(p), "answer": f"#### {corpus.solve(p)}"} for p in drawn(12)]
+    gsm8k.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--out", str(out), "--questions", str(gsm8k), "--target", str(root / "target"), "--draft",
                  str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
                  "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
@@ -256,7 +275,7 @@ def test_testbed_has_every_file_and_true_blocks(tiny_testbed):
     for split in ("train", "val"):
         metadata = pd.read_parquet(out / f"metadata_{split}.parquet")
         rows = pd.read_parquet(out / f"blocks_{split}.parquet")
-        assert set(rows.question_id) <= set(metadata.question_id) and len(rows) == figures[f"{split}_blocks"]
+        assert set(rows.question_id) <= set(metadata.question_id) and len(rows) == figures[f"{split}_blocks"] > 0
         for row in rows.itertuples():
             ids = torch.tensor([[*row.context_ids, *row.draft_ids]])
             seen = target(input_ids=ids).logits[0, len(row.context_ids) - 1 :].argmax(-1).tolist()

@@ -60,5 +60,5 @@ def test_a_run_leaves_samples_of_about_twenty_steps(tmp_path):
 
 
 def test_jsonl_takes_numpy_values(tmp_path):
-    write_jsonl(tmp_path / "new" / "1.jsonl", [{"a": np.int64(3), "b": np.arange(2), "c": {1, 1}}])
+    write_jsonl(tmp_path / "new" / "1.jsonl", [{"a": np.int64(3), "b": np.arange(2), "c": {1}}])
     assert json.loads((tmp_path / "new" / "1.jsonl").read_text()) == {"a": 3, "b": [0, 1], "c": "{1}"}

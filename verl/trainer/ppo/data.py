@@ -36,8 +36,8 @@ def create_rl_sampler(data_config: DictConfig, dataset: Dataset) -> Sampler:
     if data_config.sampler.class_path is not None:
         if data_config.dataloader_num_workers:
             raise ValueError(
-                f"data.dataloader_num_workers={data_config.dataloader_num_workers} with data.sampler.class_path: set 0; "
-                "workers draw ahead of what the sampler has learned."
+                f"data.dataloader_num_workers={data_config.dataloader_num_workers} with data.sampler.class_path: its "
+                "processes draw ahead of what the sampler has learned. Set data.dataloader_num_workers=0."
             )
         sampler_class = load_extern_object(data_config.sampler.class_path, data_config.sampler.class_name)
         return sampler_class(data_source=dataset, data_config=data_config)

@@ -131,9 +131,11 @@ def tell(error: Exception) -> None:
     """The run's own error first, in one line; Ray's long text only where its cause is unknown."""
     cause = root_cause(error)
     logger.debug(f"{error}")
-    if isinstance(cause, StepFailed) or not isinstance(cause, RayActorError):
-        sys.stderr.write(f"\nTraining failed: {type(cause).__name__}: {cause}\n")
-        sys.stderr.write("The whole traceback: LOGURU_LEVEL=DEBUG\n")
+    if isinstance(cause, StepFailed):
+        text = str(cause)
+    elif isinstance(cause, RayActorError):
+        text = f"a process of the run died: {cause}"
     else:
-        sys.stderr.write(f"\nTraining failed: a process of the run died.\n{cause}\n")
+        text = f"{type(cause).__name__}: {cause}"
+    sys.stderr.write(f"\nTraining failed: {text}\nThe whole traceback: LOGURU_LEVEL=DEBUG\n")
     sys.stderr.flush()

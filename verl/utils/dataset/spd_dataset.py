@@ -122,9 +122,16 @@ class SPDRLHFDataset(Dataset):
     def _check(self, item: int) -> bool:
         """Refuse a row whose ids, offsets or lengths do not fit together; True if its context will be cut."""
         row = self.rows[item]
-        for column, kind in (("input_ids", list), ("extra_info", Mapping), ("rollout_info", Mapping), ("reward_model", Mapping)):
+        for column, kind in (
+            ("input_ids", list),
+            ("extra_info", Mapping),
+            ("rollout_info", Mapping),
+            ("reward_model", Mapping),
+        ):
             if column not in row or not isinstance(row[column], kind):
-                raise self.error(item, f"column '{column}' is missing or no {kind.__name__.lower()}; columns: {', '.join(row)}.")
+                raise self.error(
+                    item, f"column '{column}' is missing or no {kind.__name__.lower()}; columns: {', '.join(row)}."
+                )
         extra, ids = row["extra_info"], row["input_ids"]
         if missing := [k for k in (*OFFSETS, *IDS, "is_correct_baseline") if extra.get(k) is None]:
             raise self.error(item, f"extra_info lacks {', '.join(missing)}; make the file with train_spd_scorer.py.")
@@ -137,7 +144,9 @@ class SPDRLHFDataset(Dataset):
                 f"{len(context)} context, {len(draft)} draft and {len(target)} target ids; at least one, one, and one "
                 "target id more than draft ids are needed.",
             )
-        expected, offsets = build_spd_input(context, draft, target, ids[len(context)] if len(ids) > len(context) else -1)
+        expected, offsets = build_spd_input(
+            context, draft, target, ids[len(context)] if len(ids) > len(context) else -1
+        )
         if ids != expected:
             raise self.error(item, "input_ids is not [context_ids] SEP [draft_ids] SEP [target_ids] SEP of extra_info.")
         for where in ("extra_info", "rollout_info"):
@@ -146,7 +155,8 @@ class SPDRLHFDataset(Dataset):
                     raise self.error(item, f"{where}.{name} is {row[where].get(name)!r}; input_ids says {value}.")
         if len(draft) > self.gamma:
             raise self.error(
-                item, f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}. Raise it to {len(draft)}."
+                item,
+                f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}. Raise it to {len(draft)}.",
             )
         needed = len(ids) - len(context) + 1  # one context token must stay: it predicts t_1
         if needed > self.max_prompt_length:
@@ -165,7 +175,9 @@ class SPDRLHFDataset(Dataset):
         ids = row.pop("input_ids")
         shift = self.max_prompt_length - len(ids)  # below 0: the first -shift context tokens are cut
         cut = max(0, -shift)
-        input_ids, attention_mask, position_ids = left_pad(ids[cut:], self.max_prompt_length, self.tokenizer.pad_token_id)
+        input_ids, attention_mask, position_ids = left_pad(
+            ids[cut:], self.max_prompt_length, self.tokenizer.pad_token_id
+        )
         offsets = {name: row["extra_info"][name] for name in OFFSETS}
         offsets["context_len"] -= cut
         offsets["draft_start"] += shift

@@ -150,5 +150,7 @@ def compute_score_batch(
         try:
             scores.append(_score(extra_info, config))
         except ValueError as error:
-            raise ValueError(f"row {i} (data_source={data_sources[i]!r}, index={extra_info.get('index')!r}): {error}") from error
+            raise ValueError(
+                f"row {i} (data_source={data_sources[i]!r}, index={extra_info.get('index')!r}): {error}"
+            ) from error
     return scores

@@ -108,7 +108,7 @@ class SPDRollout(BaseRollout):
         if self.local_server is not None:
             self.local_server.stop()
 
-    # ---- servers -------------------------------------------------------------------------------------------------------
+    # ---- servers --------------------------------------------------------------------------------------------------
 
     def _max_model_len(self) -> int:
         """Context, block and completion together, as far as the target reaches."""
@@ -151,7 +151,7 @@ class SPDRollout(BaseRollout):
             raise RuntimeError(errors[0])
         return next(rank["url"] for rank in shared if rank["host"] == mine["host"] and rank["url"])
 
-    # ---- one batch -----------------------------------------------------------------------------------------------------
+    # ---- one batch ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -219,9 +219,7 @@ class SPDRollout(BaseRollout):
             actions[b, :, lengths[b] :] = 0
         return actions
 
-    def _settle(
-        self, samples: list[_Sample], infos: list[dict]
-    ) -> tuple[CompletionCounts, list[int | None], str]:
+    def _settle(self, samples: list[_Sample], infos: list[dict]) -> tuple[CompletionCounts, list[int | None], str]:
         """Fill in what became of every sample; gives the counts, the baseline's lengths [B] and why some were lost."""
         needs_baseline = self.settings.reward.length_penalty > 0
         wanted: list[tuple[int, ...]] = []
@@ -354,7 +352,9 @@ class SPDRollout(BaseRollout):
         width = actions.shape[-1]
         counted = torch.zeros((len(samples), width), dtype=torch.int64)
         drafted = torch.zeros((len(samples), width), dtype=torch.int64)
-        rows: dict[str, np.ndarray] = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")}
+        rows: dict[str, np.ndarray] = {
+            name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")
+        }
         lost = np.zeros(len(samples), dtype=bool)
         masked = self.settings.reward.zero_length == "mask" and not validate
         for k, sample in enumerate(samples):
@@ -374,9 +374,7 @@ class SPDRollout(BaseRollout):
                 "hit_limit": sample.hit_limit,
                 "asked": sample.context is not None,
             }
-            rows["spd_text"][k] = spd_segments(
-                self.tokenizer, draft, target, sample.actions, hybrid, sample.completion
-            )
+            rows["spd_text"][k] = spd_segments(self.tokenizer, draft, target, sample.actions, hybrid, sample.completion)
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
         width_p = tensors["input_ids"].shape[1]
         positions = tensors["position_ids"][:, :width_p]

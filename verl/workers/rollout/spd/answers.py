@@ -10,7 +10,7 @@ _AFTER_HASHES = re.compile(r"####\s*\$?\s*(" + _NUMBER + ")")
 
 
 def extract_answer(text: str) -> str | None:
-    """The number after the last "answer is", else after the last "####", else in the last \\boxed{}; None without one."""
+    """The number after the last "answer is", else the last "####", else in the last \\boxed{}; None without one."""
     for pattern in (_AFTER_IS, _AFTER_HASHES):
         found = pattern.findall(text)
         if found:

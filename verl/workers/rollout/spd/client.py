@@ -45,12 +45,14 @@ def server_urls(configured: Sequence[str] | str | None) -> list[str]:
     urls = [part.strip().rstrip("/").removesuffix("/v1") for part in parts if part.strip()]
     for url in urls:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"server URL {url!r} in {URLS_VARIABLE} or spd.rollout.servers must start with http:// or https://.")
+            raise ValueError(
+                f"server URL {url!r} in {URLS_VARIABLE} or spd.rollout.servers must start with http:// or https://."
+            )
     return urls
 
 
 def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
-    """The servers, beginning with the one whose number matches CUDA_VISIBLE_DEVICES (else the rank); the others follow."""
+    """The servers, first the one whose number matches CUDA_VISIBLE_DEVICES (else the rank), then the others."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     first = (int(visible) if visible.isdecimal() else rank) % len(urls)
     return [*urls[first:], *urls[:first]]
@@ -99,7 +101,7 @@ class VllmEngineServer:
         `on_chunk(positions, completions)` is called as soon as a request is answered, in the client's thread.
         """
         size = self.settings.prompts_per_request
-        # Long contexts beside long ones; small chunks when there is little to do, so that the servers work side by side.
+        # Small chunks when there is little to do, so that several servers work side by side.
         size = max(1, min(size, -(-len(contexts) // self.settings.concurrency)))
         chunks = [list(range(i, min(i + size, len(contexts)))) for i in range(0, len(contexts), size)]
         future = asyncio.run_coroutine_threadsafe(self._complete(contexts, chunks, on_chunk), self._loop)
@@ -184,8 +186,8 @@ class VllmEngineServer:
         async with self._pool().post(f"{url}/v1/completions", json=body) as reply:
             if 400 <= reply.status < 500 and reply.status not in (408, 429):
                 raise RequestRefused(
-                    f"SPD server {url} refused a request of {len(prompts)} prompts (longest {max(map(len, prompts))} tokens, "
-                    f"max_tokens {self.max_tokens}) with {reply.status}: {(await reply.text())[:500]}"
+                    f"SPD server {url} refused a request of {len(prompts)} prompts (longest "
+                    f"{max(map(len, prompts))} tokens, max_tokens {self.max_tokens}) with {reply.status}: {(await reply.text())[:500]}"
                 )
             reply.raise_for_status()
             return self._read(await reply.json(), len(prompts), url)
@@ -198,7 +200,9 @@ class VllmEngineServer:
         for choice in choices:
             ids = choice.get("token_ids")
             if ids is None:
-                raise RequestRefused(f"SPD server {url} sends no token_ids; vLLM 0.10 or newer is needed (return_token_ids).")
+                raise RequestRefused(
+                    f"SPD server {url} sends no token_ids; a vLLM that knows return_token_ids is needed."
+                )
             while ids and ids[-1] in self.eos:
                 ids = ids[:-1]
             done.append(Completion(tuple(ids), hit_limit=choice["finish_reason"] == "length"))
@@ -245,10 +249,12 @@ class VllmEngineServer:
 
 
 def same_model(served: str, ours: str) -> bool:
-    """Whether what a server calls its model is our directory: the same path, equal files, or (not on this disk) its name."""
+    """Whether what a server calls its model is ours: the same path, equal files, or (not on this disk) its name."""
     if served == ours:
         return True
     served_dir, our_dir = Path(served).expanduser(), Path(ours).expanduser()
     if served_dir.is_dir() and our_dir.is_dir():
-        return served_dir.resolve() == our_dir.resolve() or model_dir_fingerprint(served_dir) == model_dir_fingerprint(our_dir)
+        return served_dir.resolve() == our_dir.resolve() or model_dir_fingerprint(served_dir) == model_dir_fingerprint(
+            our_dir
+        )
     return served_dir.name == our_dir.name

@@ -82,6 +82,6 @@ def _corrected(taken: list[int], token: int, eos: Collection[int], on_path: bool
 def counted_positions(
     draft_ids: Sequence[int], target_ids: Sequence[int], reached: int, loss_positions: str
 ) -> list[int]:
-    """1 where a position counts in the loss: mismatches up to and including the first rejection; `all`: every mismatch."""
+    """1 where a position counts in the loss: mismatches up to and with the first rejection; `all`: every mismatch."""
     last = reached if loss_positions == "judged" else len(draft_ids)
     return [int(i < last and d != t) for i, (d, t) in enumerate(zip(draft_ids, target_ids, strict=False))]

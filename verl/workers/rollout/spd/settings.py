@@ -33,7 +33,13 @@ class SPDRolloutSettings:
     concurrency: int
 
     def __post_init__(self) -> None:
-        for name, low in (("rounds", 1), ("max_tokens", 1), ("attempts", 1), ("prompts_per_request", 1), ("concurrency", 1)):
+        for name, low in (
+            ("rounds", 1),
+            ("max_tokens", 1),
+            ("attempts", 1),
+            ("prompts_per_request", 1),
+            ("concurrency", 1),
+        ):
             if getattr(self, name) < low:
                 raise ValueError(f"spd.rollout.{name}={getattr(self, name)} is too small; use {low} or more.")
         if not 0 <= self.lost_share_max <= 1:
@@ -64,26 +70,32 @@ class SPDSettings:
     def __post_init__(self) -> None:
         if self.loss_positions not in LOSS_POSITIONS:
             raise ValueError(
-                f"spd.loss_positions={self.loss_positions!r} is unknown{nearest(self.loss_positions, LOSS_POSITIONS) or '.'} "
-                f"Known: {', '.join(LOSS_POSITIONS)}."
+                f"spd.loss_positions={self.loss_positions!r} is unknown"
+                f"{nearest(self.loss_positions, LOSS_POSITIONS) or '.'} Known: {', '.join(LOSS_POSITIONS)}."
             )
 
     @classmethod
     def from_custom(cls, custom: Mapping[str, Any] | None) -> SPDSettings:
         """Read the mapping in actor_rollout_ref.rollout.custom; a missing or unknown key of spd.rollout is named."""
         custom = dict(custom or {})
-        if missing := [name for name in ("target_path", "loss_positions", "seed", "reward", "rollout") if name not in custom]:
+        if missing := [
+            name for name in ("target_path", "loss_positions", "seed", "reward", "rollout") if name not in custom
+        ]:
             raise ValueError(
-                f"actor_rollout_ref.rollout.custom lacks {', '.join(missing)}: rollout.name=spd needs the group spd there "
-                "(recipe/spd/config/spd_trainer.yaml sets rollout.custom=${spd})."
+                f"actor_rollout_ref.rollout.custom lacks {', '.join(missing)}: rollout.name=spd needs the group "
+                "spd there (recipe/spd/config/spd_trainer.yaml sets rollout.custom=${spd})."
             )
         given = dict(custom["rollout"])
         known = [f.name for f in fields(SPDRolloutSettings)]
         for name in given:
             if name not in known:
-                raise ValueError(f"spd.rollout.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
+                raise ValueError(
+                    f"spd.rollout.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}."
+                )
         if missing := [name for name in known if name not in given]:
-            raise ValueError(f"spd.rollout lacks {', '.join(missing)}; recipe/spd/config/spd_trainer.yaml has the defaults.")
+            raise ValueError(
+                f"spd.rollout lacks {', '.join(missing)}; recipe/spd/config/spd_trainer.yaml has the defaults."
+            )
         return cls(
             target_path=custom["target_path"],
             loss_positions=custom["loss_positions"],

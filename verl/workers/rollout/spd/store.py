@@ -40,18 +40,20 @@ class CompletionStore:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n".encode()
         try:
-            self._db = sqlite3.connect(self.path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                self.path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
+            )
             self._db.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(
-                "CREATE TABLE IF NOT EXISTS completions (key BLOB PRIMARY KEY, ids BLOB NOT NULL, hit_limit INTEGER NOT NULL)"
-                " WITHOUT ROWID"
+                "CREATE TABLE IF NOT EXISTS completions "
+                "(key BLOB PRIMARY KEY, ids BLOB NOT NULL, hit_limit INTEGER NOT NULL) WITHOUT ROWID"
             )
         except sqlite3.Error as error:
             raise StoreError(
-                f"spd.rollout.store_path={str(self.path)!r} cannot be opened as a completion store: {error}. Name another "
-                "file, or remove this one."
+                f"spd.rollout.store_path={str(self.path)!r} cannot be opened as a completion store: {error}. "
+                "Name another file, or remove this one."
             ) from error
 
     def key(self, context_ids: Sequence[int]) -> bytes:
@@ -84,7 +86,9 @@ class CompletionStore:
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-            raise StoreError(f"completion store {self.path}: {len(rows)} completions were not written: {error}") from error
+            raise StoreError(
+                f"completion store {self.path}: {len(rows)} completions were not written: {error}"
+            ) from error
         held = self.get_many(contexts)
         return [held[i] for i in range(len(rows))]
 
@@ -106,10 +110,14 @@ def model_dir_fingerprint(directory: str | Path) -> str:
     """Hash of a model directory's configs with size and samples of its weight files: a retrained model differs."""
     directory = Path(directory).expanduser()
     files = sorted(
-        f for f in directory.glob("*") if f.suffix in (".safetensors", ".bin") or f.name in ("config.json", "generation_config.json")
+        f
+        for f in directory.glob("*")
+        if f.suffix in (".safetensors", ".bin") or f.name in ("config.json", "generation_config.json")
     )
     if not any(f.suffix in (".safetensors", ".bin") for f in files):
-        raise StoreError(f"{directory} holds no weight file (*.safetensors, *.bin): name a Hugging Face model directory.")
+        raise StoreError(
+            f"{directory} holds no weight file (*.safetensors, *.bin): name a Hugging Face model directory."
+        )
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size

@@ -13,7 +13,7 @@ import sys
 import time
 
 PR_SET_PDEATHSIG = 1
-GRACE_S = 3.0
+GRACE_S = 2.0
 
 
 def die_with_parent() -> None:

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Trains the SPD scorer with full logs (LOGURU_LEVEL=DEBUG). Every setting below can be given in the environment;
+# arguments (options of train_spd_scorer.py, or key=value for the trainer) are added at the end.
+#
+#   DATA_DIR=outputs/spd_arithmetic/testbed scripts/train_spd_scorer.sh
+#   ray job submit --working-dir . -- scripts/train_spd_scorer.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export LOGURU_LEVEL="${LOGURU_LEVEL:-DEBUG}"
+export HF_HOME="${HF_HOME:-$HOME/.cache/huggingface}"
+export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
+if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then export CUDA_VISIBLE_DEVICES; fi
+
+# Servers of the target, comma separated; empty starts one on this machine.
+export SPD_VLLM_URLS="${SPD_VLLM_URLS:-}"
+
+DATA_DIR="${DATA_DIR:-outputs/spd_arithmetic/testbed}"
+export MODEL_PATH="${MODEL_PATH:-$DATA_DIR/target}"
+export TOKENIZER_PATH="${TOKENIZER_PATH:-$MODEL_PATH}"
+if [[ -n "${ADAPTER_PATH:-}" ]]; then export ADAPTER_PATH; else unset ADAPTER_PATH; fi
+BACKBONE="${SPD_BACKBONE:-target}"
+LORA_RANK="${LORA_RANK:-0}"
+LORA_ALPHA="${LORA_ALPHA:-16}"
+
+TRAIN_BLOCKS="${TRAIN_BLOCKS:-$DATA_DIR/blocks_train.parquet}"
+TRAIN_METADATA="${TRAIN_METADATA:-$DATA_DIR/metadata_train.parquet}"
+VAL_BLOCKS="${VAL_BLOCKS:-$DATA_DIR/blocks_val.parquet}"
+VAL_METADATA="${VAL_METADATA:-$DATA_DIR/metadata_val.parquet}"
+OUTPUT_DIR="${OUTPUT_DIR:-outputs/spd_scorer}"
+
+TRAIN_BATCH_SIZE="${TRAIN_BATCH_SIZE:-64}"
+ROLLOUT_N="${ROLLOUT_N:-8}"
+TOTAL_EPOCHS="${TOTAL_EPOCHS:-4}"
+PPO_MINI_BATCH_SIZE="${PPO_MINI_BATCH_SIZE:-$TRAIN_BATCH_SIZE}"
+RANKS="${RANKS:-1}"
+
+export REWARD_ALPHA="${REWARD_ALPHA:-0.125}"
+export REWARD_PENALTY_BREAK="${REWARD_PENALTY_BREAK:--32}"
+export REWARD_USELESS="${REWARD_USELESS:-0}"
+export REWARD_CORRECT_BASE="${REWARD_CORRECT_BASE:-1}"
+
+PYTHON="${PYTHON:-python}"
+if [[ -x .venv/bin/python && "$PYTHON" == python ]]; then PYTHON=.venv/bin/python; fi
+
+# An earlier run of this script on the same output folder is recorded as "pid start-time"; only that very process is
+# stopped, and its Ray session goes with it.
+start_time() { awk '{print $22}' "/proc/$1/stat" 2>/dev/null || true; }
+mkdir -p "$OUTPUT_DIR"
+RECORD="$OUTPUT_DIR/running.pid"
+if [[ -f "$RECORD" ]]; then
+    read -r pid started < "$RECORD" || true
+    if [[ -n "${started:-}" && "$(start_time "$pid")" == "$started" ]]; then
+        echo "stops the earlier run $pid in $OUTPUT_DIR" >&2
+        kill -TERM "$pid"
+        for _ in $(seq 60); do
+            [[ "$(start_time "$pid")" == "$started" ]] || break
+            sleep 1
+        done
+        if [[ "$(start_time "$pid")" == "$started" ]]; then
+            kill -TERM "$pid" # a second one ends it without waiting for its step
+            sleep 10
+            [[ "$(start_time "$pid")" != "$started" ]] || kill -KILL "$pid"
+        fi
+    fi
+fi
+echo "$$ $(start_time $$)" > "$RECORD"
+
+validation=()
+if [[ -f "$VAL_BLOCKS" ]]; then validation=(--val-blocks "$VAL_BLOCKS" --val-metadata "$VAL_METADATA"); fi
+
+exec "$PYTHON" train_spd_scorer.py \
+    --blocks "$TRAIN_BLOCKS" --metadata "$TRAIN_METADATA" "${validation[@]}" \
+    --output-dir "$OUTPUT_DIR" --backbone "$BACKBONE" --lora-rank "$LORA_RANK" --lora-alpha "$LORA_ALPHA" \
+    --batch-size "$TRAIN_BATCH_SIZE" --mini-batch-size "$PPO_MINI_BATCH_SIZE" --n "$ROLLOUT_N" \
+    --epochs "$TOTAL_EPOCHS" --ranks "$RANKS" "$@"

@@ -1,0 +1,122 @@
+"""Preparation of blocks, the command line that trains, and that the recipe's yaml agrees with the code's defaults."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+import train_spd_scorer as entry
+from tests.helpers.models import make_tokenizer
+from verl.utils.dataset.spd_dataset import SPDRLHFDataset
+from verl.utils.reward_score.spd_scorer_reward import SPDRewardConfig
+from verl.workers.rollout.spd.settings import SPDSettings
+
+TOKENIZER = make_tokenizer()
+META = {"question_id": "q1", "question": "how many", "ground_truth": "4", "is_correct_baseline": True}
+BLOCK = {"question_id": "q1", "context_ids": [5, 6], "draft_ids": [7, 8], "target_ids": [7, 9, 10]}
+
+
+def prepare(tmp_path, blocks, metadata=(META,)):
+    for name, rows in (("blocks", blocks), ("metadata", metadata)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return entry.prepare_spd_data_from_real_source(
+        tmp_path / "blocks.jsonl", tmp_path / "metadata.jsonl", tmp_path / "out" / "train.parquet", TOKENIZER
+    )
+
+
+def test_prepared_rows_are_what_the_dataset_reads(tmp_path):
+    matched = {**BLOCK, "draft_ids": [7, 9]}
+    ended = {**BLOCK, "draft_ids": [7, 2, 8], "target_ids": [7, 2, 9, 9]}  # agree up to the end token
+    drifted = {**BLOCK, "is_correct_baseline": False, "baseline_length": 12}
+    made = prepare(tmp_path, [BLOCK, matched, ended, drifted])
+    assert (made.rows, made.skipped_matches, made.longest_input, made.gamma) == (2, 2, 10, 2)
+    config = OmegaConf.create({"max_prompt_length": 12, "max_response_length": 2, "shuffle": False, "seed": None})
+    items = [item for item in (SPDRLHFDataset(str(made.path), TOKENIZER, config)[i] for i in range(2))]
+    assert items[0]["input_ids"].tolist() == [0, 0, 5, 6, 3, 7, 8, 3, 7, 9, 10, 3]
+    assert items[0]["data_source"] == "spd_scorer" and items[0]["prompt"] == "how many"
+    assert [i["extra_info"]["is_correct_baseline"] for i in items] == [1, 0]
+    assert [i["extra_info"]["baseline_length"] for i in items] == [None, 12]
+    assert items[1]["extra_info"]["index"] == 1 and items[1]["extra_info"]["ground_truth"] == "4"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"target_ids": [7, 9]}, "row 1: 2 target_ids for 2 draft_ids"),
+        ({"draft_ids": None}, "row 1: lacks draft_ids"),
+        ({"question_id": "q9"}, "row 1: question_id 'q9' is not in .*metadata.jsonl"),
+        ({"context_ids": [5, 999]}, "row 1: context_ids must be a list of token ids from 0 to"),
+    ],
+)
+def test_bad_blocks_are_refused_with_one_sentence(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        prepare(tmp_path, [BLOCK, {**BLOCK, **changes}])
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_to_judge_and_doubled_questions_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="none of its 1 blocks has a mismatch"):
+        prepare(tmp_path, [{**BLOCK, "draft_ids": [7, 9]}])
+    with pytest.raises(ValueError, match="row 1: question_id 'q1' stands there twice"):
+        prepare(tmp_path, [BLOCK], [META, META])
+
+
+def composed(overrides):
+    with initialize_config_module("recipe.spd.config", version_base=None):
+        return compose("spd_trainer", overrides)
+
+
+def test_the_command_composes_and_says_what_was_asked(tmp_path, monkeypatch):
+    monkeypatch.setenv("REWARD_USELESS", "-2")
+    monkeypatch.setenv("SPD_VLLM_URLS", "http://a:1,http://b:2")
+    data = prepare(tmp_path, [BLOCK])
+    args = entry.parse_args(
+        [
+            "--blocks", "b", "--metadata", "m", "--model", "some model", "--output-dir", str(tmp_path / "o"),
+            "--device", "cpu", "--ranks", "2", "--steps", "3", "--reward-penalty-break", "-64", "--lr", "1e-3",
+            "trainer.project_name=mine",
+        ]
+    )  # fmt: skip
+    command = entry.build_training_command(args, data, None)
+    config = composed(command[command.index("--config-name") + 2 :])
+    assert config.actor_rollout_ref.model.path == "some model" and config.spd.target_path == "some model"
+    assert config.data.max_prompt_length == 10 and config.data.max_response_length == 2
+    assert config.trainer.n_gpus_per_node == 2 and config.trainer.total_training_steps == 3
+    assert config.trainer.project_name == "mine" and config.actor_rollout_ref.actor.optim.lr == 1e-3
+    assert config.spd.reward.penalty_break == -64 and config.spd.reward.useless == -2
+    assert config.spd.rollout.servers == "http://a:1,http://b:2"
+    env = entry._create_training_env(args)
+    assert env["REWARD_PENALTY_BREAK"] == "-64.0" and env["MODEL_PATH"] == "some model"
+
+
+def test_yaml_and_code_agree_on_the_reward_and_the_settings_are_complete():
+    config = OmegaConf.to_container(composed(["actor_rollout_ref.model.path=m"]), resolve=True)
+    assert config["spd"]["reward"] == asdict(SPDRewardConfig())
+    settings = SPDSettings.from_custom(config["actor_rollout_ref"]["rollout"]["custom"])
+    assert settings.target_path == "m" and settings.rollout.rounds == 1
+    assert config["algorithm"]["norm_adv_by_std_in_grpo"] is False
+
+
+def test_one_temperature_for_all_and_the_environment_wins(monkeypatch):
+    overrides = ["actor_rollout_ref.model.path=m", "spd.sample_temperature=0.8"]
+    assert composed(overrides).actor_rollout_ref.rollout.temperature == 0.8
+    monkeypatch.setenv("SPD_SAMPLE_TEMPERATURE", "0.6")
+    assert composed(overrides).actor_rollout_ref.rollout.temperature == 0.6
+
+
+def test_unknown_options_and_levels_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        entry.parse_args(["--blocks", "b", "--metadata", "m", "--model", "x", "--output-dir", "o", "--stepz", "3"])
+    assert "--stepz" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="LOGURU_LEVEL='LOUD'"):
+        entry.setup_loguru_rank0("LOUD")
+    entry.setup_loguru_rank0("INFO")
+
+
+def test_the_exit_code_of_the_training_is_handed_on():
+    import os
+    import sys
+
+    assert entry.run_training([sys.executable, "-c", "raise SystemExit(7)"], os.environ) == 7
