@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoreHead, ScoringActor, TargetHead
@@ -65,11 +66,16 @@ class SPDInputData:
 
 @register_model_loader("spd_scorer")
 def load_spd_scorer(
-    model_config: Any, torch_dtype: torch.dtype, adapter_path: str | None = None, **settings: Any
+    model_config: Any,
+    torch_dtype: torch.dtype,
+    adapter_path: str | None = None,
+    feature_store: str | None = None,
+    **settings: Any,
 ) -> ScoringActor:
     """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
 
     `adapter_path` is a directory written by save_pretrained: training starts from its adapters and head.
+    `feature_store` is the file that keeps a `target` backbone's hidden states; None forwards the target each time.
     """
     config = ScoringModelConfig(base_model_path=model_config.local_path or model_config.path, **settings)
     model = AutoModelForSPDScoring.from_config(
@@ -77,4 +83,6 @@ def load_spd_scorer(
     )
     if adapter_path:
         model.load_trained(adapter_path)
+    if feature_store and config.backbone == "target":
+        model.features = FeatureStore(feature_store, f"{config.target_fingerprint} {torch_dtype}")
     return model

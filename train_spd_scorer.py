@@ -255,6 +255,8 @@ def _create_training_env(args: argparse.Namespace) -> dict[str, str]:
     # Ray's workers import spd_scorer by name.
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env["TOKENIZERS_PARALLELISM"] = "false"
+    for variable in ("VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
+        env.setdefault(variable, str(Path(args.output_dir) / "logs"))
     env.setdefault("LOGURU_LEVEL", "INFO")
     logger.debug("environment of the training: {}", {name: env[name] for name in FORWARDED if name in env})
     return env

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar
+
+from verl.utils.config_fields import check_settings
 
 
 @dataclass
 class BaseConfig(Mapping):
-    """Settings as a dataclass that can also be read as a mapping over its fields.
+    """Settings as a dataclass that can also be read as a mapping over its fields; values are checked when it is made.
 
     A field is written once, by the constructor or by `__post_init__` through `object.__setattr__`. Afterwards only the
-    names in `_mutable_fields` may change; anything else raises FrozenInstanceError.
+    names in `_mutable_fields` may change; anything else raises FrozenInstanceError. Class arguments: `section`, the
+    start of the keys in messages, and `mutable`, those names.
     """
 
-    _mutable_fields: ClassVar[set[str]] = set()
+    section: ClassVar[str] = "config"
+    _mutable_fields: ClassVar[Iterable[str]] = ()
     _target_: str = ""
+
+    def __init_subclass__(cls, section: str | None = None, mutable: Iterable[str] | None = None) -> None:
+        super().__init_subclass__()
+        if section is not None:
+            cls.section = section
+        if mutable is not None:
+            cls._mutable_fields = frozenset(mutable)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name not in self._mutable_fields:

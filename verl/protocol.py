@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,12 +20,15 @@ from verl.utils.proto_merge import (
     DataProtoError,
     cat_columns,
     cat_tensors,
+    fold_batch_dim,
     list_of_dict_to_dict_of_list,
     merge_meta,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
+    unpad_dataproto,
 )
-from verl.utils.proto_rows import fold_batch_dim, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
 from verl.utils.proto_serialization import (
     deserialize_single_tensor,
     deserialize_tensordict,
@@ -111,25 +115,21 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Log how many GiB the tensors and the numpy columns take (object columns count their pointers only)."""
-        tensors = sum(v.numel() * v.element_size() for v in self.batch.values()) if self.batch is not None else 0
+        tensors = sum(v.nbytes for v in self._tensors().values())
         columns = sum(v.nbytes for v in self.non_tensor_batch.values())
-        gib = 1024**3
-        logger.info(f"{prefix} tensors {tensors / gib:.4f} GiB, numpy columns {columns / gib:.4f} GiB".strip())
+        logger.info(f"{prefix} tensors {tensors / 2**30:.4f} GiB, numpy columns {columns / 2**30:.4f} GiB".strip())
 
     def check_consistency(self) -> None:
         """DataProtoError unless every tensor and column has len(self) rows."""
         if self.batch is not None and len(self.batch.batch_size) < 1:
             raise DataProtoError("batch has no batch dimension; build it with batch_size=[rows]")
         if self.batch is not None and self.non_tensor_batch and len(self.batch.batch_size) != 1:
-            raise DataProtoError(
-                f"non_tensor_batch needs one batch dimension, but batch_size is {tuple(self.batch.batch_size)}"
-            )
+            raise DataProtoError(f"non_tensor_batch needs one batch dimension, not {tuple(self.batch.batch_size)}")
         rows = len(self)
         for key, column in self.non_tensor_batch.items():
             if not isinstance(column, np.ndarray):
-                raise DataProtoError(
-                    f"non_tensor_batch[{key!r}] is a {type(column).__name__}; make it a numpy array (dtype=object)"
-                )
+                kind = type(column).__name__
+                raise DataProtoError(f"non_tensor_batch[{key!r}] is a {kind}; make it a numpy array (dtype=object)")
             if column.ndim == 0 or column.shape[0] != rows:
                 raise DataProtoError(f"non_tensor_batch[{key!r}] has shape {column.shape}; expected {rows} rows")
 
@@ -138,14 +138,11 @@ class DataProto:
         cls, data: dict[str, torch.Tensor | np.ndarray], meta_info: dict | None = None, auto_padding: bool = False
     ) -> DataProto:
         """Tensors [B, ...] become `batch`, numpy arrays [B, ...] become `non_tensor_batch`."""
-        tensors, non_tensors = {}, {}
         for key, value in data.items():
-            if isinstance(value, torch.Tensor):
-                tensors[key] = value
-            elif isinstance(value, np.ndarray):
-                non_tensors[key] = value
-            else:
+            if not isinstance(value, torch.Tensor | np.ndarray):
                 raise DataProtoError(f"column {key!r} is a {type(value).__name__}; give a tensor or a numpy array")
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        non_tensors = {key: value for key, value in data.items() if key not in tensors}
         return cls.from_dict(tensors, non_tensors, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -161,11 +158,10 @@ class DataProto:
         if num_batch_dims < 1:
             raise DataProtoError(f"num_batch_dims={num_batch_dims} must be at least 1")
         tensors, non_tensors = tensors or {}, non_tensors or {}
-        size, first = None, None
+        first = next(iter(tensors), None)
+        size = () if first is None else tensors[first].shape[:num_batch_dims]
         for key, tensor in tensors.items():
-            if size is None:
-                size, first = tuple(tensor.shape[:num_batch_dims]), key
-            if tensor.ndim < num_batch_dims or tuple(tensor.shape[:num_batch_dims]) != size:
+            if tensor.ndim < num_batch_dims or tensor.shape[:num_batch_dims] != size:
                 raise DataProtoError(
                     f"tensor {key!r} has shape {tuple(tensor.shape)}, but {first!r} has {tuple(tensors[first].shape)}; "
                     f"the first {num_batch_dims} dimension(s) must agree"
@@ -174,7 +170,7 @@ class DataProto:
         meta_info = dict(meta_info or {})
         if auto_padding:
             meta_info[DataProtoConfig.auto_padding_key] = True
-        return cls(None if size is None else TensorDict(tensors, batch_size=size), columns, meta_info)
+        return cls(TensorDict(tensors, batch_size=size) if tensors else None, columns, meta_info)
 
     @classmethod
     def from_tensordict(
@@ -198,7 +194,7 @@ class DataProto:
     def to_tensordict(self) -> TensorDict:
         """Everything in one TensorDict: columns as NonTensorStack, meta_info values as NonTensorData."""
         rows = len(self)
-        merged = TensorDict({} if self.batch is None else dict(self.batch.items()), batch_size=[rows])
+        merged = TensorDict(self._tensors(), batch_size=[rows])
         for key, column in self.non_tensor_batch.items():
             merged.set(key, NonTensorStack(*[NonTensorData(value) for value in column]))
         for key, value in self.meta_info.items():
@@ -221,12 +217,9 @@ class DataProto:
         deepcopy: bool = False,
     ) -> DataProto:
         """A DataProto with the named columns (None: all); shares memory unless `deepcopy`."""
-        batch = self.batch
+        batch, tensors = self.batch, _pick(self._tensors(), batch_keys, "batch")
         if batch is not None:
-            tensors = _pick(dict(batch.items()), batch_keys, "batch")
             batch = TensorDict(tensors, batch_size=batch.batch_size, device=batch.device)
-        elif batch_keys:
-            self._known(batch_keys[0], (), "batch")
         columns = _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
         meta = _pick(self.meta_info, meta_info_keys, "meta_info")
         if deepcopy:
@@ -234,16 +227,13 @@ class DataProto:
             columns, meta = copy.deepcopy(columns), copy.deepcopy(meta)
         return DataProto(batch, columns, meta)
 
-    @staticmethod
-    def _known(key: str, keys: Any, part: str) -> str:
-        if key not in keys:
-            raise KeyError(f"{key!r} is not in {part}; it has {sorted(map(str, keys))}")
-        return key
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.batch is None else dict(self.batch.items())
 
     def select_idxs(self, idxs: list | np.ndarray | torch.Tensor) -> DataProto:
         """Rows by number or by boolean mask [B], as a copy."""
         rows = idxs if isinstance(idxs, torch.Tensor) else torch.as_tensor(np.asarray(idxs))
-        rows = rows.to(torch.int64) if rows.numel() == 0 and rows.dtype != torch.bool else rows
+        rows = rows.long() if rows.numel() == 0 and rows.dtype != torch.bool else rows  # numpy's empty list is float
         if rows.ndim != 1 or rows.is_floating_point():
             raise DataProtoError(f"rows are chosen by a 1-D list of ints or bools, not {rows.dtype} {[*rows.shape]}")
         if rows.dtype == torch.bool:
@@ -252,8 +242,7 @@ class DataProto:
             rows = rows.nonzero().squeeze(-1)
         batch = self.batch
         if batch is not None:
-            on = rows.to(batch.device) if batch.device is not None else rows
-            tensors = {k: v.index_select(0, on.to(v.device)) if len(self) else v[on] for k, v in batch.items()}
+            tensors = {k: v[rows.to(v.device)] for k, v in batch.items()}
             batch = TensorDict(tensors, batch_size=[len(rows), *batch.batch_size[1:]], device=batch.device)
         picked = rows.cpu().numpy()
         return DataProto(batch, {k: v[picked] for k, v in self.non_tensor_batch.items()}, self.meta_info)
@@ -286,18 +275,19 @@ class DataProto:
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
         if len(old) != len(new):
             raise DataProtoError(f"rename got {len(old)} old and {len(new)} new names: {old} -> {new}")
-        there = () if self.batch is None else self.batch.keys()
-        names = {self._known(k, there, "batch"): n for k, n in zip(old, new, strict=True)}
+        tensors = self._tensors()
+        names = dict(zip(_pick(tensors, old, "batch"), new, strict=True))
+        renamed = {names.get(k, k): v for k, v in tensors.items()}
+        if len(renamed) != len(tensors):
+            raise DataProtoError(f"rename {names} would give two tensors one name")
         if names:
-            renamed = {names.get(k, k): v for k, v in self.batch.items()}
-            if len(renamed) != len(list(self.batch.keys())):
-                raise DataProtoError(f"rename {names} would give two tensors one name")
             self.batch = TensorDict(renamed, batch_size=self.batch.batch_size, device=self.batch.device)
         return self
 
     def union(self, other: DataProto) -> DataProto:
         """Add other's columns and meta_info to self, in place; what both have must be equal, else DataProtoError."""
-        if len(self) != len(other) and (self._has_columns() and other._has_columns()):
+        has_rows = [d.batch is not None or bool(d.non_tensor_batch) for d in (self, other)]
+        if len(self) != len(other) and all(has_rows):
             raise DataProtoError(f"union of {len(self)} and {len(other)} rows; both sides need the same rows")
         batch = self.batch
         if other.batch is not None:
@@ -310,9 +300,6 @@ class DataProto:
         self.meta_info.update(other.meta_info)
         return self
 
-    def _has_columns(self) -> bool:
-        return self.batch is not None or bool(self.non_tensor_batch)
-
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
     ) -> Iterator[DataProto]:
@@ -324,12 +311,7 @@ class DataProto:
         order = RandomSampler(self, generator=generator) if kwargs.pop("shuffle", False) else SequentialSampler(self)
         batches = BatchSampler(order, mini_batch_size, kwargs.pop("drop_last", False))
         loader = DataLoader(self, batch_size=None, sampler=batches, collate_fn=_same, generator=generator, **kwargs)
-
-        def run() -> Iterator[DataProto]:
-            for _ in range(epochs):
-                yield from loader
-
-        return run()
+        return (batch for _ in range(epochs) for batch in loader)
 
     def is_padding_enabled(self) -> bool:
         """True when an uneven dispatch of this batch is padded."""
@@ -352,8 +334,7 @@ class DataProto:
                 f"{len(self)} rows cannot be cut into {chunks} equal parts; make the batch a multiple of {chunks}, "
                 f"or pad it with pad_dataproto_to_divisor"
             )
-        bounds = [len(self) * i // chunks for i in range(chunks + 1)]
-        return [self.slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [self.slice(len(self) * i // chunks, len(self) * (i + 1) // chunks) for i in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Consecutive parts of `split_size` rows, the last one perhaps shorter; shares memory."""
@@ -366,11 +347,8 @@ class DataProto:
         """Rows of all parts in order. meta_info must agree; its `metrics` are gathered into a dict of lists."""
         if not data:
             raise DataProtoError("concat of an empty list of DataProto")
-        return DataProto(
-            cat_tensors([d.batch for d in data]),
-            cat_columns([d.non_tensor_batch for d in data]),
-            merge_meta([d.meta_info for d in data]),
-        )
+        batch, columns = cat_tensors([d.batch for d in data]), cat_columns([d.non_tensor_batch for d in data])
+        return DataProto(batch, columns, merge_meta([d.meta_info for d in data]))
 
     def reorder(self, indices: torch.Tensor | list | np.ndarray) -> None:
         """Put the rows in the given order, in place."""
@@ -379,39 +357,21 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row `repeat_times` times: a a b b when `interleave`, else a b a b."""
-        n, rows = repeat_times, len(self)
-
-        def tensor(v: torch.Tensor) -> torch.Tensor:
-            wide = v.unsqueeze(1).expand(rows, n, *v.shape[1:]) if interleave else v.unsqueeze(0).expand(n, *v.shape)
-            return wide.reshape(rows * n, *v.shape[1:])
-
-        batch = self.batch
-        if batch is not None:
-            size = [rows * n, *batch.batch_size[1:]]
-            batch = TensorDict({k: tensor(v) for k, v in batch.items()}, batch_size=size, device=batch.device)
-        order = np.repeat(np.arange(rows), n) if interleave else np.tile(np.arange(rows), n)
-        return DataProto(batch, {k: v[order] for k, v in self.non_tensor_batch.items()}, self.meta_info)
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
         """Cut dimension 1 of `split_keys` in `n_split` and make the parts rows: [B, S, ...] -> [B*n, S/n, ...].
 
         All other columns are repeated (interleaved) to match.
         """
-        split_keys = [] if split_keys is None else split_keys
-        for key in split_keys:
-            self._known(key, [*(() if self.batch is None else self.batch.keys()), *self.non_tensor_batch], "the batch")
-
-        def unfold(key: str, v: Any) -> Any:
+        chosen = _pick({**self._tensors(), **self.non_tensor_batch}, split_keys or [], "the batch")
+        wide = self.repeat(n_split, interleave=True)
+        for key, v in chosen.items():
             if v.ndim < 2 or v.shape[1] % n_split:
                 raise DataProtoError(f"column {key!r} of shape {tuple(v.shape)} cannot be cut in {n_split} along dim 1")
-            return v.reshape(v.shape[0] * n_split, v.shape[1] // n_split, *v.shape[2:])
-
-        wide = self.repeat(n_split, interleave=True)
-        for key in split_keys:
-            if self.batch is not None and key in self.batch.keys():
-                wide.batch[key] = unfold(key, self.batch[key])
-            else:
-                wide.non_tensor_batch[key] = unfold(key, self.non_tensor_batch[key])
+            part = wide.batch if isinstance(v, torch.Tensor) else wide.non_tensor_batch
+            part[key] = v.reshape(v.shape[0] * n_split, v.shape[1] // n_split, *v.shape[2:])
         return wide
 
     def sample_level_repeat(self, repeat_times: torch.Tensor | np.ndarray | list) -> DataProto:
@@ -423,7 +383,7 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """A few lines that say what is inside: keys, shapes, types."""
-        tensors = () if self.batch is None else self.batch.items()
+        tensors = self._tensors().items()
         lines = ["batch", *(f"  {key}: {tuple(v.shape)} {v.dtype} {v.device}" for key, v in tensors)]
         lines += ["non_tensor_batch", *(f"  {key}: {v.shape} {v.dtype}" for key, v in self.non_tensor_batch.items())]
         lines += ["meta_info", *(f"  {key}: {type(v).__name__}" for key, v in self.meta_info.items())]
@@ -435,7 +395,10 @@ def _same(batch: DataProto) -> DataProto:
 
 
 def _pick(part: dict, keys: list[str] | None, name: str) -> dict:
-    return dict(part) if keys is None else {k: part[DataProto._known(k, part, name)] for k in keys}
+    for key in keys or []:
+        if key not in part:
+            raise KeyError(f"{key!r} is not in {name}; it has {sorted(map(str, part))}")
+    return dict(part) if keys is None else {k: part[k] for k in keys}
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
@@ -477,7 +440,8 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        return [DataProtoFuture(self.collect_fn, self.futures, _ChunkOf(i, chunks)) for i in range(chunks)]
+        cuts = [functools.partial(_chunk_of, chunks=chunks, index=i) for i in range(chunks)]
+        return [DataProtoFuture(self.collect_fn, self.futures, cut) for cut in cuts]
 
     def get(self) -> DataProto:
         import ray
@@ -490,10 +454,5 @@ class DataProtoFuture:
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 
-@dataclass
-class _ChunkOf:
-    index: int
-    chunks: int
-
-    def __call__(self, data: DataProto) -> DataProto:
-        return data.chunk(self.chunks)[self.index]
+def _chunk_of(data: DataProto, chunks: int, index: int) -> DataProto:
+    return data.chunk(chunks)[index]

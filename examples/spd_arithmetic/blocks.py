@@ -28,6 +28,7 @@ class DraftedBlock:
     draft_ids: list[int]
     target_ids: list[int]
     is_correct_baseline: bool  # the target's own completion from this context is right
+    baseline_length: int  # tokens of that completion, without its end token
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, p
                          "nothing to judge; use another draft")
     answers = [tokens for result in results for tokens in result.tokens]
     correct = {q.question_id: pair.is_right(ids, q) for q, ids in zip(questions, answers, strict=True)}
-    blocks = [_block(q, c, d, t, correct[q.question_id], "own") for q, c, d, t in sample(found, count, seed)]
+    lengths = {q.question_id: len(q.prompt_ids) + _spoken(ids, pair) for q, ids in zip(questions, answers, strict=True)}
+    blocks = [_block(q, c, d, t, correct[q.question_id], lengths[q.question_id] - len(c), "own")
+              for q, c, d, t in sample(found, count, seed)]
     rounds = sum(sum(result.rounds) for result in results)
     accepted = sum(sum(result.accepted) for result in results)
     return OwnPath(blocks, correct, accepted / rounds, sum(map(len, answers)) / rounds)
@@ -141,14 +144,19 @@ def drifted_blocks(pair: Pair, questions: Sequence[Question], judge: Judge, coun
     """A sample of `count` blocks on the path of a lenient judge; each baseline is found by a completion."""
     found = sample(record_blocks(pair, questions, judge, progress)[0], count, seed)
     completed = pair.greedy(pair.target, [c for _, c, _, _ in found], progress)
-    return [_block(q, c, d, t, pair.is_right(c[len(q.prompt_ids) :] + more, q), "drifted")
+    return [_block(q, c, d, t, pair.is_right(c[len(q.prompt_ids) :] + more, q), _spoken(more, pair), "drifted")
             for (q, c, d, t), more in zip(found, completed, strict=True)]
 
 
-def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool,
+def _spoken(ids: Sequence[int], pair: Pair) -> int:
+    """Number of tokens before the end token."""
+    return len(ids) - (bool(ids) and ids[-1] in pair.ends)
+
+
+def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool, length: int,
            path: str) -> DraftedBlock:
     block_id = f"{q.question_id}/{path}/{len(context) - len(q.prompt_ids)}"
-    return DraftedBlock(block_id, q.question_id, context, draft, target, right)
+    return DraftedBlock(block_id, q.question_id, context, draft, target, right, length)
 
 
 def harm_labels(pair: Pair, blocks: Sequence[DraftedBlock], questions: dict[str, Question],

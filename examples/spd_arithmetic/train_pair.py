@@ -91,7 +91,11 @@ def train_one(job: Job, cache: Path, messages: multiprocessing.queues.Queue) -> 
     torch.set_num_threads(1)
     encoder = Encoder()
 
+    parent = multiprocessing.parent_process()
+
     def tell(step: int, loss: float) -> None:
+        if parent is not None and not parent.is_alive():
+            raise SystemExit(f"training of the {job.role} ends at step {step}: its parent process is gone")
         if step % REPORT_EVERY == 0 or step == job.steps:
             messages.put((job, step))
 

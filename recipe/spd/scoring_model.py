@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
 
@@ -58,6 +60,7 @@ class ScoringActor(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = backbone
+        self.features: FeatureStore | None = None  # set by the training's loader, for the `target` backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             if config.backbone == "target":
@@ -128,7 +131,31 @@ class ScoringActor(nn.Module):
         return _rows_at(output, columns)
 
     def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
-        """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma."""
+        """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma.
+
+        With a feature store only blocks that were never seen are forwarded.
+        """
+        if self.features is None:
+            return self._forward_target(input_ids, spd_layout, gamma)
+        texts, layout = input_ids.cpu().numpy(), spd_layout.cpu().tolist()
+        blocks = [
+            (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
+            for text, (start, context, draft, length, _) in zip(texts, layout, strict=True)
+        ]
+        states = self.features.get_many(blocks, self.config.hidden_size)
+        missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
+        if _any_rank(bool(missing), input_ids.device):
+            # A sharded target is gathered by all ranks together: one that misses nothing forwards a row all the same.
+            rows = missing or [0]
+            hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma)
+            fresh = [hidden[k, : layout[i][3]] for k, i in enumerate(rows)]
+            self.features.put_many([blocks[i] for i in rows], fresh)
+            states = self.features.get_many(blocks, self.config.hidden_size)
+        hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma, H]
+        return F.pad(hidden, (0, 0, 0, gamma - hidden.shape[1])).to(input_ids.device)
+
+    def _forward_target(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
+        """The same by a forward over context and draft, right-aligned."""
         start, context_len, draft_start, draft_len = (spd_layout[:, i : i + 1] for i in range(4))  # [B, 1]
         length = context_len + draft_len
         width = int(length.max())
@@ -217,6 +244,15 @@ def block_tokens(input_ids: torch.Tensor, spd_layout: torch.Tensor) -> tuple[tor
     draft = input_ids.gather(1, (draft_start + i).clamp(max=last))
     target = input_ids.gather(1, (target_start + i).clamp(max=last))
     return draft, target, i < draft_len
+
+
+def _any_rank(mine: bool, device: torch.device) -> bool:
+    """Whether it is so on some rank; every rank takes part."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    flag = torch.tensor(float(mine), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _rows_at(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from verl.workers.rollout.spd.server import SUPERVISOR, LocalVllmServer, ServerE
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """
 import os, subprocess, sys, time
-command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "sh", "-c", "trap '' TERM; sleep 600 & wait; sleep 600"]
+script = "trap '' TERM; sleep 600 & wait; sleep 600"
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "sh", "-c", script]
 supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 print(supervisor.pid, flush=True)
 time.sleep(600)

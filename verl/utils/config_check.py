@@ -17,14 +17,8 @@ from verl.trainer.config import AlgoConfig, DataConfig, RewardManagerConfig, Tra
 from verl.utils.batch_arithmetic import batch_problems
 from verl.utils.config_fields import field_types, value_errors
 from verl.utils.problems import Problem, wrong
-from verl.workers.config import (
-    FSDPActorConfig,
-    FSDPCriticConfig,
-    FSDPRefConfig,
-    HFModelConfig,
-    RewardModelConfig,
-    RolloutConfig,
-)
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, HFModelConfig, RewardModelConfig
+from verl.workers.config import RolloutConfig  # isort: skip
 
 SECTIONS: dict[str, type] = {
     "data": DataConfig,
@@ -38,18 +32,12 @@ SECTIONS: dict[str, type] = {
     "algorithm": AlgoConfig,
     "trainer": TrainerConfig,
 }
-OPEN_NAMES = {
-    "override_config",
-    "override_optimizer_config",
-    "engine_kwargs",
-    "reward_kwargs",
-    "apply_chat_template_kwargs",
-    "pf_ppo",
-    "fused_kernel_options",
-    "wrap_policy",
-    "mixed_precision",
-}
-OPEN_PATHS = ("rollout.custom", "data.custom", "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init")
+# Below these any key is accepted: a name anywhere, or the end of a path.
+OPEN = (
+    "override_config", "override_optimizer_config", "engine_kwargs", "reward_kwargs", "apply_chat_template_kwargs",
+    "pf_ppo", "fused_kernel_options", "wrap_policy", "mixed_precision", "rollout.custom", "data.custom",
+    "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init",
+)  # fmt: skip
 ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
 
 # Names whose wrong values would make the batch arithmetic meaningless.
@@ -64,6 +52,14 @@ FIXED: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.hybrid_engine": (True, "training and rollout always share their ranks"),
     "actor_rollout_ref.rollout.mode": ("sync", "the server mode comes with multi-turn"),
     "actor_rollout_ref.rollout.multi_turn.enable": (False, "multi-turn is not built yet"),
+    "actor_rollout_ref.model.use_liger": (False, "Liger's kernels are not built in yet"),
+    "actor_rollout_ref.model.use_fused_kernels": (False, "fused kernels are not built in yet"),
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (1, "sequence parallelism is not built yet"),
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (1, "sequence parallelism is not built yet"),
+    "algorithm.rollout_correction.rollout_is": (None, "the correction of the rollout is not built yet"),
+    "algorithm.rollout_correction.rollout_rs": (None, "the correction of the rollout is not built yet"),
+    "algorithm.rollout_correction.bypass_mode": (False, "the correction of the rollout is not built yet"),
+    "algorithm.use_pf_ppo": (False, "preference feedback PPO is not built yet"),
     "reward_model.enable": (False, "a model as the reward is not built yet; score with custom_reward_function.path"),
     "transfer_queue.enable": (False, "the transfer queue is not part of this project"),
     "global_profiler.tool": (None, "no profiler is built in yet"),
@@ -72,7 +68,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 
 def is_open(path: str) -> bool:
     """Whether any sub-key is accepted under this dotted path."""
-    return path.rpartition(".")[2] in OPEN_NAMES or any(path == o or path.endswith("." + o) for o in OPEN_PATHS)
+    return f".{path}".endswith(tuple(f".{name}" for name in OPEN))
 
 
 def find_problems(
@@ -84,11 +80,12 @@ def find_problems(
 ) -> list[Problem]:
     """All problems of an RL config: unknown keys, values, names of registered parts, batch arithmetic.
 
-    `known` is the tree without overrides (`known_tree()`); without it keys are not compared, except inside a Hydra
-    application, where it is composed here.
+    `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
+    SECTIONS are compared. The two roles follow from the config where they are not given.
     """
     known = known_tree() if known is None else known
-    found = [] if known is None else unknown_keys(config, known)
+    raw = OmegaConf.to_container(config, resolve=False)
+    found = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
     missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
     found += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
     try:
@@ -97,23 +94,23 @@ def find_problems(
         if not missing:
             found.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
         return found
-    values = [p for section, t in SECTIONS.items() for p in value_problems(plain, section, t)]
-    found += told_at_the_source(values, OmegaConf.to_container(config, resolve=False))
-    found += [
-        wrong(key, f"{key}={value} does not work here: {why}. Set {key}={_text(needed)}.")
+    told = {p.key for p in found}
+    values = [p for section, t in SECTIONS.items() for p in value_problems(plain, section, t) if p.key not in told]
+    values += [
+        wrong(key, f"{key}={_text(value)} does not work here: {why}. Set it to {_text(needed)}.")
         for key, (needed, why) in FIXED.items()
-        if (value := _select(plain, key, needed)) != needed
+        if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
     ]
+    found += told_at_the_source(values, raw)
     if "actor_rollout_ref" not in plain or "algorithm" not in plain:
         return found
     found += registered_names(plain)
-    if not any(p.key.rpartition(".")[2] in ARITHMETIC for p in found) and not _absent_sections(plain):
+    whole = all(isinstance(select(plain, section, None), Mapping) for section in SECTIONS)
+    if whole and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in found):
         reference, critic = roles_in_use(plain)
-        found += batch_problems(
-            plain,
-            use_reference_policy=reference if use_reference_policy is None else use_reference_policy,
-            use_critic=critic if use_critic is None else use_critic,
-        )
+        reference = reference if use_reference_policy is None else use_reference_policy
+        critic = critic if use_critic is None else use_critic
+        found += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
         found += cross_problems(plain)
     return found
 
@@ -141,15 +138,12 @@ def known_tree() -> DictConfig | None:
     return compose(app.job.config_name, overrides=groups)
 
 
-def unknown_keys(config: DictConfig, known: DictConfig) -> list[Problem]:
+def unknown_keys(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:
     """Keys that the known tree does not have (with the nearest it has), sections turned into values, removed keys."""
-    mine = OmegaConf.to_container(config, resolve=False)
-    theirs = OmegaConf.to_container(known, resolve=False)
-    names = list(_paths(theirs))
-    return list(_compare(mine, theirs, "", names))
+    return list(_compare(mine, theirs, "", list(paths(theirs))))
 
 
-def _compare(mine: dict, theirs: dict, path: str, names: list[str]) -> Iterator[Problem]:
+def _compare(mine: Mapping, theirs: Mapping, path: str, names: list[str]) -> Iterator[Problem]:
     for key, value in mine.items():
         full = f"{path}.{key}" if path else str(key)
         if full in ADDABLE or is_open(full):
@@ -160,12 +154,10 @@ def _compare(mine: dict, theirs: dict, path: str, names: list[str]) -> Iterator[
             yield from _compare(value, theirs[key], full, names)
         elif isinstance(value, dict):
             yield wrong(full, f"{full} is one value, not a section; it has no key {', '.join(map(str, value))}.")
-        elif isinstance(theirs[key], dict) and not _is_interpolation(value):
+        elif isinstance(theirs[key], dict) and not is_interpolation(value):
             yield wrong(full, f"{full}={value} is a section; set one of its keys: {', '.join(map(str, theirs[key]))}.")
-    for key in theirs:
-        if key not in mine:
-            full = f"{path}.{key}" if path else str(key)
-            yield wrong(full, f"{full} was removed from the config; leave it in, and change its value.")
+    for full in (f"{path}.{key}" if path else str(key) for key in theirs if key not in mine):
+        yield wrong(full, f"{full} was removed from the config; leave it in, and change its value.")
 
 
 def nearest_key(full: str, names: list[str]) -> str:
@@ -173,29 +165,32 @@ def nearest_key(full: str, names: list[str]) -> str:
     parent, _, name = full.rpartition(".")
     siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
     close = [siblings[c] for c in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
-    if not close:
-        close = sorted(n for n in names if n.rpartition(".")[2] == name)
-        close = difflib.get_close_matches(full, close, n=1, cutoff=0.0)
-    if not close:
-        close = difflib.get_close_matches(full, names, n=1, cutoff=0.6)
+    close = close or difflib.get_close_matches(
+        full, sorted(n for n in names if n.rpartition(".")[2] == name), n=1, cutoff=0.0
+    )
+    close = close or difflib.get_close_matches(full, names, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f". Keys of this section: {', '.join(siblings) or 'none'}."
 
 
 def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type) -> list[Problem]:
-    """Types and ranges of one section with its sub-sections, then the rules between its keys."""
-    node = _select(plain, section, None)
+    """Keys, types and ranges of one section with its sub-sections, then the rules between its keys."""
+    node = select(plain, section, None)
     if not isinstance(node, Mapping):
         return []
-    found = [wrong(f"{section}.{name}", message) for name, message in value_errors(dataclass_type, node, section)]
-    hints = field_types(dataclass_type)
-    for field in dataclasses.fields(dataclass_type):
-        nested = _dataclass_in(hints[field.name])
-        if nested is not None and isinstance(node.get(field.name), Mapping):
-            found += value_problems(plain, f"{section}.{field.name}", nested)
+    known = [f"{section}.{f.name}" for f in dataclasses.fields(dataclass_type)]
+    found = [
+        wrong(key, f"{key} is no known key{nearest_key(key, known)}")
+        for key in (f"{section}.{name}" for name in node)
+        if key not in known and key not in ADDABLE
+    ]
+    found += [wrong(f"{section}.{name}", message) for name, message in value_errors(dataclass_type, node, section)]
+    for name, hint in field_types(dataclass_type).items():
+        nested = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if nested is not None and isinstance(node.get(name), Mapping):
+            found += value_problems(plain, f"{section}.{name}", nested)
     if not found:
-        names = {f.name for f in dataclasses.fields(dataclass_type)} - {"_target_"}
         try:
-            dataclass_type(**{k: v for k, v in node.items() if k in names})
+            dataclass_type(**{k: v for k, v in node.items() if f"{section}.{k}" in known})
         except ValueError as e:
             found.append(wrong(section, f"{section}: {e}"))
     return found
@@ -203,7 +198,7 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
 
 def told_at_the_source(problems: list[Problem], raw: Mapping[str, Any]) -> list[Problem]:
     """Without the problems of keys that only follow another key, where that other one is told of already."""
-    follows = {p.key for p in problems if _is_interpolation(_select(raw, p.key, None))}
+    follows = {p.key for p in problems if is_interpolation(select(raw, p.key, None))}
     told = {p.message.partition("=")[2] for p in problems if p.key not in follows}
     return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in told]
 
@@ -213,20 +208,19 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
 
     found = []
-    module = plain["actor_rollout_ref"]["model"]["external_lib"]
-    if module:
+    key = "actor_rollout_ref.model.external_lib"
+    if module := select(plain, key, None):
         try:
             importlib.import_module(module)
         except ImportError as e:
-            key = "actor_rollout_ref.model.external_lib"
             found.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
-    checks = (
-        ("algorithm.adv_estimator", get_adv_estimator_fn),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", get_policy_loss_fn),
-    )
-    for key, look_up in checks:
+    registries = {
+        "algorithm.adv_estimator": get_adv_estimator_fn,
+        "actor_rollout_ref.actor.policy_loss.loss_mode": get_policy_loss_fn,
+    }
+    for key, look_up in registries.items():
         try:
-            look_up(_select(plain, key, MISSING))
+            look_up(select(plain, key, MISSING))
         except ValueError as e:
             found.append(wrong(key, str(e)))
     return found
@@ -234,49 +228,27 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
 
 def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
+    trainer, critic, path = plain["trainer"], plain["critic"]["enable"], plain["trainer"]["resume_from_path"]
+    sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
     found = []
-    roles, trainer = plain["actor_rollout_ref"], plain["trainer"]
-    sampling = roles["rollout"]["val_kwargs"]
     if sampling["do_sample"] and sampling["temperature"] == 0:
-        key = "actor_rollout_ref.rollout.val_kwargs"
-        found.append(
-            wrong(f"{key}.temperature", f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say.")
-        )
+        rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
+        found.append(wrong(f"{key}.temperature", rule))
     if not sampling["do_sample"] and sampling["n"] > 1:
-        key = "actor_rollout_ref.rollout.val_kwargs"
-        found.append(
-            wrong(f"{key}.n", f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true")
-        )
+        rule = f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true"
+        found.append(wrong(f"{key}.n", f"{rule} and a temperature."))
     if roles_in_use(plain)[1]:
-        found.append(
-            wrong(
-                "algorithm.adv_estimator",
-                f"algorithm.adv_estimator={plain['algorithm']['adv_estimator']} with critic.enable="
-                f"{_text(plain['critic']['enable'])} needs a critic, which is not built yet. "
-                "Set algorithm.adv_estimator=grpo and critic.enable=null.",
-            )
-        )
-    parallel = roles["actor"]["ulysses_sequence_parallel_size"]
-    if parallel > 1 and not roles["model"]["use_remove_padding"]:
-        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-        found.append(wrong(key, f"{key}={parallel} needs actor_rollout_ref.model.use_remove_padding=true."))
-    path = trainer["resume_from_path"]
+        key = "algorithm.adv_estimator"
+        rule = f"{key}={plain['algorithm']['adv_estimator']} with critic.enable={_text(critic)} needs a critic, which "
+        found.append(wrong(key, f"{rule}is not built yet. Set {key}=grpo and critic.enable=null."))
     if trainer["resume_mode"] == "resume_path" and (path is None or "global_step_" not in path):
         key = "trainer.resume_from_path"
         found.append(wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path."))
     return found
 
 
-def _absent_sections(plain: Mapping[str, Any]) -> list[str]:
-    return [s for s in SECTIONS if not isinstance(_select(plain, s, None), Mapping)]
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    options = [hint, *typing.get_args(hint)]
-    return next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
-
-
-def _select(plain: Mapping[str, Any], path: str, default: Any) -> Any:
+def select(plain: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value at a dotted path; the default where there is none."""
     node: Any = plain
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -285,15 +257,17 @@ def _select(plain: Mapping[str, Any], path: str, default: Any) -> Any:
     return node
 
 
-def _paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all keys, sections too."""
     for key, value in node.items():
         full = f"{prefix}.{key}" if prefix else str(key)
         yield full
         if isinstance(value, Mapping):
-            yield from _paths(value, full)
+            yield from paths(value, full)
 
 
-def _is_interpolation(value: Any) -> bool:
+def is_interpolation(value: Any) -> bool:
+    """Whether a raw value only follows another key."""
     return isinstance(value, str) and value.startswith("${")
 
 

@@ -13,31 +13,22 @@ from omegaconf import MISSING
 
 from verl.utils.registry import nearest
 
+BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
+    ("low", lambda value, bound: value >= bound, "too small; use {} or more"),
+    ("above", lambda value, bound: value > bound, "too small; use a value above {}"),
+    ("high", lambda value, bound: value <= bound, "too large; use {} or less"),
+)
 
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    factory: Any = dataclasses.MISSING,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    choices: Sequence[Any] | None = None,
-    each_of: Sequence[Any] | None = None,
-    hint: str = "",
-) -> Any:
+
+def setting(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING, **rule: Any) -> Any:
     """A dataclass field with its permitted values.
 
-    low and high are inclusive, above is exclusive; `choices` lists the permitted values, `each_of` those of a list's
-    items. None is permitted where the annotation permits it. `hint` is the mend, shown when the value is refused.
+    `low` and `high` are inclusive, `above` is exclusive; `choices` lists the permitted values, `each_of` those of a
+    list's items. None is permitted where the annotation permits it. `hint` is the mend, shown when a value is refused.
     """
-    rule = {"low": low, "above": above, "high": high, "choices": choices, "each_of": each_of, "hint": hint}
+    if unknown := set(rule) - {"low", "above", "high", "choices", "each_of", "hint"}:
+        raise TypeError(f"setting() has no rule {', '.join(sorted(unknown))}.")
     return dataclasses.field(default=default, default_factory=factory, metadata={"rule": rule})
-
-
-def choice_error(key: str, value: Any, known: Sequence[Any]) -> str:
-    """The sentence for a value outside a closed list."""
-    names = [str(k) for k in known]
-    return f"{key}={value!r} is unknown{nearest(str(value), names) or '.'} Known: {', '.join(names)}."
 
 
 @functools.cache
@@ -51,14 +42,12 @@ def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) 
     found = []
     hints = field_types(dataclass_type)
     for field in dataclasses.fields(dataclass_type):
-        if field.name == "_target_" or field.name not in values:
+        if field.name == "_target_" or field.name not in values or values[field.name] == MISSING:
             continue
-        value = values[field.name]
-        key = f"{section}.{field.name}" if section else field.name
-        if value == MISSING:
-            continue
-        message = _type_error(key, value, hints[field.name]) or _range_error(key, value, field.metadata.get("rule"))
-        if message:
+        key, value, hint = f"{section}.{field.name}", values[field.name], hints[field.name]
+        if not _fits(value, hint):
+            found.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {_type_name(hint)}."))
+        elif value is not None and (message := _range_error(key, value, field.metadata.get("rule", {}))):
             found.append((field.name, message))
     return found
 
@@ -66,15 +55,8 @@ def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) 
 def check_settings(config: Any) -> None:
     """Raise one ValueError that lists every field of a dataclass instance that is out of order."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    errors = value_errors(type(config), values, type(config).section)
-    if errors:
+    if errors := value_errors(type(config), values, type(config).section):
         raise ValueError("\n".join(message for _, message in errors))
-
-
-def _type_error(key: str, value: Any, hint: Any) -> str | None:
-    if _fits(value, hint):
-        return None
-    return f"{key}={value!r} is a {type(value).__name__}; expected {_type_name(hint)}."
 
 
 def _type_name(hint: Any) -> str:
@@ -89,10 +71,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return True
     if origin in (types.UnionType, typing.Union):
         return any(_fits(value, option) for option in typing.get_args(hint))
-    if origin is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if origin is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+    if origin in (int, float):
+        return isinstance(value, int | origin) and not isinstance(value, bool)
     if origin in (list, tuple):
         items = [h for h in typing.get_args(hint) if h is not Ellipsis]
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
@@ -102,20 +82,15 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, origin)
 
 
-def _range_error(key: str, value: Any, rule: dict[str, Any] | None) -> str | None:
-    if rule is None or value is None:
-        return None
-    end = f" {rule['hint']}" if rule["hint"] else ""
-    if rule["choices"] is not None and value not in rule["choices"]:
-        return choice_error(key, value, rule["choices"]) + end
-    if rule["each_of"] is not None:
-        for item in value:
-            if item not in rule["each_of"]:
-                return choice_error(key, item, rule["each_of"]) + end
-    if rule["low"] is not None and value < rule["low"]:
-        return f"{key}={value} is too small; use {rule['low']} or more.{end}"
-    if rule["above"] is not None and value <= rule["above"]:
-        return f"{key}={value} is too small; use a value above {rule['above']}.{end}"
-    if rule["high"] is not None and value > rule["high"]:
-        return f"{key}={value} is too large; use {rule['high']} or less.{end}"
+def _range_error(key: str, value: Any, rule: Mapping[str, Any]) -> str | None:
+    end = f" {rule['hint']}" if "hint" in rule else ""
+    for name, items in (("choices", [value]), ("each_of", value)):
+        for item in items if name in rule else []:
+            if item not in rule[name]:
+                known = [str(k) for k in rule[name]]
+                near = nearest(str(item), known) or "."
+                return f"{key}={item!r} is unknown{near} Known: {', '.join(known)}.{end}"
+    for name, keeps, said in BOUNDS:
+        if name in rule and not keeps(value, rule[name]):
+            return f"{key}={value} is {said.format(rule[name])}.{end}"
     return None

@@ -45,9 +45,7 @@ def _replaced_by(module: nn.Module, name: str) -> nn.Parameter:
     return copy.get_parameter(tail)
 
 
-def _merged(
-    name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torch.device | str | None
-) -> torch.Tensor:
+def _merged(name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
     """weight [out, in] plus the layer's active adapters, in the weight's dtype."""
     if not isinstance(layer, LoraLinear) or any(layer.use_dora[a] for a in layer.active_adapters if a in layer.lora_A):
         raise TypeError(

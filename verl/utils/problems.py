@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 WRONG = "wrong"  # cannot work on any machine
 ABSENT = "absent"  # would work where the missing thing is present
+UNUSED = "unused"  # a setting that this version does not read; harmless
+TITLES = {WRONG: "Wrong on every machine", ABSENT: "Absent on this machine", UNUSED: "Set, but without effect"}
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,8 @@ class Problem:
     message: str
 
     def __post_init__(self) -> None:
-        if self.kind not in (WRONG, ABSENT):
-            raise ValueError(f"Problem.kind={self.kind!r} is unknown; use {WRONG!r} or {ABSENT!r}.")
+        if self.kind not in TITLES:
+            raise ValueError(f"Problem.kind={self.kind!r} is unknown; use one of {', '.join(TITLES)}.")
 
 
 class ConfigError(ValueError):
@@ -43,3 +46,24 @@ def wrong(key: str, message: str) -> Problem:
 def absent(key: str, message: str) -> Problem:
     """A problem on this machine only."""
     return Problem(ABSENT, key, message)
+
+
+def raise_if_any(problems: Iterable[Problem]) -> None:
+    """One ConfigError with everything that is wrong on every machine, if anything is."""
+    if fatal := [p for p in problems if p.kind == WRONG]:
+        raise ConfigError(fatal)
+
+
+# (config, findings of verl.trainer.dry_run_checks: tokenizer, hf_config, ...) -> problems
+Check = Callable[[Any, Any], Iterable[Problem]]
+CHECKS: list[Check] = []
+
+
+def register_check(check: Check) -> Check:
+    """Decorator: a check of a recipe's own, made by every dry run that imports its module (external_lib, custom_cls).
+
+    It gets the config and what the dry run found so far; `findings.tokenizer` is None where it could not be loaded.
+    """
+    if check not in CHECKS:
+        CHECKS.append(check)
+    return check

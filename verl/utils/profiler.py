@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
 
 
 @dataclass
-class ProfilerConfig(BaseConfig):
+class ProfilerConfig(BaseConfig, section="profiler"):
     """Which ranks of a role are profiled, with which tool; off by default."""
-
-    section: ClassVar[str] = "profiler"
 
     tool: str | None = setting(None, choices=("torch", "torch_memory"))
     enable: bool = False
@@ -21,6 +19,3 @@ class ProfilerConfig(BaseConfig):
     ranks: list[int] = field(default_factory=list)
     save_path: str | None = None
     tool_config: Any = None
-
-    def __post_init__(self) -> None:
-        check_settings(self)

@@ -52,7 +52,9 @@ def _map(fn: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, di
     return tuple(fn(a) for a in args), {k: fn(v) for k, v in kwargs.items()}
 
 
-# ------------------------------------------------------------------------------------------------ plain values
+def _check_ranks(name: str, values: list, worker_group: WorkerGroup) -> None:
+    if len(values) != worker_group.world_size:
+        raise ValueError(f"{name} has {len(values)} entries for {worker_group.world_size} ranks")
 
 
 def dispatch_one_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
@@ -78,8 +80,8 @@ def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
 def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
     """The caller has cut each argument: a list or tuple with one entry a rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
-        if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
-            size = len(value) if isinstance(value, list | tuple) else type(value).__name__
+        size = len(value) if isinstance(value, list | tuple) else type(value).__name__
+        if size != worker_group.world_size:
             raise ValueError(f"argument {name!r} needs {worker_group.world_size} entries, one a rank; got {size}")
     return args, kwargs
 
@@ -91,26 +93,8 @@ def collect_dp_compute(worker_group: WorkerGroup, output: list) -> list:
     return output
 
 
-# ------------------------------------------------------------------------------------------------ DataProto
-
-
 def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Every DataProto in `chunks` parts; where auto padding is on, padded to a multiple of `chunks` first."""
-    padding = _rows_to_pad(chunks, args, kwargs)
-
-    def cut(value: Any) -> list:
-        if isinstance(value, DataProto) and padding:
-            value = value.select()  # a shallow copy: the caller's batch keeps its length
-            value.padding(padding)
-        return value.chunk(chunks)
-
-    new_args, new_kwargs = _map(cut, args, kwargs)
-    if padding:
-        new_kwargs[PADDING_KEY] = padding
-    return new_args, new_kwargs
-
-
-def _rows_to_pad(chunks: int, args: tuple, kwargs: dict) -> int:
     sizes = {}
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, DataProto | DataProtoFuture):
@@ -122,7 +106,16 @@ def _rows_to_pad(chunks: int, args: tuple, kwargs: dict) -> int:
             sizes[name] = len(value)
     if len(set(sizes.values())) > 1:
         raise ValueError(f"arguments that are padded for dispatch differ in rows: {sizes}")
-    return -next(iter(sizes.values())) % chunks if sizes else 0
+    padding = -next(iter(sizes.values()), 0) % chunks
+
+    def cut(value: DataProto | DataProtoFuture) -> list:
+        if isinstance(value, DataProto) and padding:
+            value = value.select()  # a shallow copy: the caller's batch keeps its length
+            value.padding(padding)
+        return value.chunk(chunks)
+
+    args, kwargs = _map(cut, args, kwargs)
+    return args, {**kwargs, PADDING_KEY: padding} if padding else kwargs
 
 
 def _join(output: list) -> DataProto | DataProtoFuture:
@@ -145,16 +138,13 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, *
     """As `dispatch_dp_compute_data_proto`; the first argument is a function that every rank gets."""
     if not args or not callable(args[0]):
         raise TypeError("the first argument of this dispatch mode must be a function")
-    new_args, new_kwargs = _split(worker_group.world_size, args[1:], kwargs)
-    return ([args[0]] * worker_group.world_size, *new_args), new_kwargs
+    parts, kwargs = _split(worker_group.world_size, args[1:], kwargs)
+    return ([args[0]] * worker_group.world_size, *parts), kwargs
 
 
 def collect_dp_compute_data_proto(worker_group: WorkerGroup, output: list) -> DataProto | DataProtoFuture:
     """The ranks' rows in rank order."""
     return _join(output)
-
-
-# ------------------------------------------------------------------------------------------------ device meshes
 
 
 def dispatch_nd_compute(
@@ -171,11 +161,6 @@ def dispatch_nd_compute(
     return _map(spread, args, kwargs)
 
 
-def _check_ranks(name: str, values: list, worker_group: WorkerGroup) -> None:
-    if len(values) != worker_group.world_size:
-        raise ValueError(f"{name} has {len(values)} entries for {worker_group.world_size} ranks")
-
-
 def collect_nd_compute(collect_mask: list[bool], worker_group: WorkerGroup, output: list) -> list:
     """Outputs of the ranks whose mask is True (one rank of each data-parallel group)."""
     _check_ranks("collect_mask", collect_mask, worker_group)
@@ -187,11 +172,9 @@ def dispatch_nd_compute_dataproto(
 ) -> tuple[tuple, dict]:
     """Each DataProto is cut in `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
     args, kwargs = _split(dp_size, args, kwargs)
-    padding = kwargs.pop(PADDING_KEY, 0)
+    padding = {PADDING_KEY: kwargs.pop(PADDING_KEY)} if PADDING_KEY in kwargs else {}
     args, kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *args, **kwargs)
-    if padding:
-        kwargs[PADDING_KEY] = padding
-    return args, kwargs
+    return args, {**kwargs, **padding}
 
 
 def collect_nd_compute_dataproto(
@@ -201,13 +184,16 @@ def collect_nd_compute_dataproto(
     return _join(collect_nd_compute(collect_mask, worker_group, output))
 
 
-def _dp_ranks(mesh_name: str, worker_group: WorkerGroup) -> list[int]:
-    """Data-parallel rank of every worker in the mesh; asked of the workers once."""
-    known = worker_group._dispatch_info
+def _asked_once(known: dict[str, list], mesh_name: str, query: Callable, worker_group: WorkerGroup) -> list:
+    """What every worker answers about the mesh, in rank order; kept in `known`."""
     if mesh_name not in known:
-        known[mesh_name] = worker_group._query_dispatch_info(mesh_name)
-        _check_ranks(f"dispatch info of mesh {mesh_name!r}", known[mesh_name], worker_group)
+        known[mesh_name] = query(mesh_name)
+        _check_ranks(f"what the workers say of mesh {mesh_name!r}", known[mesh_name], worker_group)
     return known[mesh_name]
+
+
+def _dp_ranks(mesh_name: str, group: WorkerGroup) -> list[int]:
+    return _asked_once(group._dispatch_info, mesh_name, group._query_dispatch_info, group)
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
@@ -218,44 +204,30 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: WorkerGroup, output: list) -> Any:
     """The rows of the mesh's collecting ranks, in the order in which they were dispatched."""
-    known = worker_group._collect_info
-    if mesh_name not in known:
-        known[mesh_name] = worker_group.query_collect_info(mesh_name)
-    mask, mapping = known[mesh_name], _dp_ranks(mesh_name, worker_group)
-    _check_ranks(f"collect info of mesh {mesh_name!r}", mask, worker_group)
-    chosen = sorted((dp_rank, r) for r, dp_rank in enumerate(mapping) if mask[r])
+    mask = _asked_once(worker_group._collect_info, mesh_name, worker_group.query_collect_info, worker_group)
+    chosen = sorted((dp_rank, r) for r, dp_rank in enumerate(_dp_ranks(mesh_name, worker_group)) if mask[r])
     return _join([output[r] for _, r in chosen])
+
+
+def _pair(dispatch_fn: Callable, collect_fn: Callable) -> dict[str, Callable]:
+    return {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable]:
     """Dispatch mode over a device mesh that the workers name at run time with `_register_dispatch_collect_info`."""
-    return {
-        "dispatch_fn": functools.partial(dispatch_lazy_compute_data_proto, mesh_name),
-        "collect_fn": functools.partial(collect_lazy_compute_data_proto, mesh_name),
-    }
+    dispatch_fn = functools.partial(dispatch_lazy_compute_data_proto, mesh_name)
+    return _pair(dispatch_fn, functools.partial(collect_lazy_compute_data_proto, mesh_name))
 
-
-# ------------------------------------------------------------------------------------------------ registries
 
 DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, dict[str, Callable]] = {
-    Dispatch.ONE_TO_ALL: {"dispatch_fn": dispatch_one_to_all, "collect_fn": collect_all_to_all},
-    Dispatch.ALL_TO_ALL: {"dispatch_fn": dispatch_all_to_all, "collect_fn": collect_all_to_all},
-    Dispatch.DP_COMPUTE: {"dispatch_fn": dispatch_dp_compute, "collect_fn": collect_dp_compute},
-    Dispatch.DP_COMPUTE_PROTO: {
-        "dispatch_fn": dispatch_dp_compute_data_proto,
-        "collect_fn": collect_dp_compute_data_proto,
-    },
-    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: {
-        "dispatch_fn": dispatch_dp_compute_data_proto_with_func,
-        "collect_fn": collect_dp_compute_data_proto,
-    },
-    Dispatch.DP_COMPUTE_METRIC: {"dispatch_fn": dispatch_dp_compute_data_proto, "collect_fn": collect_dp_compute},
-    Dispatch.DIRECT_ROLLOUT_METHOD: {
-        "dispatch_fn": dummy_direct_rollout_call,
-        "collect_fn": dummy_direct_rollout_call,
-    },
+    Dispatch.ONE_TO_ALL: _pair(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.ALL_TO_ALL: _pair(dispatch_all_to_all, collect_all_to_all),
+    Dispatch.DP_COMPUTE: _pair(dispatch_dp_compute, collect_dp_compute),
+    Dispatch.DP_COMPUTE_PROTO: _pair(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC: _pair(dispatch_dp_compute_data_proto_with_func, collect_dp_compute_data_proto),
+    Dispatch.DP_COMPUTE_METRIC: _pair(dispatch_dp_compute_data_proto, collect_dp_compute),
+    Dispatch.DIRECT_ROLLOUT_METHOD: _pair(dummy_direct_rollout_call, dummy_direct_rollout_call),
 }
-_EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable]:
@@ -271,34 +243,17 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable]:
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, collect_fn: Callable) -> None:
     """Add a mode: afterwards `Dispatch.<NAME>` can be given to `register`."""
-    mode = Dispatch.register(dispatch_mode_name)
-    DISPATCH_MODE_FN_REGISTRY[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    DISPATCH_MODE_FN_REGISTRY[Dispatch.register(dispatch_mode_name)] = _pair(dispatch_fn, collect_fn)
 
 
 def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: Callable, collect_fn: Callable) -> None:
     """Replace the functions of a mode that is registered."""
-    get_predefined_dispatch_fn(dispatch_mode)
-    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    get_predefined_dispatch_fn(dispatch_mode).update(_pair(dispatch_fn, collect_fn))
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
     """{"execute_fn_name"}: the group's method that carries the mode out."""
-    return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
-
-
-def _check_modes(dispatch_mode: Any, execute_mode: Any) -> None:
-    if isinstance(dispatch_mode, dict):
-        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
-        if missing:
-            raise ValueError(f"dispatch_mode given as a dict lacks {sorted(missing)}")
-    elif not isinstance(dispatch_mode, Dispatch):
-        raise TypeError(f"dispatch_mode={dispatch_mode!r} must be a Dispatch member or a dict of two functions")
-    if not isinstance(execute_mode, Execute):
-        raise TypeError(f"execute_mode={execute_mode!r} must be an Execute member")
-
-
-def _materialize(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    return _map(lambda value: value.get() if isinstance(value, DataProtoFuture) else value, args, kwargs)
+    return {"execute_fn_name": {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_rank_zero"}[execute_mode]}
 
 
 def register(
@@ -312,20 +267,27 @@ def register(
     With blocking=False the group's call returns references (a DataProtoFuture where DataProto are joined). With
     `materialize_futures` a DataProtoFuture argument is fetched on the worker before the method runs.
     """
-    _check_modes(dispatch_mode, execute_mode)
+    if isinstance(dispatch_mode, dict):
+        missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
+        if missing:
+            raise ValueError(f"dispatch_mode given as a dict lacks {sorted(missing)}")
+    elif not isinstance(dispatch_mode, Dispatch):
+        raise TypeError(f"dispatch_mode={dispatch_mode!r} must be a Dispatch member or a dict of two functions")
+    if not isinstance(execute_mode, Execute):
+        raise TypeError(f"execute_mode={execute_mode!r} must be an Execute member")
+
+    def ready(value: Any) -> Any:
+        return value.get() if materialize_futures and isinstance(value, DataProtoFuture) else value
 
     def decorate(func: Callable) -> Callable:
         @functools.wraps(func)
         def call(*args, **kwargs):
-            if materialize_futures:
-                args, kwargs = _materialize(args, kwargs)
+            args, kwargs = _map(ready, args, kwargs)
             return func(*args, **kwargs)
 
         @functools.wraps(func)
         async def call_async(*args, **kwargs):
-            if materialize_futures:
-                args, kwargs = _materialize(args, kwargs)
-            return await func(*args, **kwargs)
+            return await call(*args, **kwargs)
 
         wrapped = call_async if inspect.iscoroutinefunction(func) else call
         attrs = {"dispatch_mode": dispatch_mode, "execute_mode": execute_mode, "blocking": blocking}

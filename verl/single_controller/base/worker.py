@@ -31,8 +31,8 @@ class DistGlobalInfo:
     cp_size: int
 
 
-def free_address() -> tuple[str, str]:
-    """Address of this node as Ray knows it (127.0.0.1 without Ray), with a port that is free now."""
+def get_master_addr_port() -> tuple[str, str]:
+    """Address of this node as Ray knows it (127.0.0.1 without Ray), with a port that is free now: a rendezvous."""
     import ray
 
     host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
@@ -46,11 +46,9 @@ class WorkerHelper:
     """What a worker can say about its node."""
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        return free_address()
+        return get_master_addr_port()
 
-    def get_availale_master_addr_port(self) -> tuple[str, str]:
-        """Older spelling, kept for callers."""
-        return self.get_available_master_addr_port()
+    get_availale_master_addr_port = get_available_master_addr_port  # older spelling, kept for callers
 
 
 class Worker(WorkerHelper):
@@ -68,11 +66,10 @@ class Worker(WorkerHelper):
         missing = [key for key in ("WORLD_SIZE", "RANK") if key not in os.environ]
         if missing:
             raise RuntimeError(f"{type(self).__name__} needs {', '.join(missing)}: start it through a RayWorkerGroup")
-        self._world_size = int(os.environ["WORLD_SIZE"])
-        self._rank = int(os.environ["RANK"])
-        self._master_addr = os.environ.get("MASTER_ADDR")
-        self._master_port = os.environ.get("MASTER_PORT")
         self._choose_device()
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"])
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.fused_worker_dict: dict[str, Worker] = {}
         self._dispatch_dp_rank: dict[str, int] = {}
         self._collect_dp_rank: dict[str, bool] = {}
@@ -101,7 +98,7 @@ class Worker(WorkerHelper):
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Tell which part of a batch this rank takes in `mesh_name`, and whether its output is collected."""
         if mesh_name in self._dispatch_dp_rank:
-            raise ValueError(f"mesh {mesh_name!r} is already registered on rank {self._rank}")
+            raise ValueError(f"mesh {mesh_name!r} is already registered on rank {self.rank}")
         self._dispatch_dp_rank[mesh_name] = int(dp_rank)
         self._collect_dp_rank[mesh_name] = bool(is_collect)
 
@@ -133,11 +130,11 @@ class Worker(WorkerHelper):
         self._register_dispatch_collect_info(mesh_name, dispatch_dp_rank[mesh_name], collect_dp_rank[mesh_name])
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
-        """The role of that name in this process; None when it is not here."""
+        """The role of that name in this process, if there is one."""
         return self.fused_worker_dict.get(worker_name)
 
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
-        return self._master_addr, self._master_port
+        return os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
 
     def get_node_id(self) -> str:
         """Ray's id of the node this rank runs on."""
@@ -147,14 +144,6 @@ class Worker(WorkerHelper):
 
     def get_cuda_visible_devices(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable, *args, **kwargs) -> Any:

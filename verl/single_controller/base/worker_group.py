@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import inspect
 import signal
 import threading
 import time
@@ -18,7 +18,7 @@ from verl.single_controller.base.decorator import (
     dispatch_all_to_all,
     get_predefined_dispatch_fn,
     get_predefined_execute_fn,
-)
+)  # fmt: skip
 
 
 class ResourcePool:
@@ -27,33 +27,29 @@ class ResourcePool:
     def __init__(
         self, process_on_nodes: list[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
     ) -> None:
-        self._store = list(process_on_nodes or [])
-        if any(count < 1 for count in self._store):
-            raise ValueError(f"process_on_nodes={self._store}: every node needs at least one rank")
+        self.store = list(process_on_nodes or [])
+        if any(count < 1 for count in self.store):
+            raise ValueError(f"process_on_nodes={self.store}: every node needs at least one rank")
         self.max_colocate_count = max_colocate_count
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        self._store.append(process_count)
+        self.store.append(process_count)
 
     @property
     def world_size(self) -> int:
-        return sum(self._store)
+        return sum(self.store)
 
     def __call__(self) -> list[int]:
-        return self._store
-
-    @property
-    def store(self) -> list[int]:
-        return self._store
+        return self.store
 
     def local_world_size_list(self) -> list[int]:
         """For every rank, how many ranks its node has."""
-        return [count for count in self._store for _ in range(count)]
+        return [count for count in self.store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
         """For every rank, its number on its node."""
-        return [local for count in self._store for local in range(count)]
+        return [local for count in self.store for local in range(count)]
 
 
 class ClassWithInitArgs:
@@ -90,24 +86,20 @@ class WorkerGroup:
     fused_worker_execute_fn_name = "_fuw_execute"
 
     def __init__(self, resource_pool: ResourcePool | None, **kwargs) -> None:
-        self._is_init_with_detached_workers = resource_pool is None
         self._workers: list = []
         self._worker_names: list[str] = []
-        self._master_addr: str | None = None
-        self._master_port: str | None = None
+        self.master_address: str | None = None
+        self.master_port: str | None = None
         self._dispatch_info: dict[str, list[int]] = {}
         self._collect_info: dict[str, list[bool]] = {}
-        self._checker_thread: threading.Thread | None = None
 
     def _is_worker_alive(self, worker: Any) -> bool:
         raise NotImplementedError(f"{type(self).__name__} cannot tell whether a worker is alive")
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
         """Watch the workers from a thread, so that a death ends the driver even outside of a call."""
-        self._checker_thread = threading.Thread(
-            target=check_workers_alive, args=(self._workers, self._is_worker_alive, every_n_seconds), daemon=True
-        )
-        self._checker_thread.start()
+        watched = (self._workers, self._is_worker_alive, every_n_seconds)
+        threading.Thread(target=check_workers_alive, args=watched, daemon=True).start()
 
     @property
     def world_size(self) -> int:
@@ -118,48 +110,21 @@ class WorkerGroup:
         mode = attrs["dispatch_mode"]
         functions = mode if isinstance(mode, dict) else get_predefined_dispatch_fn(mode)
         dispatch_fn, collect_fn = functions["dispatch_fn"], functions["collect_fn"]
-        execute_mode = attrs["execute_mode"]
-        if execute_mode == Execute.RANK_ZERO and dispatch_fn is not dispatch_all_to_all:
+        if attrs["execute_mode"] == Execute.RANK_ZERO and dispatch_fn is not dispatch_all_to_all:
             dispatch_fn = functools.partial(_rank_zero_share, dispatch_fn)
-        execute_fn = getattr(self, get_predefined_execute_fn(execute_mode)["execute_fn_name"])
-        bound = func_generator(
-            self,
-            name,
-            dispatch_fn=dispatch_fn,
-            collect_fn=collect_fn,
-            execute_fn=execute_fn,
-            blocking=attrs["blocking"],
-        )
-        setattr(self, as_name, bound)
+        execute_fn = getattr(self, get_predefined_execute_fn(attrs["execute_mode"])["execute_fn_name"])
+        setattr(self, as_name, func_generator(self, name, dispatch_fn, collect_fn, execute_fn, attrs["blocking"]))
 
     def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable) -> list[str]:
         """Bind every registered method of the class; returns their names."""
-        names = []
-        for name, attrs in registered_methods(user_defined_cls).items():
+        found = registered_methods(user_defined_cls)
+        for name, attrs in found.items():
             self._bind_method(name, attrs, func_generator, as_name=name)
-            names.append(name)
-        return names
+        return list(found)
 
 
 def registered_methods(cls: type) -> dict[str, dict[str, Any]]:
-    """{name: what @register recorded} of a class and its bases."""
-    found = {}
-    for name in dir(cls):
-        member = _static(cls, name)
-        if callable(member) and MAGIC_ATTR in _attributes(member):
-            found[name] = _attributes(member)[MAGIC_ATTR]
-    return found
-
-
-def _static(cls: type, name: str) -> Any:
-    """The class's own entry, without running descriptors such as properties."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-
-
-def _attributes(member: Any) -> dict[str, Any]:
-    return member.__dict__ if isinstance(member, type(registered_methods)) else {}
-
-
-def local_environment() -> dict[str, str]:
-    """Variables of the driver that decide how many threads a rank uses."""
-    return {k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ}
+    """{name: what @register recorded} of a class and its bases; properties are not run."""
+    members = {name: inspect.getattr_static(cls, name, None) for name in dir(cls)}
+    functions = {name: member for name, member in members.items() if inspect.isfunction(member)}
+    return {name: vars(f)[MAGIC_ATTR] for name, f in functions.items() if MAGIC_ATTR in vars(f)}

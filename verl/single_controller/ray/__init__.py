@@ -1,17 +1,3 @@
 """Worker groups over Ray."""
 
-from verl.single_controller.ray.base import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-    create_colocated_worker_cls_fused,
-)
-
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_cls_fused",
-]
+from verl.single_controller.ray.base import *  # noqa: F403 - what its __all__ names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,22 +14,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.protocol import DataProto, DataProtoFuture, unpad_dataproto
 from verl.single_controller.base.decorator import PADDING_KEY
-from verl.single_controller.base.worker import free_address
-from verl.single_controller.base.worker_group import (
-    WorkerGroup,
-    local_environment,
-    registered_methods,
-)
-from verl.single_controller.ray.colocate import (
+from verl.single_controller.base.worker import get_master_addr_port
+from verl.single_controller.base.worker_group import WorkerGroup, registered_methods
+from verl.single_controller.ray.fetch import WorkerDiedError, fetch
+from verl.single_controller.ray.ray_class import (
     FUSED_SEPARATOR,
+    RayClassWithInitArgs,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
     role_classes,
     unwrap,
-)
-from verl.single_controller.ray.fetch import WorkerDiedError, fetch
-from verl.single_controller.ray.ray_class import RayClassWithInitArgs
+)  # fmt: skip
 from verl.single_controller.ray.resource_pool import (
     RayResourcePool,
     SubRayResourcePool,
@@ -38,7 +35,7 @@ from verl.single_controller.ray.resource_pool import (
     node_of_bundle,
     sort_placement_group_by_node_ip,
     split_resource_pool,
-)
+)  # fmt: skip
 
 __all__ = [
     "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "SubRayResourcePool", "WorkerDiedError",
@@ -46,11 +43,6 @@ __all__ = [
     "extract_pg_from_exist", "func_generator", "get_master_addr_port", "get_random_string", "merge_resource_pool",
     "sort_placement_group_by_node_ip", "split_resource_pool",
 ]  # fmt: skip
-
-
-def get_master_addr_port() -> tuple[str, str]:
-    """Address of this node and a free port, for the rendezvous of a process group."""
-    return free_address()
 
 
 def func_generator(
@@ -86,11 +78,11 @@ def _concat_and_unpad(padding: int, parts: list[DataProto]) -> DataProto:
 
 def _master_address_near(group: PlacementGroup, bundle: int) -> tuple[str, str]:
     """Rendezvous address on the node of rank 0; asked there unless that is this node."""
-    if node_of_bundle(group, bundle) == ray.get_runtime_context().get_node_id():
+    node = node_of_bundle(group, bundle)
+    if node == ray.get_runtime_context().get_node_id():
         return get_master_addr_port()
-    there = NodeAffinitySchedulingStrategy(node_id=node_of_bundle(group, bundle), soft=False)
-    ask = ray.remote(num_cpus=0)(get_master_addr_port).options(scheduling_strategy=there)
-    return ray.get(ask.remote())
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return ray.get(ray.remote(num_cpus=0)(get_master_addr_port).options(scheduling_strategy=there).remote())
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -119,45 +111,29 @@ class RayWorkerGroup(WorkerGroup):
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.sub_cls_name = ""
         self.wg_dict: dict[str, RayWorkerGroup] = {}
-        self._detached = detached
-        self._start_timeout = ray_wait_register_center_timeout
         if worker_handles is not None or worker_names is not None:
             self._workers = list(worker_handles or [ray.get_actor(name) for name in worker_names])
             self._worker_names = list(worker_names or [f"worker {i}" for i in range(len(self._workers))])
         elif resource_pool is None or ray_cls_with_init is None:
             raise ValueError("a RayWorkerGroup needs a resource pool and a class, or the workers' names or handles")
         else:
-            self._start_workers("STRICT_PACK" if bin_pack else "PACK")
+            self._start_workers("STRICT_PACK" if bin_pack else "PACK", detached)
         self.method_names: list[str] = []
         if ray_cls_with_init is not None:
             self.method_names = self._bind_worker_method(unwrap(ray_cls_with_init.cls), func_generator)
 
-    # ------------------------------------------------------------------------------------------------ start and end
-
-    def _start_workers(self, strategy: str) -> None:
+    def _start_workers(self, strategy: str, detached: bool) -> None:
         pool, cls = self.resource_pool, self.ray_cls_with_init
         places = pool.bundles(strategy, self.device_name)
         share = round(1 / pool.max_colocate_count - 5e-5, 4)  # rounded down: all shares must fit into the bundle
-        self._master_addr, self._master_port = _master_address_near(places[0][0], places[0][1])
+        self.master_address, self.master_port = _master_address_near(places[0][0], places[0][1])
         label = unwrap(cls.cls).__name__
         for rank, (group, bundle, local_rank, local_world) in enumerate(places):
             name = f"{self.name_prefix}{label}_{rank}:{local_rank}"
-            options: dict[str, Any] = {
-                "name": name,
-                "num_cpus": share,
-                "runtime_env": {"env_vars": self._rank_environment(rank, len(places), local_rank, local_world)},
-            }
-            if self._detached:
-                options["lifetime"] = "detached"
-            cls.update_options(options)
-            worker = cls(
-                placement_group=group,
-                placement_group_bundle_idx=bundle,
-                use_gpu=pool.use_gpu,
-                num_gpus=share,
-                device_name=self.device_name,
-            )
-            self._workers.append(worker)
+            environment = self._rank_environment(rank, len(places), local_rank, local_world)
+            lifetime = {"lifetime": "detached"} if detached else {}
+            cls.update_options({"name": name, "num_cpus": share, "runtime_env": {"env_vars": environment}, **lifetime})
+            self._workers.append(cls(group, bundle, pool.use_gpu, num_gpus=share, device_name=self.device_name))
             self._worker_names.append(name)
 
     def _rank_environment(self, rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
@@ -168,13 +144,13 @@ class RayWorkerGroup(WorkerGroup):
             "LOCAL_WORLD_SIZE": str(local_world),
             "RAY_LOCAL_RANK": str(local_rank),
             "RAY_LOCAL_WORLD_SIZE": str(local_world),
-            "MASTER_ADDR": str(self._master_addr),
-            "MASTER_PORT": str(self._master_port),
+            "MASTER_ADDR": str(self.master_address),
+            "MASTER_PORT": str(self.master_port),
             "WG_PREFIX": self.name_prefix,
             "WG_BACKEND": "ray",
         }
-        if not self.resource_pool.use_gpu:
-            env.update(local_environment())
+        if not self.resource_pool.use_gpu:  # CPU ranks use as many threads as the driver was told to
+            env.update({k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ})
             env["CUDA_VISIBLE_DEVICES"] = ""
         return {**env, **self.customized_worker_env}
 
@@ -188,8 +164,6 @@ class RayWorkerGroup(WorkerGroup):
 
         return state.actor_table(worker._actor_id.hex()).get("State") != "DEAD"
 
-    # ------------------------------------------------------------------------------------------------ shared processes
-
     @classmethod
     def from_detached(
         cls,
@@ -200,42 +174,26 @@ class RayWorkerGroup(WorkerGroup):
         **kwargs,
     ) -> RayWorkerGroup:
         """A group over actors that run already."""
-        return cls(
-            ray_cls_with_init=ray_cls_with_init,
-            name_prefix=name_prefix,
-            worker_names=worker_names,
-            worker_handles=worker_handles,
-            **kwargs,
-        )
-
-    def _over_same_workers(self) -> RayWorkerGroup:
-        group = type(self).from_detached(
-            name_prefix=self.name_prefix,
-            worker_names=self._worker_names,
-            worker_handles=self._workers,
-            device_name=self.device_name,
-        )
-        group.resource_pool = self.resource_pool
-        group._master_addr, group._master_port = self._master_addr, self._master_port
-        return group
+        handles = {"worker_names": worker_names, "worker_handles": worker_handles}
+        return cls(None, ray_cls_with_init, name_prefix=name_prefix, **handles, **kwargs)
 
     def spawn(self, prefix_set: set[str]) -> dict[str, RayWorkerGroup]:
         """One group per role of a colocated class, over the same processes: `<role>_<method>` becomes `<method>`."""
-        if self.fused_worker_used:
-            return self.spawn_fused(prefix_set)
-        return {role: self._group_of_role(role, prefix=f"{role}_") for role in prefix_set}
+        separator = FUSED_SEPARATOR if self.fused_worker_used else "_"
+        return {role: self._group_of_role(role, prefix=role + separator) for role in prefix_set}
 
-    def spawn_fused(self, prefix_set: set[str]) -> dict[str, RayWorkerGroup]:
-        """`spawn` for a fused class."""
-        return {role: self._group_of_role(role, prefix=f"{role}{FUSED_SEPARATOR}") for role in prefix_set}
+    spawn_fused = spawn
 
     def _group_of_role(self, role: str, prefix: str) -> RayWorkerGroup:
         roles = role_classes(self.ray_cls_with_init)
         if role not in roles:
             raise ValueError(f"this group has no role {role!r}; it has {', '.join(sorted(roles))}")
-        group = self._over_same_workers()
-        group.sub_cls_name = role
-        group.fused_worker_used = self.fused_worker_used
+        group = type(self).from_detached(
+            self.name_prefix, self._worker_names, self._workers, device_name=self.device_name
+        )
+        group.resource_pool = self.resource_pool
+        group.master_address, group.master_port = self.master_address, self.master_port
+        group.sub_cls_name, group.fused_worker_used = role, self.fused_worker_used
         for name, attrs in registered_methods(roles[role]).items():
             group._bind_method(prefix + name, attrs, func_generator, as_name=name)
             group.method_names.append(name)
@@ -246,8 +204,6 @@ class RayWorkerGroup(WorkerGroup):
         self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
-
-    # ------------------------------------------------------------------------------------------------ calls
 
     def _call(self, rank: int, method_name: str, args: tuple, kwargs: dict) -> ray.ObjectRef:
         worker = self._workers[rank]
@@ -264,75 +220,49 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args, **kwargs) -> ray.ObjectRef:
         """Call rank 0 with the arguments as they are; a reference."""
-        args, kwargs = _stored(args, kwargs)
-        return self._call(0, method_name, args, kwargs)
+        return self._call(0, method_name, *_stored(args, kwargs, {}))
+
+    execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_zero_sync(self, method_name: str, *args, **kwargs) -> Any:
         """Call rank 0 and wait for its output."""
         return self._fetch(self.execute_rank_zero_async(method_name, *args, **kwargs), method_name)
-
-    def execute_rank_zero(self, method_name: str, *args, **kwargs) -> ray.ObjectRef:
-        return self.execute_rank_zero_async(method_name, *args, **kwargs)
 
     def execute_all_async(self, method_name: str, *args, **kwargs) -> list[ray.ObjectRef]:
         """Call every rank; references in rank order.
 
         When every argument is a list with one entry a rank, each rank gets its entry; else all get all arguments.
         """
-        world = len(self._workers)
+        ranks = range(len(self._workers))
         values = [*args, *kwargs.values()]
-        sharded = bool(values) and all(isinstance(v, list) and len(v) == world for v in values)
-        args, kwargs = _stored(args, kwargs)
-        if not sharded:
-            return [self._call(rank, method_name, args, kwargs) for rank in range(world)]
-        return [
-            self._call(rank, method_name, tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()})
-            for rank in range(world)
-        ]
+        sharded = bool(values) and all(isinstance(v, list) and len(v) == len(ranks) for v in values)
+        shares = [(args, kwargs) for _ in ranks]
+        if sharded:
+            shares = [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in ranks]
+        known: dict[int, ray.ObjectRef] = {}
+        return [self._call(rank, method_name, *_stored(*share, known)) for rank, share in enumerate(shares)]
+
+    execute_all = execute_all_async
 
     def execute_all_sync(self, method_name: str, *args, **kwargs) -> list[Any]:
         """Call every rank and wait for the outputs, in rank order."""
         return self._fetch(self.execute_all_async(method_name, *args, **kwargs), method_name)
-
-    def execute_all(self, method_name: str, *args, **kwargs) -> list[ray.ObjectRef]:
-        return self.execute_all_async(method_name, *args, **kwargs)
-
-    # ------------------------------------------------------------------------------------------------ facts
 
     @property
     def worker_names(self) -> list[str]:
         return self._worker_names
 
     @property
-    def master_address(self) -> str | None:
-        return self._master_addr
-
-    @property
-    def master_port(self) -> str | None:
-        return self._master_port
-
-    @property
     def workers(self) -> list[ActorHandle]:
         return self._workers
 
-    @property
-    def world_size(self) -> int:
-        return len(self._workers)
 
-
-def _stored(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Each distinct DataProto replaced by one reference, so that ranks that share a part share its memory."""
-    known: dict[int, ray.ObjectRef] = {}
+def _stored(args: tuple, kwargs: dict, known: dict[int, ray.ObjectRef]) -> tuple[tuple, dict]:
+    """Each DataProto replaced by a reference, kept in `known` by its id: ranks that share a part share its memory."""
 
     def put(value: Any) -> Any:
-        if isinstance(value, DataProto):
-            if id(value) not in known:
-                known[id(value)] = ray.put(value)
-            return known[id(value)]
-        return [put(v) for v in value] if isinstance(value, list) and _holds_batches(value) else value
+        if isinstance(value, DataProto) and id(value) not in known:
+            known[id(value)] = ray.put(value)
+        return known[id(value)] if isinstance(value, DataProto) else value
 
     return tuple(put(a) for a in args), {k: put(v) for k, v in kwargs.items()}
-
-
-def _holds_batches(values: list) -> bool:
-    return bool(values) and all(isinstance(v, DataProto) for v in values)

@@ -56,9 +56,8 @@ def _explain(error: Exception, label: str, method: str, others: list[str]) -> Ex
             cause = RuntimeError(str(cause))
         cause.add_note(f"raised by {label} in {method}{also}; traceback of the worker:\n{_plain(error)}")
         return cause
-    if error.actor_init_failed:
-        return WorkerDiedError(f"{label} could not be constructed{also}: {_last_words(error)}")
-    return WorkerDiedError(f"{label} died while the group was in {method}{also}: {_last_words(error)}")
+    what = "could not be constructed" if error.actor_init_failed else f"died while the group was in {method}"
+    return WorkerDiedError(f"{label} {what}{also}: {_last_words(error)}")
 
 
 def _plain(error: Exception) -> str:

@@ -19,10 +19,6 @@ def get_random_string(length: int) -> str:
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(length))
 
 
-def _node_ips() -> dict[str, str]:
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-
-
 def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
     """Node id on which a bundle of a ready placement group lies."""
     return placement_group_table(group)["bundles_to_node_id"][bundle]
@@ -30,7 +26,7 @@ def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
 
 def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
     """By the address of the first bundle's node, so that ranks meet the same nodes again after a restart."""
-    ips = _node_ips()
+    ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
     def address(group: PlacementGroup) -> tuple:
         ip = ips[node_of_bundle(group, 0)]
@@ -62,12 +58,8 @@ class RayResourcePool(ResourcePool):
         self.accelerator_type = accelerator_type
 
     def _bundle(self) -> dict[str, float]:
-        bundle: dict[str, float] = {"CPU": 1}
-        if self.use_gpu:
-            bundle["GPU"] = 1
-            if self.accelerator_type is not None:
-                bundle[self.accelerator_type] = 1e-4
-        return bundle
+        kind = {} if self.accelerator_type is None else {self.accelerator_type: 1e-4}
+        return {"CPU": 1, "GPU": 1, **kind} if self.use_gpu else {"CPU": 1}
 
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
@@ -75,15 +67,11 @@ class RayResourcePool(ResourcePool):
         """One placement group a node, ready, in the order of the nodes' addresses; reserved on the first call."""
         if self.pgs is not None:
             return self.pgs
-        prefix = name or f"{self.name_prefix}verl_group_" + "_".join(map(str, self._store))
+        prefix = name or f"{self.name_prefix}verl_group_" + "_".join(map(str, self.store))
+        lifetime = "detached" if self.detached else None
         groups = [
-            placement_group(
-                bundles=[self._bundle() for _ in range(count)],
-                strategy=strategy,
-                name=f"{prefix}:{i}",
-                lifetime="detached" if self.detached else None,
-            )
-            for i, count in enumerate(self._store)
+            placement_group([self._bundle() for _ in range(count)], strategy, name=f"{prefix}:{i}", lifetime=lifetime)
+            for i, count in enumerate(self.store)
         ]
         try:
             self._wait_until_ready(groups)
@@ -103,18 +91,15 @@ class RayResourcePool(ResourcePool):
                 free = {key: ray.available_resources().get(key, 0) for key in need}
                 have = {key: there.get(key, 0) for key in need}
                 raise RuntimeError(
-                    f"resource pool {self._store} needs {need} in bundles of one node each; the Ray cluster has {have} "
+                    f"resource pool {self.store} needs {need} in bundles of one node each; the Ray cluster has {have} "
                     f"in all and {free} free. Lower trainer.n_gpus_per_node or nnodes, or add nodes"
                 )
 
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
         """For every rank: placement group, bundle, local rank, local world size."""
         groups = self.get_placement_groups(strategy=strategy, device_name=device_name)
-        return [
-            (group, local, local, count)
-            for group, count in zip(groups, self._store, strict=True)
-            for local in range(count)
-        ]
+        places = zip(groups, self.store, strict=True)
+        return [(group, local, local, count) for group, count in places for local in range(count)]
 
     def release(self) -> None:
         """Give the reserved places back; actors that still run there are ended by Ray."""
@@ -136,16 +121,10 @@ class SubRayResourcePool(RayResourcePool):
         flat = [(group, i) for group in placement_groups for i in range(group.bundle_count)]
         self._own = flat[start_bundle_index : start_bundle_index + subgroup_world_size]
         if len(self._own) != subgroup_world_size:
-            raise ValueError(
-                f"bundles {start_bundle_index}..{start_bundle_index + subgroup_world_size - 1} are asked for; "
-                f"the pool has {len(flat)}"
-            )
-        self._store = [sum(g is group for g, _ in self._own) for group in placement_groups]
-        self._store = [count for count in self._store if count]
-
-    @property
-    def world_size(self) -> int:
-        return self.subgroup_world_size
+            last = start_bundle_index + subgroup_world_size - 1
+            raise ValueError(f"bundles {start_bundle_index}..{last} are asked for; the pool has {len(flat)}")
+        counts = [sum(g is group for g, _ in self._own) for group in placement_groups]
+        self.store = [count for count in counts if count]
 
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
         places = zip(self._own, self.local_rank_list(), self.local_world_size_list(), strict=True)
@@ -160,17 +139,15 @@ def extract_pg_from_exist(
 ) -> list[PlacementGroup]:
     """Placement groups of the source roles' pools that can hold `resource_pool`, one for each of its nodes."""
     free = [group for role in src_role_names for group in resource_pools[role].get_placement_groups()]
-    free = sorted(free, key=lambda group: group.bundle_count)
+    free.sort(key=lambda group: group.bundle_count)
     chosen: dict[int, PlacementGroup] = {}
-    for node in sorted(range(len(resource_pool.store)), key=lambda n: -resource_pool.store[n]):
-        fitting = [group for group in free if group.bundle_count >= resource_pool.store[node]]
-        if not fitting:
-            raise ValueError(
-                f"no placement group of {src_role_names} is left for a node of {resource_pool.store[node]} ranks"
-            )
-        chosen[node] = fitting[0]
-        free.remove(fitting[0])
-    return [chosen[node] for node in range(len(resource_pool.store))]
+    for node, ranks in sorted(enumerate(resource_pool.store), key=lambda entry: -entry[1]):
+        fitting = next((group for group in free if group.bundle_count >= ranks), None)
+        if fitting is None:
+            raise ValueError(f"no placement group of {src_role_names} is left for a node of {ranks} ranks")
+        chosen[node] = fitting
+        free.remove(fitting)
+    return [chosen[node] for node in sorted(chosen)]
 
 
 def split_resource_pool(
@@ -178,27 +155,16 @@ def split_resource_pool(
 ) -> list[SubRayResourcePool]:
     """Sub-pools of the given sizes, or of `split_size` ranks each; the sizes must add up to the pool."""
     total = resource_pool.world_size
-    if isinstance(split_size, int):
-        if split_size < 1 or total % split_size:
-            raise ValueError(f"a pool of {total} ranks cannot be split in parts of {split_size}")
-        split_size = [split_size] * (total // split_size)
-    if sum(split_size) != total:
-        raise ValueError(f"parts {split_size} do not add up to the pool's {total} ranks")
+    sizes = [split_size] * (total // max(1, split_size)) if isinstance(split_size, int) else split_size
+    if sum(sizes) != total or min(sizes) < 1:
+        raise ValueError(f"split_size={split_size}: such parts do not add up to the pool's {total} ranks")
     start = resource_pool.start_bundle_index if isinstance(resource_pool, SubRayResourcePool) else 0
-    groups = resource_pool.get_placement_groups()
-    parts = []
-    for size in split_size:
-        parts.append(
-            SubRayResourcePool(
-                placement_groups=groups,
-                start_bundle_index=start,
-                subgroup_world_size=size,
-                use_gpu=resource_pool.use_gpu,
-                name_prefix=f"{resource_pool.name_prefix}_split_{len(parts)}",
-                max_colocate_count=resource_pool.max_colocate_count,
-            )
-        )
-        start += size
+    shared = {"use_gpu": resource_pool.use_gpu, "max_colocate_count": resource_pool.max_colocate_count}
+    groups, parts = resource_pool.get_placement_groups(), []
+    for number, size in enumerate(sizes):
+        prefix = f"{resource_pool.name_prefix}_split_{number}"
+        first = start + sum(sizes[:number])
+        parts.append(SubRayResourcePool(groups, first, size, name_prefix=prefix, **shared))
     return parts
 
 
@@ -207,8 +173,7 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
     for name in ("use_gpu", "max_colocate_count", "n_gpus_per_node", "detached"):
         if getattr(rp1, name) != getattr(rp2, name):
             raise ValueError(f"pools with {name}={getattr(rp1, name)} and {getattr(rp2, name)} cannot be merged")
-    merged = RayResourcePool(
-        rp1.store + rp2.store, rp1.use_gpu, f"{rp1.name_prefix}_{rp2.name_prefix}", rp1.max_colocate_count, rp1.detached
-    )
+    prefix = f"{rp1.name_prefix}_{rp2.name_prefix}"
+    merged = RayResourcePool(rp1.store + rp2.store, rp1.use_gpu, prefix, rp1.max_colocate_count, rp1.detached)
     merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
     return merged

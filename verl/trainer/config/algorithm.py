@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
 
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 KL_CHOICES = KL_TYPES + tuple(f"{t}+" for t in KL_TYPES)  # "+": straight-through gradient of k2
 
 
 @dataclass
-class KLControlConfig(BaseConfig):
+class KLControlConfig(BaseConfig, section="algorithm.kl_ctrl"):
     """Coefficient of the KL penalty in the reward: fixed, or adapted towards `target_kl` over `horizon` samples."""
-
-    section: ClassVar[str] = "algorithm.kl_ctrl"
 
     type: str = setting("fixed", choices=("fixed", "adaptive"))
     kl_coef: float = setting(0.001, low=0)
     horizon: int = setting(10000, low=1)
     target_kl: float = setting(0.1, above=0)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class FilterGroupsConfig(BaseConfig):
+class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
     """DAPO: groups whose samples all have the same metric are drawn anew; max_num_gen_batches <= 0 sets no limit."""
-
-    section: ClassVar[str] = "algorithm.filter_groups"
 
     enable: bool = False
     metric: str | None = None
     max_num_gen_batches: int = 0
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         if self.enable and not self.metric:
             raise ValueError(
                 "algorithm.filter_groups.enable=true needs algorithm.filter_groups.metric: name the reward's key that "
@@ -47,10 +40,8 @@ class FilterGroupsConfig(BaseConfig):
 
 
 @dataclass
-class RolloutCorrectionConfig(BaseConfig):
+class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"):
     """Importance weights and rejection between the rollout's policy and the trained one."""
-
-    section: ClassVar[str] = "algorithm.rollout_correction"
 
     rollout_is: str | None = setting("sequence", choices=("token", "sequence"))
     rollout_is_threshold: float = setting(2.0, above=0)
@@ -61,9 +52,6 @@ class RolloutCorrectionConfig(BaseConfig):
     bypass_mode: bool = False
     loss_type: str = setting("ppo_clip", choices=("ppo_clip", "reinforce"))
     rollout_is_batch_normalize: bool = False
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     @classmethod
     def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
@@ -80,29 +68,15 @@ class RolloutCorrectionConfig(BaseConfig):
         cls, is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
     ) -> RolloutCorrectionConfig:
         """Sequence weights, and sequences outside the bounds leave the loss."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="sequence",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-        )
+        rejection = {"rollout_rs_threshold": rs_threshold, "rollout_rs_threshold_lower": rs_threshold_lower}
+        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, rollout_rs="sequence", **rejection)
 
     @classmethod
     def decoupled_geo_rs(
-        cls,
-        rs_threshold: float = 1.001,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float = 0.0001,
+        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 0.0001
     ) -> RolloutCorrectionConfig:
         """No weights; sequences with a geometric mean ratio outside the bounds, or a vetoed token, leave the loss."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-        )
+        return cls(rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold))
 
     @classmethod
     def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
@@ -111,84 +85,45 @@ class RolloutCorrectionConfig(BaseConfig):
 
     @classmethod
     def bypass_ppo_clip_geo_rs(
-        cls,
-        rs_threshold: float = 1.001,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float = 0.0001,
+        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 0.0001
     ) -> RolloutCorrectionConfig:
         """bypass_ppo_clip with geometric rejection."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-            bypass_mode=True,
-            loss_type="ppo_clip",
-        )
+        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
+        return cls(rollout_is=None, bypass_mode=True, loss_type="ppo_clip", **rejection)
 
     @classmethod
     def bypass_pg_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
         """Plain policy gradient under sequence weights, without an old-log-prob pass."""
-        return cls(
-            rollout_is="sequence", rollout_is_threshold=threshold, bypass_mode=True, loss_type="reinforce"
-        )
+        return cls(rollout_is="sequence", rollout_is_threshold=threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def bypass_pg_rs(
-        cls,
-        rs_threshold: float = 1.001,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float = 0.0001,
+        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 0.0001
     ) -> RolloutCorrectionConfig:
         """Plain policy gradient with geometric rejection, without weights."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
+        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
+        return cls(rollout_is=None, bypass_mode=True, loss_type="reinforce", **rejection)
 
     @classmethod
     def geo_rs_seq_tis(
         cls,
-        is_threshold: float = 2.0,
-        rs_threshold: float = 1.001,
-        rs_threshold_lower: float | None = None,
+        is_threshold: float = 2.0, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 0.0001,
-    ) -> RolloutCorrectionConfig:
+    ) -> RolloutCorrectionConfig:  # fmt: skip
         """Truncated sequence weights with geometric rejection, own old-log-prob pass."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-        )
+        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
+        return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **rejection)
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(
         cls,
-        is_threshold: float = 2.0,
-        rs_threshold: float = 1.001,
-        rs_threshold_lower: float | None = None,
+        is_threshold: float = 2.0, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 0.0001,
-    ) -> RolloutCorrectionConfig:
+    ) -> RolloutCorrectionConfig:  # fmt: skip
         """geo_rs_seq_tis as a plain policy gradient without an old-log-prob pass."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="geometric",
-            rollout_rs_threshold=rs_threshold,
-            rollout_rs_threshold_lower=rs_threshold_lower,
-            rollout_token_veto_threshold=veto_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
+        rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
+        weights = {"rollout_is": "sequence", "rollout_is_threshold": is_threshold}
+        return cls(**weights, **rejection, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
     def disabled(cls) -> RolloutCorrectionConfig:
@@ -196,11 +131,17 @@ class RolloutCorrectionConfig(BaseConfig):
         return cls(rollout_is=None, rollout_rs=None)
 
 
-@dataclass
-class AlgoConfig(BaseConfig):
-    """How scores become advantages."""
+def _geometric(upper: float, lower: float | None, veto: float | None) -> dict[str, Any]:
+    """Rejection of sequences by the geometric mean of their ratios, or by one token's ratio below `veto`."""
+    return {
+        "rollout_rs": "geometric", "rollout_rs_threshold": upper, "rollout_rs_threshold_lower": lower,
+        "rollout_token_veto_threshold": veto,
+    }  # fmt: skip
 
-    section: ClassVar[str] = "algorithm"
+
+@dataclass
+class AlgoConfig(BaseConfig, section="algorithm"):
+    """How scores become advantages."""
 
     gamma: float = setting(1.0, low=0, high=1)
     lam: float = setting(1.0, low=0, high=1)
@@ -213,6 +154,3 @@ class AlgoConfig(BaseConfig):
     pf_ppo: dict[str, Any] = field(default_factory=lambda: {"reweight_method": "pow", "weight_pow": 2.0})
     filter_groups: FilterGroupsConfig | None = None
     rollout_correction: RolloutCorrectionConfig | None = field(default_factory=RolloutCorrectionConfig.disabled)
-
-    def __post_init__(self) -> None:
-        check_settings(self)

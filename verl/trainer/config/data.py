@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.trainer.config.config import ModuleConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
 
 
 @dataclass
-class SamplerConfig(BaseConfig):
+class SamplerConfig(BaseConfig, section="data.sampler"):
     """A curriculum sampler by file and class name."""
-
-    section: ClassVar[str] = "data.sampler"
 
     class_path: str | None = None
     class_name: str | None = None
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class DataConfig(BaseConfig):
+class DataConfig(BaseConfig, section="data"):
     """RL data; batch sizes count prompts over all ranks, lengths count tokens."""
-
-    section: ClassVar[str] = "data"
 
     tokenizer: str | None = None
     train_files: str | list[str] = "~/data/rlhf/gsm8k/train.parquet"
@@ -55,6 +48,3 @@ class DataConfig(BaseConfig):
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     datagen: ModuleConfig = field(default_factory=ModuleConfig)
     trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        check_settings(self)

@@ -51,9 +51,7 @@ class ValidationPass:
     def add(self, prompts: DataProto) -> None:
         """Generate and score one batch of prompts."""
         trainer = self.trainer
-        prompts.non_tensor_batch["uid"] = np.array(
-            [f"v{self.prompts + i}" for i in range(len(prompts))], dtype=object
-        )
+        prompts.non_tensor_batch["uid"] = np.array([f"v{self.prompts + i}" for i in range(len(prompts))], dtype=object)
         self.prompts += len(prompts)
         self.requested += len(prompts) * self.n
         samples, metrics = trainer.generate_rows(prompts, validate=True)

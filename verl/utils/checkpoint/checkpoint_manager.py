@@ -128,7 +128,9 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
     for variable in ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_EXPIRATION_TIMESTAMP"):
         if variable in os.environ:
             left = float(os.environ[variable]) - time.time()
-            return left > 0 and max_steps_duration > 0 and left <= (
-                save_ckpt_duration + max_steps_duration + redundant_time
+            return (
+                left > 0
+                and max_steps_duration > 0
+                and left <= (save_ckpt_duration + max_steps_duration + redundant_time)
             )
     return False

@@ -1,4 +1,5 @@
 """Settings of the workers, one dataclass a component."""
+# ruff: noqa: F401, I001
 
 from verl.trainer.config.config import BaseModelConfig, CheckpointConfig, ModuleConfig, RewardManagerConfig
 from verl.utils.profiler import ProfilerConfig
@@ -8,47 +9,5 @@ from verl.workers.config.engine import EngineConfig, FSDPEngineConfig, TrainingW
 from verl.workers.config.model import HFModelConfig, PluginConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig, build_optimizer
 from verl.workers.config.reward_model import RewardModelConfig, RewardModelModelConfig, SandboxFusionConfig
-from verl.workers.config.rollout import (
-    AgentLoopConfig,
-    CustomAsyncServerConfig,
-    MultiTurnConfig,
-    PrometheusConfig,
-    RolloutConfig,
-    SamplingConfig,
-    ServerConfig,
-    TraceConfig,
-)
-
-__all__ = [
-    "ActorConfig",
-    "AgentLoopConfig",
-    "BaseModelConfig",
-    "CheckpointConfig",
-    "CriticConfig",
-    "CustomAsyncServerConfig",
-    "EngineConfig",
-    "FSDPActorConfig",
-    "FSDPCriticConfig",
-    "FSDPCriticModelCfg",
-    "FSDPEngineConfig",
-    "FSDPOptimizerConfig",
-    "FSDPRefConfig",
-    "HFModelConfig",
-    "ModuleConfig",
-    "MultiTurnConfig",
-    "OptimizerConfig",
-    "PluginConfig",
-    "PolicyLossConfig",
-    "ProfilerConfig",
-    "PrometheusConfig",
-    "RewardManagerConfig",
-    "RewardModelConfig",
-    "RewardModelModelConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "SandboxFusionConfig",
-    "ServerConfig",
-    "TraceConfig",
-    "TrainingWorkerConfig",
-    "build_optimizer",
-]
+from verl.workers.config.rollout import AgentLoopConfig, CustomAsyncServerConfig, MultiTurnConfig, PrometheusConfig
+from verl.workers.config.rollout import RolloutConfig, SamplingConfig, ServerConfig, TraceConfig

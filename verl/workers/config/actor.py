@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
 from verl.trainer.config.algorithm import KL_CHOICES
 from verl.trainer.config.config import CheckpointConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
+from verl.utils.problems import raise_if_any
 from verl.utils.profiler import ProfilerConfig
 from verl.workers.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.workers.config.model import HFModelConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 
+MUTABLE = (
+    "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu",
+    "engine", "model_config",
+)  # fmt: skip
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass
-class PolicyLossConfig(BaseConfig):
+class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
     """Policy loss by registered name, and the numbers that some of them read."""
-
-    section: ClassVar[str] = "actor.policy_loss"
 
     loss_mode: str = "vanilla"
     clip_cov_ratio: float = setting(0.0002, low=0, high=1)
@@ -32,24 +35,10 @@ class PolicyLossConfig(BaseConfig):
     kl_cov_ratio: float = setting(0.0002, low=0, high=1)
     ppo_kl_coef: float = setting(0.1, low=0)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class ActorConfig(BaseConfig):
+class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_info")):
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
-
-    section: ClassVar[str] = "actor"
-    _mutable_fields: ClassVar[set[str]] = {
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ppo_infer_micro_batch_size_per_gpu",
-        "engine",
-        "model_config",
-        "global_batch_info",
-    }
 
     strategy: str = setting(MISSING, choices=STRATEGIES, hint=STRATEGY_HINT)
     ppo_mini_batch_size: int = setting(256, low=1)
@@ -87,16 +76,11 @@ class ActorConfig(BaseConfig):
     global_batch_info: dict[str, Any] = field(default_factory=dict)
     share_prompt_forward: bool = False
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
         from verl.utils.batch_arithmetic import actor_problems
 
-        problems = actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n)
-        if problems:
-            raise ValueError("\n".join(p.message for p in problems))
+        raise_if_any(actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n))
 
 
 @dataclass
@@ -113,22 +97,10 @@ class FSDPActorConfig(ActorConfig):
     use_remove_padding: bool = False
     use_rollout_log_probs: bool = False
 
-    def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
-        """As ActorConfig.validate; sequence parallelism also needs padding removal."""
-        super().validate(n_gpus, train_batch_size, model_config)
-        padding_removed = model_config["use_remove_padding"] if model_config else self.use_remove_padding
-        if self.ulysses_sequence_parallel_size > 1 and not padding_removed:
-            raise ValueError(
-                f"actor.ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} needs "
-                "model.use_remove_padding=true."
-            )
-
 
 @dataclass
-class FSDPRefConfig(BaseConfig):
+class FSDPRefConfig(BaseConfig, section="ref"):
     """The reference policy: a forward only."""
-
-    section: ClassVar[str] = "ref"
 
     strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
     use_torch_compile: bool = False
@@ -140,6 +112,3 @@ class FSDPRefConfig(BaseConfig):
     entropy_from_logits_with_chunking: bool = False
     entropy_checkpointing: bool = False
     fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
-
-    def __post_init__(self) -> None:
-        check_settings(self)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
 from verl.trainer.config.config import BaseModelConfig, CheckpointConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
+from verl.utils.problems import raise_if_any
 from verl.utils.profiler import ProfilerConfig
-from verl.workers.config.actor import LOSS_AGG_MODES
+from verl.workers.config.actor import LOSS_AGG_MODES, MUTABLE
 from verl.workers.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 
 
 @dataclass
-class FSDPCriticModelCfg(BaseModelConfig):
+class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     """The value model on FSDP2."""
-
-    section: ClassVar[str] = "critic.model"
 
     use_shm: bool = False
     enable_activation_offload: bool = False
@@ -33,18 +32,8 @@ class FSDPCriticModelCfg(BaseModelConfig):
 
 
 @dataclass
-class CriticConfig(BaseConfig):
+class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     """The update of the value model; enable null means: on where the advantage estimator needs values."""
-
-    section: ClassVar[str] = "critic"
-    _mutable_fields: ClassVar[set[str]] = {
-        "ppo_mini_batch_size",
-        "ppo_micro_batch_size",
-        "ppo_micro_batch_size_per_gpu",
-        "ppo_infer_micro_batch_size_per_gpu",
-        "engine",
-        "model_config",
-    }
 
     strategy: str = setting(MISSING, choices=STRATEGIES, hint=STRATEGY_HINT)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, low=1)
@@ -69,16 +58,11 @@ class CriticConfig(BaseConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
         from verl.utils.batch_arithmetic import critic_problems
 
-        problems = critic_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n)
-        if problems:
-            raise ValueError("\n".join(p.message for p in problems))
+        raise_if_any(critic_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n))
 
 
 @dataclass
@@ -92,12 +76,3 @@ class FSDPCriticConfig(CriticConfig):
     grad_clip: float = setting(1.0, above=0)
     model: FSDPCriticModelCfg = field(default_factory=FSDPCriticModelCfg)
     optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-5))
-
-    def validate(self, n_gpus: int, train_batch_size: int) -> None:
-        """As CriticConfig.validate; sequence parallelism also needs padding removal."""
-        super().validate(n_gpus, train_batch_size)
-        if self.ulysses_sequence_parallel_size > 1 and not self.model["use_remove_padding"]:
-            raise ValueError(
-                f"critic.ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} needs "
-                "critic.model.use_remove_padding=true."
-            )

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.trainer.config.config import CheckpointConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
 from verl.utils.profiler import ProfilerConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
+MUTABLE = (
+    "use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu",
+    "infer_micro_batch_size_per_gpu", "use_fused_kernels", "use_remove_padding",
+)  # fmt: skip
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 STRATEGIES = ("fsdp", "fsdp2")
 STRATEGY_HINT = "Both mean FSDP2 here; Megatron is not supported."
 
 
 @dataclass
-class EngineConfig(BaseConfig):
+class EngineConfig(BaseConfig, section="engine", mutable=MUTABLE):
     """What every engine needs; *_per_gpu are counts on one rank."""
-
-    section: ClassVar[str] = "engine"
-    _mutable_fields: ClassVar[set[str]] = {
-        "use_dynamic_bsz",
-        "max_token_len_per_gpu",
-        "micro_batch_size_per_gpu",
-        "infer_max_token_len_per_gpu",
-        "infer_micro_batch_size_per_gpu",
-        "use_fused_kernels",
-        "use_remove_padding",
-    }
 
     param_offload: bool = False
     optimizer_offload: bool = False
     grad_offload: bool = False
     forward_only: bool = False
     strategy: str | None = setting(None, choices=STRATEGIES, hint=STRATEGY_HINT)
-    dtype: str = setting("bfloat16", choices=DTYPES)
+    dtype: str = setting("bfloat16", choices=DTYPES[:4], hint="float16 would need loss scaling.")
     use_dynamic_bsz: bool = True
     max_token_len_per_gpu: int | None = setting(None, low=1)
     micro_batch_size_per_gpu: int | None = setting(None, low=1)
@@ -47,18 +40,13 @@ class EngineConfig(BaseConfig):
     seed: int = setting(42, low=0)
     full_determinism: bool = False
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class FSDPEngineConfig(EngineConfig):
+class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     """FSDP2: `fsdp_size` ranks share one copy of the weights (-1: all), `model_dtype` is the master weights' type.
 
     `dtype` is the type of autocast; float32 turns autocast off.
     """
-
-    section: ClassVar[str] = "fsdp_config"
 
     wrap_policy: dict[str, Any] = field(default_factory=lambda: {"min_num_params": 0})
     offload_policy: bool = False
@@ -81,10 +69,8 @@ class FSDPEngineConfig(EngineConfig):
 
 
 @dataclass
-class TrainingWorkerConfig(BaseConfig):
+class TrainingWorkerConfig(BaseConfig, section="training_worker"):
     """Everything one training worker is built from."""
-
-    section: ClassVar[str] = "training_worker"
 
     model_type: str | None = None
     model_config: Any = None
@@ -92,6 +78,3 @@ class TrainingWorkerConfig(BaseConfig):
     optimizer_config: OptimizerConfig | None = None
     checkpoint_config: CheckpointConfig | None = None
     profiler_config: ProfilerConfig | None = None
-
-    def __post_init__(self) -> None:
-        check_settings(self)

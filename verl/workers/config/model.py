@@ -5,45 +5,33 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
+
+FILLED = (
+    "local_path", "local_hf_config_path", "local_tokenizer_path", "hf_config", "generation_config", "tokenizer",
+    "processor", "architectures",
+)  # fmt: skip
 
 
 @dataclass
-class PluginConfig(BaseConfig):
+class PluginConfig(BaseConfig, section="model.plugin"):
     """A registered part by name, with the keyword arguments it is built with."""
-
-    section: ClassVar[str] = "model.plugin"
 
     name: str = MISSING
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class HFModelConfig(BaseConfig):
+class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     """A model directory or hub name and how the model is built from it.
 
     The fields hf_config, generation_config, tokenizer and processor are empty until `load()` fills them.
     """
-
-    section: ClassVar[str] = "model"
-    _mutable_fields: ClassVar[set[str]] = {
-        "local_path",
-        "local_hf_config_path",
-        "local_tokenizer_path",
-        "hf_config",
-        "generation_config",
-        "tokenizer",
-        "processor",
-        "architectures",
-    }
 
     path: str = MISSING
     local_path: str | None = None
@@ -78,7 +66,7 @@ class HFModelConfig(BaseConfig):
     policy: PluginConfig = field(default_factory=lambda: PluginConfig(name="causal_lm"))
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         if self.path == MISSING:
             return
         self.local_path = self.local_path or os.path.expanduser(self.path)

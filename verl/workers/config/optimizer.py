@@ -6,12 +6,12 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
 from verl.base_config import BaseConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
 from verl.utils.registry import nearest
 
 if TYPE_CHECKING:
@@ -21,11 +21,8 @@ SCHEDULES = ("constant", "cosine", "linear", "wsd")
 
 
 @dataclass
-class OptimizerConfig(BaseConfig):
+class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_steps", "lr_warmup_steps")):
     """Learning rate, its warm-up and decay, weight decay, clipping of the gradient's norm."""
-
-    section: ClassVar[str] = "optim"
-    _mutable_fields: ClassVar[set[str]] = {"total_training_steps", "lr_warmup_steps"}
 
     lr: float = setting(0.001, low=0)
     lr_warmup_steps_ratio: float = setting(0.0, low=0, high=1)
@@ -43,7 +40,7 @@ class OptimizerConfig(BaseConfig):
     override_optimizer_config: dict | None = None
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.999].")
         object.__setattr__(self, "betas", tuple(self.betas))
@@ -60,9 +57,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
     optimizer_impl: str = "torch.optim"
     min_lr_ratio: float | None = setting(0.0, low=0, high=1)
     warmup_style: str | None = setting(None, choices=SCHEDULES)
-    lr_scheduler_type: str = setting("constant", choices=SCHEDULES)
     num_cycles: float = setting(0.5, above=0)
-    override_optimizer_config: dict | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.trainer.config.config import BaseModelConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.utils.config_fields import setting
 from verl.workers.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.workers.config.rollout import RolloutConfig
 
 
 @dataclass
-class SandboxFusionConfig(BaseConfig):
+class SandboxFusionConfig(BaseConfig, section="reward_model.sandbox_fusion"):
     """A remote sandbox service for code rewards."""
-
-    section: ClassVar[str] = "reward_model.sandbox_fusion"
 
     url: str | None = None
     max_concurrent: int = setting(64, low=1)
     memory_limit_mb: int = setting(1024, low=1)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class RewardModelModelConfig(BaseModelConfig):
+class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     """The reward model; input_tokenizer is the policy's, whose text is tokenised anew for the reward model."""
-
-    section: ClassVar[str] = "reward_model.model"
 
     path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
     input_tokenizer: str | None = None
@@ -39,10 +32,8 @@ class RewardModelModelConfig(BaseModelConfig):
 
 
 @dataclass
-class RewardModelConfig(BaseConfig):
+class RewardModelConfig(BaseConfig, section="reward_model"):
     """Where scores come from: rule rewards through a manager, or a model."""
-
-    section: ClassVar[str] = "reward_model"
 
     reward_manager: str | None = "naive"
     enable: bool = False
@@ -62,6 +53,3 @@ class RewardModelConfig(BaseConfig):
     rollout: RolloutConfig | None = None
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-
-    def __post_init__(self) -> None:
-        check_settings(self)

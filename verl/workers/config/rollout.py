@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
-from verl.utils.config_fields import check_settings, setting
+from verl.trainer.config.config import ModuleConfig
+from verl.utils.config_fields import setting
 from verl.utils.profiler import ProfilerConfig
+
+ROLLOUTS_OF_THE_ACTOR = ("hf", "spd")  # these generate with the actor's own module: no second engine, no second weights
 
 
 @dataclass
-class SamplingConfig(BaseConfig):
+class SamplingConfig(BaseConfig, section="sampling"):
     """How tokens are drawn; top_k -1 and top_p 1 turn those filters off."""
-
-    section: ClassVar[str] = "sampling"
 
     temperature: float = setting(1.0, low=0)
     top_k: int = setting(-1, low=-1)
@@ -24,16 +25,10 @@ class SamplingConfig(BaseConfig):
     do_sample: bool = True
     n: int = setting(1, low=1)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class MultiTurnConfig(BaseConfig):
+class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_assistant_turns", "max_user_turns")):
     """Turns with tools and interactions."""
-
-    section: ClassVar[str] = "rollout.multi_turn"
-    _mutable_fields: ClassVar[set[str]] = {"max_assistant_turns", "max_user_turns"}
 
     enable: bool = False
     max_assistant_turns: int | None = setting(None, low=1)
@@ -48,28 +43,15 @@ class MultiTurnConfig(BaseConfig):
     format: str = "hermes"
     num_repeat_rollouts: int | None = setting(None, low=1)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class CustomAsyncServerConfig(BaseConfig):
+class CustomAsyncServerConfig(ModuleConfig, section="rollout.agent.custom_async_server"):
     """A server class of the user's own, by file and name."""
 
-    section: ClassVar[str] = "rollout.agent.custom_async_server"
-
-    path: str | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class AgentLoopConfig(BaseConfig):
+class AgentLoopConfig(BaseConfig, section="rollout.agent"):
     """Workers that drive conversations."""
-
-    section: ClassVar[str] = "rollout.agent"
 
     num_workers: int = setting(8, low=1)
     default_agent_loop: str = "single_turn_agent"
@@ -77,29 +59,19 @@ class AgentLoopConfig(BaseConfig):
     custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
     agent_loop_manager_class: str | None = None
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class TraceConfig(BaseConfig):
+class TraceConfig(BaseConfig, section="rollout.trace"):
     """Where single rollouts are traced to."""
-
-    section: ClassVar[str] = "rollout.trace"
 
     backend: str | None = setting(None, choices=("mlflow", "weave"))
     token2text: bool = False
     max_samples_per_step_per_worker: int | None = setting(None, low=1)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class ServerConfig(BaseConfig):
+class ServerConfig(BaseConfig, section="rollout.server"):
     """Patience with a server: seconds, attempts, connections."""
-
-    section: ClassVar[str] = "rollout.server"
 
     timeout: float = setting(60.0, above=0)
     max_attempts: int = setting(3, low=1)
@@ -107,31 +79,20 @@ class ServerConfig(BaseConfig):
     max_connections: int = setting(1000, low=1)
     max_start_wait_time: float = setting(300.0, above=0)
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class PrometheusConfig(BaseConfig):
+class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
     """Scraping of the servers' metrics."""
-
-    section: ClassVar[str] = "rollout.prometheus"
 
     enable: bool = False
     port: int = setting(9090, low=1, high=65535)
     file: str = "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml"
     served_model_name: str | None = None
 
-    def __post_init__(self) -> None:
-        check_settings(self)
-
 
 @dataclass
-class RolloutConfig(BaseConfig):
+class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
     """How completions are generated; prompt_length and response_length are in tokens."""
-
-    section: ClassVar[str] = "rollout"
-    _mutable_fields: ClassVar[set[str]] = {"max_model_len", "load_format"}
 
     name: str | None = MISSING
     mode: str = setting("sync", choices=("sync", "async"))
@@ -188,6 +149,3 @@ class RolloutConfig(BaseConfig):
     quantization: str | None = None
     quantization_config_file: str | None = None
     enable_sleep_mode: bool = True
-
-    def __post_init__(self) -> None:
-        check_settings(self)

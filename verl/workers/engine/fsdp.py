@@ -19,13 +19,7 @@ from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.model import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import full_weights
-from verl.workers.config import (
-    CheckpointConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    build_optimizer,
-)
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, build_optimizer
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
 from verl.workers.engine.build import (
     build_lr_scheduler,

@@ -117,9 +117,7 @@ def _chunk_log_probs(
 def _final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """What some model families do between the output matrix and the softmax. [N, V] -> [N, V]."""
     described = config.to_dict()
-    cap, scale, divisor = (
-        described.get(key) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-    )
+    cap, scale, divisor = (described.get(key) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
     if scale is not None:
         logits = logits * scale
     if divisor is not None:

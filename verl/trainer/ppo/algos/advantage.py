@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.utils.groupwise import as_torch_index
 from verl.utils.registry import Registry
 from verl.utils.torch_functional import masked_mean, masked_whiten
 
-Estimate = tuple[torch.Tensor, torch.Tensor]
+Estimate = tuple[Tensor, Tensor]
 AdvantageFn = Callable[..., Estimate]
 
 _ADV_ESTIMATORS: Registry[AdvantageFn] = Registry(
@@ -77,42 +78,46 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[
 class Groups:
     """Samples of one prompt: ids [B] int64 (0.. per distinct prompt), sizes [B] (members of the sample's group)."""
 
-    ids: torch.Tensor
-    sizes: torch.Tensor
+    ids: Tensor
+    sizes: Tensor
 
     @classmethod
-    def of(cls, index: np.ndarray | torch.Tensor | list, device: torch.device) -> Groups:
+    def of(cls, index: np.ndarray | Tensor | list, device: torch.device) -> Groups:
         """Group by equal entries of `index` [B] (uid texts, or numbers)."""
         ids = as_torch_index(index, device)
         return cls(ids, ids.bincount().double()[ids])
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum(self, values: Tensor) -> Tensor:
         """Sum over each sample's group. [B] -> [B]."""
         total = torch.zeros(len(values), dtype=values.dtype, device=values.device)
         return total.index_add_(0, self.ids, values)[self.ids]
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over each sample's group. [B] -> [B]."""
-        return self.sum(values) / self.sizes
+    def baseline(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """(Weighted) mean over each sample's group; 0 for a group of one, which has no baseline. [B] -> [B]."""
+        weights = torch.ones_like(values) if weights is None else weights
+        mean = self.sum(weights * values) / self.sum(weights).clamp(min=1)
+        return torch.where(self.sizes == 1, 0.0, mean)
 
-    def std(self, values: torch.Tensor) -> torch.Tensor:
+    def std(self, values: Tensor) -> Tensor:
         """Unbiased standard deviation of each sample's group; 0 for a group of one. [B] -> [B]."""
-        squares = self.sum((values - self.mean(values)).square())
+        squares = self.sum((values - self.sum(values) / self.sizes).square())
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
 
 
-def _scores(token_level_rewards: torch.Tensor) -> torch.Tensor:
-    """Reward of each sample, in double: a group of equal scores must centre to 0, not to a rounding / epsilon."""
-    return token_level_rewards.double().sum(-1)
+def _scores(token_level_rewards: Tensor, index: Any) -> tuple[Tensor, Groups]:
+    """Reward of each sample [B], in double (a group of equal scores must centre to 0, not to a rounding / epsilon),
+    with the groups of the samples."""
+    scores = token_level_rewards.double().sum(-1)
+    return scores, Groups.of(index, scores.device)
 
 
-def _on_tokens(per_sample: torch.Tensor, like: torch.Tensor, response_mask: torch.Tensor) -> Estimate:
+def _on_tokens(per_sample: Tensor, like: Tensor, response_mask: Tensor) -> Estimate:
     """A value a sample, on every counted token: [B] -> two of [B, T]."""
     advantages = per_sample.to(like.dtype).unsqueeze(-1) * response_mask.to(like.dtype)
     return advantages, advantages
 
 
-def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Mean 0 and std 1 over the positions where `mask` is 1, and 0 elsewhere. [B, T] -> [B, T].
 
     Fewer than two counted positions have no std: they are only centred.
@@ -122,12 +127,9 @@ def _whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 @register_adv_est(AdvantageEstimator.GAE)
+@torch.no_grad()
 def compute_gae_advantage_return(
-    token_level_rewards: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
-    gamma: float | torch.Tensor,
-    lam: float | torch.Tensor,
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float | Tensor, lam: float | Tensor
 ) -> Estimate:
     """Generalised advantage estimation (arXiv 1506.02438), whitened. All [B, T] -> two of [B, T].
 
@@ -135,180 +137,125 @@ def compute_gae_advantage_return(
     A token that is not counted (a tool's answer within the response) is stepped over: the next counted token's
     value and advantage pass through it.
     """
-    with torch.no_grad():
-        mask = response_mask.to(values.dtype)
-        next_value = torch.zeros_like(values[:, 0])
-        next_advantage = torch.zeros_like(values[:, 0])
-        reversed_advantages = []
-        for t in reversed(range(values.shape[1])):
-            delta = token_level_rewards[:, t] + gamma * next_value - values[:, t]
-            advantage = delta + gamma * lam * next_advantage
-            next_value = torch.where(mask[:, t] != 0, values[:, t], next_value)
-            next_advantage = torch.where(mask[:, t] != 0, advantage, next_advantage)
-            reversed_advantages.append(next_advantage)
-        advantages = torch.stack(reversed_advantages[::-1], dim=1)
-        returns = advantages + values
-        return _whiten(advantages, response_mask), returns
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    reversed_advantages = []
+    for t in reversed(range(values.shape[1])):
+        counted = response_mask[:, t] != 0
+        advantage = token_level_rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * next_advantage
+        next_value = torch.where(counted, values[:, t], next_value)
+        next_advantage = torch.where(counted, advantage, next_advantage)
+        reversed_advantages.append(next_advantage)
+    advantages = torch.stack(reversed_advantages[::-1], dim=1)
+    return _whiten(advantages, response_mask), advantages + values
 
 
 @register_adv_est(AdvantageEstimator.GRPO)
+@torch.no_grad()
 def compute_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config=None,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True, config=None,
 ) -> Estimate:
     """Score less its group's mean, over the group's std + epsilon (GRPO, arXiv 2402.03300). [B, T] -> two of [B, T].
 
     `norm_adv_by_std_in_grpo=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). `index` [B] groups the
     samples; a sample alone in its group has no baseline: its advantage is its score.
     """
-    with torch.no_grad():
-        scores = _scores(token_level_rewards)
-        groups = Groups.of(index, scores.device)
-        alone = groups.sizes == 1
-        advantages = torch.where(alone, scores, scores - groups.mean(scores))
-        if norm_adv_by_std_in_grpo:
-            advantages = advantages / (torch.where(alone, 1.0, groups.std(scores)) + epsilon)
-        return _on_tokens(advantages, token_level_rewards, response_mask)
+    scores, groups = _scores(token_level_rewards, index)
+    advantages = scores - groups.baseline(scores)
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (torch.where(groups.sizes == 1, 1.0, groups.std(scores)) + epsilon)
+    return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)
-def compute_grpo_vectorized_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config=None,
-) -> Estimate:
-    """The same as `grpo`, which is vectorised here; kept as a name. [B, T] -> two of [B, T]."""
-    return compute_grpo_outcome_advantage(
-        token_level_rewards, response_mask, index, epsilon, norm_adv_by_std_in_grpo, config
-    )
+# Both names stand for one function: `grpo` and `rloo` are vectorised here.
+compute_grpo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.GRPO_VECTORIZED)(
+    compute_grpo_outcome_advantage
+)
 
 
 @register_adv_est(AdvantageEstimator.GRPO_PASSK)
+@torch.no_grad()
 def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-    config=None,
-    **kwargs,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True, config=None, **kwargs,
 ) -> Estimate:
     """Only a group's best sample counts, by its lead over the second (pass@k, arXiv 2503.19595). [B, T] -> [B, T] x2.
 
     The first of equals is the best, with lead 0. A group of one has no second: that is an error.
     """
-    with torch.no_grad():
-        scores = _scores(token_level_rewards)
-        groups = Groups.of(index, scores.device)
-        if bool((groups.sizes < 2).any()):
-            row = int((groups.sizes < 2).nonzero()[0])
-            raise ValueError(
-                f"algorithm.adv_estimator='grpo_passk' needs at least 2 samples of each prompt; the group "
-                f"{np.asarray(index)[row]!r} (row {row}) has 1. Set actor_rollout_ref.rollout.n >= 2."
-            )
-        # Rows sorted by group, best score first; a stable sort keeps the earlier of equals ahead.
-        order = scores.argsort(descending=True, stable=True)
-        order = order[groups.ids[order].argsort(stable=True)]
-        first = torch.ones(len(order), dtype=torch.bool, device=scores.device)
-        first[1:] = groups.ids[order][1:] != groups.ids[order][:-1]
-        best = order[first]
-        second = order[first.nonzero().squeeze(-1) + 1]
-        advantages = torch.zeros_like(scores)
-        advantages[best] = scores[best] - scores[second]
-        if norm_adv_by_std_in_grpo:
-            advantages = advantages / (groups.std(scores) + epsilon)
-        return _on_tokens(advantages, token_level_rewards, response_mask)
+    scores, groups = _scores(token_level_rewards, index)
+    if bool((groups.sizes < 2).any()):
+        row = int((groups.sizes < 2).nonzero()[0])
+        raise ValueError(
+            f"algorithm.adv_estimator='grpo_passk' needs at least 2 samples of each prompt; the group "
+            f"{np.asarray(index)[row]!r} (row {row}) has 1. Set actor_rollout_ref.rollout.n >= 2."
+        )
+    # Rows sorted by group, best score first; a stable sort keeps the earlier of equals ahead.
+    order = scores.argsort(descending=True, stable=True)
+    order = order[groups.ids[order].argsort(stable=True)]
+    first = torch.ones(len(order), dtype=torch.bool, device=scores.device)
+    first[1:] = groups.ids[order].diff() != 0
+    best, second = order[first], order[first.nonzero().squeeze(-1) + 1]
+    advantages = torch.zeros_like(scores)
+    advantages[best] = scores[best] - scores[second]
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.std(scores) + epsilon)
+    return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.RLOO)
+@torch.no_grad()
 def compute_rloo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    config=None,
-    **kwargs,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, config=None, **kwargs
 ) -> Estimate:
     """Score less the mean of the *other* samples of its group (RLOO, arXiv 2402.14740). [B, T] -> two of [B, T].
 
     A sample alone in its group keeps its score.
     """
-    with torch.no_grad():
-        scores = _scores(token_level_rewards)
-        groups = Groups.of(index, scores.device)
-        others = (groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1)
-        return _on_tokens(scores - others, token_level_rewards, response_mask)
+    scores, groups = _scores(token_level_rewards, index)
+    others = (groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1)
+    return _on_tokens(scores - others, token_level_rewards, response_mask)
 
 
-@register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)
-def compute_rloo_vectorized_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    config=None,
-    **kwargs,
-) -> Estimate:
-    """The same as `rloo`, which is vectorised here; kept as a name. [B, T] -> two of [B, T]."""
-    return compute_rloo_outcome_advantage(token_level_rewards, response_mask, index, epsilon, config)
+compute_rloo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.RLOO_VECTORIZED)(
+    compute_rloo_outcome_advantage
+)
 
 
 @register_adv_est(AdvantageEstimator.OPO)
+@torch.no_grad()
 def compute_opo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    config=None,
-    **kwargs,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, config=None, **kwargs
 ) -> Estimate:
     """Score less the length-weighted mean of its group (OPO, arXiv 2505.23585). [B, T] -> two of [B, T].
 
     baseline = sum(length * score) / sum(length); a sample alone in its group keeps its score.
     """
-    with torch.no_grad():
-        scores = _scores(token_level_rewards)
-        groups = Groups.of(index, scores.device)
-        lengths = response_mask.double().sum(-1)
-        baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
-        baseline = torch.where(groups.sizes == 1, 0.0, baseline)
-        return _on_tokens(scores - baseline, token_level_rewards, response_mask)
+    scores, groups = _scores(token_level_rewards, index)
+    lengths = response_mask.double().sum(-1)
+    return _on_tokens(scores - groups.baseline(scores, lengths), token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.GPG)
+@torch.no_grad()
 def compute_gpg_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray,
-    epsilon: float = 1e-6,
-    f_norm: float = 1.0,
-    alpha: float = 1.0,
-    config=None,
-    **kwargs,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, f_norm: float = 1.0,
+    alpha: float = 1.0, config=None, **kwargs,
 ) -> Estimate:
     """alpha * B / nonzero * (score - group mean) / f_norm (GPG, arXiv 2504.02546). [B, T] -> two of [B, T].
 
     `nonzero` counts the samples whose score is not 0: batches with few of them are scaled up. A sample alone in
     its group is not centred.
     """
-    with torch.no_grad():
-        scores = _scores(token_level_rewards)
-        groups = Groups.of(index, scores.device)
-        scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
-        baseline = torch.where(groups.sizes == 1, 0.0, groups.mean(scores))
-        return _on_tokens(scale * (scores - baseline) / f_norm, token_level_rewards, response_mask)
+    scores, groups = _scores(token_level_rewards, index)
+    scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
+    return _on_tokens(scale * (scores - groups.baseline(scores)) / f_norm, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@torch.no_grad()
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config=None, **kwargs
+    token_level_rewards: Tensor, response_mask: Tensor, config=None, **kwargs
 ) -> Estimate:
     """Discounted return of each token, whitened over the batch (REINFORCE++, arXiv 2501.03262). [B, T] -> [B, T] x2.
 
@@ -316,51 +263,39 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     if config is None:
         raise ValueError("algorithm.adv_estimator='reinforce_plus_plus' needs `config` (it reads algorithm.gamma).")
-    with torch.no_grad():
-        running = torch.zeros_like(token_level_rewards[:, 0])
-        returns = torch.zeros_like(token_level_rewards)
-        for t in reversed(range(token_level_rewards.shape[1])):
-            running = token_level_rewards[:, t] + config.gamma * running
-            returns[:, t] = running
-            running = running * response_mask[:, t]
-        return _whiten(returns, response_mask), returns
+    running = torch.zeros_like(token_level_rewards[:, 0])
+    returns = torch.zeros_like(token_level_rewards)
+    for t in reversed(range(token_level_rewards.shape[1])):
+        returns[:, t] = token_level_rewards[:, t] + config.gamma * running
+        running = returns[:, t] * response_mask[:, t]
+    return _whiten(returns, response_mask), returns
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@torch.no_grad()
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: np.ndarray | torch.Tensor,
-    epsilon: float = 1e-6,
-    config=None,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray | Tensor, epsilon: float = 1e-6, config=None,
     **kwargs,
 ) -> Estimate:
     """Score less its group's mean, whitened over all tokens of the batch (arXiv 2501.03262). [B, T] -> two of [B, T].
 
     A sample alone in its group is not centred by the group.
     """
-    with torch.no_grad():
-        scores = _scores(token_level_rewards)
-        groups = Groups.of(index, scores.device)
-        baseline = torch.where(groups.sizes == 1, 0.0, groups.mean(scores))
-        on_tokens, _ = _on_tokens(scores - baseline, token_level_rewards, response_mask)
-        advantages = _whiten(on_tokens, response_mask)
-        return advantages, advantages
+    scores, groups = _scores(token_level_rewards, index)
+    on_tokens, _ = _on_tokens(scores - groups.baseline(scores), token_level_rewards, response_mask)
+    advantages = _whiten(on_tokens, response_mask)
+    return advantages, advantages
 
 
 @register_adv_est(AdvantageEstimator.REMAX)
+@torch.no_grad()
 def compute_remax_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    reward_baselines: torch.Tensor,
-    response_mask: torch.Tensor,
-    config=None,
-    **kwargs,
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config=None, **kwargs
 ) -> Estimate:
     """Return of each token less the greedy answer's score (ReMax, arXiv 2310.10505). [B, T], [B] -> two of [B, T].
 
     return_t = sum of the rewards of counted tokens from t on.
     """
-    with torch.no_grad():
-        mask = response_mask.to(token_level_rewards.dtype)
-        returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
-        return returns - reward_baselines.unsqueeze(-1) * mask, returns
+    mask = response_mask.to(token_level_rewards.dtype)
+    returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
+    return returns - reward_baselines.unsqueeze(-1) * mask, returns

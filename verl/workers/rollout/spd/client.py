@@ -187,7 +187,8 @@ class VllmEngineServer:
             if 400 <= reply.status < 500 and reply.status not in (408, 429):
                 raise RequestRefused(
                     f"SPD server {url} refused a request of {len(prompts)} prompts (longest "
-                    f"{max(map(len, prompts))} tokens, max_tokens {self.max_tokens}) with {reply.status}: {(await reply.text())[:500]}"
+                    f"{max(map(len, prompts))} tokens, max_tokens {self.max_tokens}) with {reply.status}: "
+                    f"{(await reply.text())[:500]}"
                 )
             reply.raise_for_status()
             return self._read(await reply.json(), len(prompts), url)

@@ -21,21 +21,41 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_group(child: subprocess.Popen) -> None:
-    """End the child's process group and wait until nobody of it is left."""
+def end_group(group: int, reap) -> None:
+    """End a process group and wait until nobody of it is left; `reap()` collects our own dead child."""
     for sign, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         try:
-            os.killpg(child.pid, sign)
+            os.killpg(group, sign)
         except ProcessLookupError:
             return
         until = time.monotonic() + patience
         while time.monotonic() < until:
-            child.poll()
+            reap()
             try:
-                os.killpg(child.pid, 0)
+                os.killpg(group, 0)
             except ProcessLookupError:
                 return
             time.sleep(0.05)
+
+
+def guard(group: int) -> int:
+    """Fork a process, nobody's child, that ends the group when this process is gone; gives the pipe end that tells it.
+
+    Ray kills a dead worker's children with SIGKILL, this supervisor among them, but not the server's own children.
+    """
+    read_end, write_end = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.close(write_end)
+            os.close(sys.stdin.fileno())
+            os.read(read_end, 1)
+            end_group(group, lambda: None)
+        os._exit(0)
+    os.waitpid(first, 0)
+    os.close(read_end)
+    return write_end
 
 
 def main() -> int:
@@ -44,13 +64,14 @@ def main() -> int:
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, lambda number, frame: stopping.append(number))
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    guard(child.pid)
     try:
         while child.poll() is None and not stopping and os.getppid() == owner:
             readable, _, _ = select.select([sys.stdin], [], [], 0.5)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 break
     finally:
-        end_group(child)
+        end_group(child.pid, child.poll)
     return child.returncode if child.returncode is not None and child.returncode >= 0 else 1
 
 
