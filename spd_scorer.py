@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import recipe.spd.checks  # noqa: F401  (registers what a dry run asks)
 from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint

@@ -28,12 +28,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts.spd_evaluation import harm, measures  # noqa: E402
+from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
+from scripts.spd_evaluation.plot import save_plot  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
-from verl.workers.rollout.spd import evaluation, harm, rules  # noqa: E402
+from verl.workers.rollout.spd import rules  # noqa: E402
 from verl.workers.rollout.spd.answers import is_correct  # noqa: E402
 from verl.workers.rollout.spd.decode import Judge, SpecResult, end_ids, greedy_generate, speculative_generate  # noqa: E402
-from verl.workers.rollout.spd.evaluation import EvaluationRow  # noqa: E402
-from verl.workers.rollout.spd.evaluation_plot import save_plot  # noqa: E402
 
 TYPICAL = ((0.09, 0.3), (0.06, 0.2), (0.045, 0.15), (0.03, 0.1), (0.015, 0.05))
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, which would cut the figures off
@@ -112,7 +113,7 @@ class Split:
         return result
 
     def _file(self, rule: str, threshold: float | None, result: SpecResult) -> EvaluationRow:
-        row = evaluation.measure(
+        row = measures.measure(
             rule, threshold, result, self.bench.correct(self.questions, result), exact_correct=self.exact_correct,
             target_tokens=self.target_tokens,
         )
@@ -165,11 +166,11 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
     for z in args.scorer_thresholds:
         chooser.run("scorer_sweep", z, scored(trained)(z), f"validation, scorer {z:g}")
     sweep = [row for row in chooser.rows if row.rule == "scorer_sweep"]
-    chosen = evaluation.choose_threshold(sweep, args.max_val_drop).threshold
+    chosen = measures.choose_threshold(sweep, args.max_val_drop).threshold
 
     split = Split(bench, test)
     split.run("all", None, rules.accept_all())
-    share = evaluation.accepted_share(split.run("scorer", chosen, scored(trained)(chosen)))
+    share = measures.accepted_share(split.run("scorer", chosen, scored(trained)(chosen)))
     split.run("random", share, rules.random_share(share, args.seed))
     split.run("scorer_untrained", 0.0, scored(untrained)(0.0))
     for threshold in args.margins:
@@ -244,7 +245,7 @@ def summary(rows: Sequence[EvaluationRow]) -> list[str]:
         f"scorer against the random share: {100 * (scorer.accuracy - one['random'].accuracy):+.1f} points",
     ]
     curve = [row for row in rows if row.rule in ("margin", "exact", "all")]
-    at = evaluation.accuracy_on_curve(curve, scorer.accepted_per_forward)
+    at = measures.accuracy_on_curve(curve, scorer.accepted_per_forward)
     if at is not None:
         lines.append(f"scorer against the margin rule at the same speed: {100 * (scorer.accuracy - at):+.1f} points")
     return lines
@@ -259,7 +260,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--untrained", help="directory of an untrained scorer; left out: the same config, drawn from --seed")
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")
-    add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line, see rollout/spd/harm.py")
+    add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line (spd_evaluation/harm.py)")
     add("--out", type=Path, required=True, help="folder of evaluation.json and evaluation.png")
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")

@@ -165,7 +165,7 @@ def test_concat_gathers_metrics_and_demands_equal_meta_otherwise():
 def test_chunk_must_divide_unless_padding_is_enabled(monkeypatch):
     with pytest.raises(AssertionError, match="5 rows cannot be cut into 2 equal parts"):
         make(5).chunk(2)
-    monkeypatch.setattr(DataProtoConfig, "_auto_padding", True)
+    monkeypatch.setattr(DataProtoConfig, "auto_padding", True)
     assert [len(c) for c in make(5).chunk(2)] == [2, 3]
 
 

@@ -147,12 +147,8 @@ class DataProto:
 
     @classmethod
     def from_dict(
-        cls,
-        tensors: dict[str, torch.Tensor] | None = None,
-        non_tensors: dict[str, Any] | None = None,
-        meta_info: dict | None = None,
-        num_batch_dims: int = 1,
-        auto_padding: bool = False,
+        cls, tensors: dict[str, torch.Tensor] | None = None, non_tensors: dict[str, Any] | None = None,
+        meta_info: dict | None = None, num_batch_dims: int = 1, auto_padding: bool = False,
     ) -> DataProto:
         """Build from columns whose first `num_batch_dims` dimensions agree; a list column becomes an object array."""
         if num_batch_dims < 1:
@@ -210,11 +206,8 @@ class DataProto:
         return self
 
     def select(
-        self,
-        batch_keys: list[str] | None = None,
-        non_tensor_batch_keys: list[str] | None = None,
-        meta_info_keys: list[str] | None = None,
-        deepcopy: bool = False,
+        self, batch_keys: list[str] | None = None, non_tensor_batch_keys: list[str] | None = None,
+        meta_info_keys: list[str] | None = None, deepcopy: bool = False,
     ) -> DataProto:
         """A DataProto with the named columns (None: all); shares memory unless `deepcopy`."""
         batch, tensors = self.batch, _pick(self._tensors(), batch_keys, "batch")
@@ -242,7 +235,7 @@ class DataProto:
             rows = rows.nonzero().squeeze(-1)
         batch = self.batch
         if batch is not None:
-            tensors = {k: v[rows.to(v.device)] for k, v in batch.items()}
+            tensors = {k: v.index_select(0, rows.to(v.device)) for k, v in batch.items()}
             batch = TensorDict(tensors, batch_size=[len(rows), *batch.batch_size[1:]], device=batch.device)
         picked = rows.cpu().numpy()
         return DataProto(batch, {k: v[picked] for k, v in self.non_tensor_batch.items()}, self.meta_info)
@@ -254,9 +247,7 @@ class DataProto:
         return DataProto(batch, {k: v[cut] for k, v in self.non_tensor_batch.items()}, self.meta_info)
 
     def pop(
-        self,
-        batch_keys: list[str] | None = None,
-        non_tensor_batch_keys: list[str] | None = None,
+        self, batch_keys: list[str] | None = None, non_tensor_batch_keys: list[str] | None = None,
         meta_info_keys: list[str] | None = None,
     ) -> DataProto:
         """Take the named columns out of self (None: none) and return them as a DataProto."""
@@ -310,7 +301,7 @@ class DataProto:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         order = RandomSampler(self, generator=generator) if kwargs.pop("shuffle", False) else SequentialSampler(self)
         batches = BatchSampler(order, mini_batch_size, kwargs.pop("drop_last", False))
-        loader = DataLoader(self, batch_size=None, sampler=batches, collate_fn=_same, generator=generator, **kwargs)
+        loader = DataLoader(self, batch_size=None, sampler=batches, generator=generator, **kwargs)
         return (batch for _ in range(epochs) for batch in loader)
 
     def is_padding_enabled(self) -> bool:
@@ -390,10 +381,6 @@ class DataProto:
         return "\n".join(lines)
 
 
-def _same(batch: DataProto) -> DataProto:
-    return batch
-
-
 def _pick(part: dict, keys: list[str] | None, name: str) -> dict:
     for key in keys or []:
         if key not in part:
@@ -412,14 +399,13 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     """Replace `data`, in place on every rank, by the rows of all ranks of the group in rank order."""
-    from verl.utils.torch_functional import allgather_dict_tensors
+    from verl.utils.torch_functional import allgather_dict_into_dict, allgather_dict_tensors
 
-    size = torch.distributed.get_world_size(group=process_group)
     if data.batch is not None:
-        data.batch = allgather_dict_tensors(data.batch.contiguous(), size=size, group=process_group, dim=0)
-    columns: list[dict[str, np.ndarray]] = [{} for _ in range(size)]
-    torch.distributed.all_gather_object(columns, data.non_tensor_batch, group=process_group)
-    data.non_tensor_batch = {k: np.concatenate([c[k] for c in columns]) for k in data.non_tensor_batch}
+        size = torch.distributed.get_world_size(group=process_group)
+        data.batch = allgather_dict_tensors(data.batch.contiguous(), size=size, group=process_group)
+    columns = allgather_dict_into_dict(data.non_tensor_batch, process_group)
+    data.non_tensor_batch = {key: np.concatenate(parts) for key, parts in columns.items()}
     data.check_consistency()
 
 

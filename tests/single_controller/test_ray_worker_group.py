@@ -47,6 +47,10 @@ class Adder(Worker):
     def add_own(self, x):
         return x + self.rank
 
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def rows_of_each(self, batches):
+        return self.local_rank, [len(b) for b in batches]
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def add_listed(self, x):
         return x + self.rank
@@ -131,6 +135,7 @@ def test_every_dispatch_mode_and_what_a_rank_knows_of_its_world(pool):
     assert wg.add(1, by=5) == [16, 17]
     assert wg.add_own([1, 2]) == [1, 3] and wg.add_own(5) == [5, 6]
     assert wg.add_listed([1, 2]) == [1, 3]
+    assert wg.rows_of_each([batch(1), batch(2), batch(3)]) == [(0, [1, 2, 3]), (1, [1, 2, 3])]
     assert wg.first_only("a") == ["a", 0]
     out = wg.add_batch(batch(4))
     assert out.batch["y"].tolist() == [0, 1, 102, 103] and out.meta_info["metrics"] == {"rows": [2, 2]}

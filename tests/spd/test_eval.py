@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.spd_evaluation import harm, measures
+from scripts.spd_evaluation.measures import EvaluationRow
 from tests.helpers.models import make_tokenizer, save_tiny_llama
-from verl.workers.rollout.spd import evaluation, harm, rules
+from verl.workers.rollout.spd import rules
 from verl.workers.rollout.spd.decode import SpecResult
-from verl.workers.rollout.spd.evaluation import EvaluationRow
 
 KEYS = [
     "rule", "threshold", "accuracy", "accuracy_se", "drop", "drop_se", "accepted_per_forward", "tokens_per_forward",
@@ -29,7 +30,7 @@ def result_of(tokens, rounds, accepted, finished, judged=None, passed=None):
 
 def test_measures_by_hand():
     result = result_of([[1] * 6, [1] * 9, [1] * 3, [1] * 2], [2, 3, 1, 1], [4, 6, 2, 1], [True, True, True, False])
-    row = evaluation.measure(
+    row = measures.measure(
         "margin", 3.0, result, [True, False, True, False], exact_correct=[True, True, True, False], target_tokens=16
     )
     assert row.accuracy == 0.5
@@ -47,7 +48,7 @@ def test_measures_by_hand():
 def test_unequal_lists_are_named():
     result = result_of([[1], [1]], [1, 1], [0, 0], [True, True])
     with pytest.raises(ValueError, match="margin: 2 answers, 1 checks, 2 checks of exact match"):
-        evaluation.measure("margin", 1.0, result, [True], exact_correct=[True, True], target_tokens=2)
+        measures.measure("margin", 1.0, result, [True], exact_correct=[True, True], target_tokens=2)
 
 
 def row_of(threshold, drop, speed, accuracy=0.9):
@@ -56,23 +57,23 @@ def row_of(threshold, drop, speed, accuracy=0.9):
 
 def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
     rows = [row_of(0, 0.02, 5.9), row_of(2, 0.004, 5.6), row_of(4, -0.01, 4.8)]
-    assert evaluation.choose_threshold(rows, 0.005).threshold == 2
-    assert evaluation.choose_threshold(rows, 0.03).threshold == 0
-    assert evaluation.choose_threshold(rows, -0.02).threshold == 4
+    assert measures.choose_threshold(rows, 0.005).threshold == 2
+    assert measures.choose_threshold(rows, 0.03).threshold == 0
+    assert measures.choose_threshold(rows, -0.02).threshold == 4
     with pytest.raises(ValueError, match="at least one scorer threshold"):
-        evaluation.choose_threshold([], 0.0)
+        measures.choose_threshold([], 0.0)
 
 
 def test_curve_is_read_between_its_points():
     rows = [row_of(1, 0, 4.0, 0.80), row_of(2, 0, 2.0, 0.90)]
-    assert evaluation.accuracy_on_curve(rows, 2.5) == pytest.approx(0.875)
-    assert evaluation.accuracy_on_curve(rows, 4.0) == pytest.approx(0.80)
-    assert evaluation.accuracy_on_curve(rows, 4.1) is None
+    assert measures.accuracy_on_curve(rows, 2.5) == pytest.approx(0.875)
+    assert measures.accuracy_on_curve(rows, 4.0) == pytest.approx(0.80)
+    assert measures.accuracy_on_curve(rows, 4.1) is None
 
 
 def test_accepted_share_counts_only_what_was_judged():
     result = result_of([[1], [1]], [1, 1], [0, 0], [True, True], judged=[3, 5], passed=[2, 0])
-    assert evaluation.accepted_share(result) == 0.25
+    assert measures.accepted_share(result) == 0.25
 
 
 @pytest.fixture(scope="module")

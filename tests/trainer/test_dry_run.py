@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.configs import compose_ppo
 from verl.trainer.dry_run import dry_run
 from verl.trainer.dry_run_checks import check_url
-from verl.utils.problems import absent, wrong
+from verl.utils.problems import absent, register_check, wrong
 
 
 def prompts(count, **changes):
@@ -107,12 +107,27 @@ def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
     assert code == 1 and "has 10 prompts, which do not fill one batch of 16" in text
 
 
-def test_a_recipe_adds_its_own_checks(overrides, capsys):
+def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
+    monkeypatch.setattr("verl.utils.problems.CHECKS", checks := [])
+    monkeypatch.setattr("verl.trainer.dry_run.CHECKS", checks)
+
+    @register_check
+    def servers(config, findings):
+        yield absent("spd.servers", f"spd.servers does not answer; eos is {findings.tokenizer.eos_token_id}")
+
     cpu = [*overrides, "trainer.device=cpu"]
-    code, text = plan(cpu, capsys, extra_checks=[lambda config: [absent("spd.servers", "spd.servers does not answer")]])
-    assert code == 0 and "spd.servers does not answer" in text
-    code, text = plan(cpu, capsys, extra_checks=[lambda config: [wrong("spd.backbone", "spd.backbone=x is unknown")]])
+    code, text = plan(cpu, capsys)
+    assert code == 0 and "spd.servers does not answer; eos is 2" in text.partition("Absent on this machine: 1")[2]
+    register_check(lambda config, findings: [wrong("spd.backbone", "spd.backbone=x is unknown")])
+    code, text = plan(cpu, capsys)
     assert code == 1 and "spd.backbone=x is unknown" in text
+
+
+def test_settings_without_effect_are_told_and_harm_nothing(overrides, capsys):
+    code, text = plan([*overrides, "trainer.device=cpu", "trainer.esi_redundant_time=60"], capsys)
+    assert code == 0
+    told = "trainer.esi_redundant_time=60 has no effect in this version: no instance's expiry is watched."
+    assert told in text.partition("Set, but without effect: 1")[2]
 
 
 def test_secrets_are_not_printed(overrides, capsys):

@@ -1,12 +1,19 @@
 """Roles by name, samplers, and the driver's environment."""
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.utils.data import SequentialSampler
 
 from verl.trainer.main_ppo import create_rl_sampler
-from verl.trainer.ppo.ray_session import logical_cpus, with_worker_env
+from verl.trainer.ppo.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, refuse_missing_parts, uses_kl
 
 
@@ -82,3 +89,27 @@ def test_worker_environment_takes_the_user_over_the_shell_over_the_defaults(monk
     assert env["env_vars"]["NCCL_DEBUG"] == "INFO"
     assert env["env_vars"]["LOGURU_LEVEL"] == "DEBUG"
     assert env["env_vars"]["TOKENIZERS_PARALLELISM"] == "false"
+
+
+def test_only_the_recorded_session_of_a_dead_run_is_stopped(tmp_path):
+    folders = [tempfile.mkdtemp(prefix=TEMP_PREFIX) for _ in range(2)]
+    nap = "import time; time.sleep(60)"
+    command = [sys.executable, "-c", nap, "site-packages/ray/raylet"]
+    ours, other = (subprocess.Popen([*command, folder]) for folder in folders)
+    reader = subprocess.Popen([sys.executable, "-c", nap, folders[0]])  # such as a pager on its logs
+    try:
+        me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": folders[0]}
+        (tmp_path / SESSION_FILE).write_text(json.dumps(me))
+        with pytest.raises(SystemExit, match=f"in use by the run of process {os.getpid()}"):
+            stop_left_session(tmp_path)
+        assert ours.poll() is None
+        # the same process number, but of a process that ended: the run was killed
+        (tmp_path / SESSION_FILE).write_text(json.dumps({**me, "started": me["started"] - 100}))
+        stop_left_session(tmp_path)
+        assert not psutil.pid_exists(ours.pid) and other.poll() is None and reader.poll() is None
+        assert not os.path.exists(folders[0]) and os.path.exists(folders[1])
+        assert not (tmp_path / SESSION_FILE).exists()
+    finally:
+        for process in (ours, other, reader):
+            process.kill()
+        os.rmdir(folders[1])

@@ -68,3 +68,13 @@ def test_nested_namespace_and_plain_containers():
     assert f.NestedNamespace({"a": {"b": 2}}).a.b == 2
     plain = f.convert_to_regular_types({"a": OmegaConf.create({"b": [1, {"c": 2}]})})
     assert plain == {"a": {"b": [1, {"c": 2}]}} and type(plain["a"]["b"]) is list
+
+
+def test_nan_of_any_type_equals_nan():
+    assert f.deep_equal([np.float32("nan"), float("nan")], [np.float32("nan"), float("nan")])
+    assert not f.deep_equal({"a": 1.0}, {"a": float("nan")})
+
+
+def test_an_answer_that_cannot_leave_its_process_is_named():
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        f.timeout_limit(5)(lambda: lambda: 1)()

@@ -21,7 +21,8 @@ def _run_dir(tmp_path):
                 "timing_s/gen": 1.0,
                 "timing_s/step": 2.0,
                 "training/dropped_samples": 1,
-                "actor/odd": 3.0,
+                "actor/odd": float(i % 7),
+                "reward/again": float(i % 7),
             },
         }
         for i in range(1, 41)
@@ -33,7 +34,7 @@ def _run_dir(tmp_path):
         "prompt": "how many <b>apples</b> ?",
         "response": None,
         "score": 1.25,
-        "extras": {"L": 3},
+        "extras": {"L": 3.0, "scenario_A": 0.0, "scenario_B": 1.0, "score": 1.25},
         "segments": [{"text": "five", "kind": "match"}, {"text": "pears", "kind": "rejected"}],
     }
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
@@ -44,9 +45,12 @@ def _run_dir(tmp_path):
 
 def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_path):
     page = write_report(_run_dir(tmp_path)).read_text()
-    assert page.count("<svg") == 5  # reward, scenarios, timings; below: actor/odd, dropped samples
+    assert page.count("<svg") == 4  # reward, scenarios, timings; below: actor/odd
+    assert "<td>training/dropped_samples</td><td>1 at every step</td>" in page
+    assert "<td>reward/again</td><td>as actor/odd</td>" in page
     for text in ("Scenario shares", "Seconds per phase", "actor/odd", "nnodes: 1", "2.13.0", "tok rejected", "pears"):
         assert text in page
+    assert "· L 3 · scenario B</header>" in page  # the score stands before them
     assert "how many &lt;b&gt;apples" in page  # text of a model never becomes markup
     assert not re.search(r"""(src|href)=["'](https?:)?//""", page)
 
@@ -68,6 +72,8 @@ def test_half_written_last_line_is_left_out_and_a_broken_inner_line_is_named(tmp
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "data": {}}\n{"step": 2, "da')
     assert len(read_jsonl(path)) == 1
+    path.write_text('{"text": "a\u2028b"}\n')
+    assert read_jsonl(path) == [{"text": "a\u2028b"}]
     path.write_text('{"step": 1, "da\n{"step": 2, "data": {}}\n')
     with pytest.raises(ValueError, match="m.jsonl, line 1: not JSON"):
         read_jsonl(path)

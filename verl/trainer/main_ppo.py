@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -9,14 +10,20 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.data import create_rl_dataset, create_rl_sampler
 from verl.trainer.ppo.ray_session import StopFlag, run_until_done, started_session
 from verl.trainer.ppo.utils import Role, need_critic, refuse_missing_parts, uses_kl
 from verl.utils.config import hydra_main, validate_config
 
-__all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
+__all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 
 POOL = "global_pool"
+
+
+def __getattr__(name: str) -> Any:
+    """The data's makers come from verl.trainer.ppo.data when asked for: the driver itself needs no torch."""
+    if name in ("create_rl_dataset", "create_rl_sampler"):
+        return getattr(importlib.import_module("verl.trainer.ppo.data"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @hydra_main(config_path="config", config_name="ppo_trainer")
@@ -70,9 +77,7 @@ class TaskRunner:
         """There is no such worker in this version: asking for one ends with one sentence."""
         refuse_missing_parts(config)
 
-    def add_reward_model_worker(self, config: DictConfig) -> None:
-        """There is no such worker in this version: asking for one ends with one sentence."""
-        refuse_missing_parts(config)
+    add_reward_model_worker = add_critic_worker
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
         """The reference lives in the actor's process: as the actor without its adapters, or as a second engine."""
@@ -84,10 +89,8 @@ class TaskRunner:
         """One pool: every role shares the ranks."""
         from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 
-        ranks = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
-        return ResourcePoolManager(
-            resource_pool_spec={POOL: ranks}, mapping=self.mapping, use_gpu=config.trainer.device != "cpu"
-        )
+        spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        return ResourcePoolManager(spec, self.mapping, use_gpu=config.trainer.device != "cpu")
 
     def make_trainer(self, config: DictConfig, stop_flag: Any = None) -> Any:
         """The trainer with data, tokenizer and rewards; its workers are not started yet."""
@@ -139,8 +142,6 @@ class TaskRunner:
 
 def import_external_lib(config: DictConfig) -> None:
     """Import the module in which a user registers parts of their own."""
-    import importlib
-
     name = config.actor_rollout_ref.model.external_lib
     if name:
         importlib.import_module(name)

@@ -89,18 +89,14 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
     return found
 
 
-def actor_problems(
-    actor: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int
-) -> list[Problem]:
+def actor_problems(actor: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int) -> list[Problem]:
     """Problems of the actor's batch sizes."""
     grouped = actor["share_prompt_forward"]
     step = _uneven("data.train_batch_size", train_batch_size, rollout_n, n_gpus, grouped)
     return step + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, train_batch_size, rollout_n, grouped)
 
 
-def critic_problems(
-    critic: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int
-) -> list[Problem]:
+def critic_problems(critic: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int) -> list[Problem]:
     """Problems of the critic's batch sizes."""
     return _update_problems(critic, "critic", n_gpus, train_batch_size, rollout_n, grouped=False)
 
@@ -121,14 +117,12 @@ def _uneven(key: str, prompts: int, n: int, ranks: int, grouped: bool) -> list[P
     step = ranks if grouped else ranks // math.gcd(n, ranks)
     if prompts % step == 0:
         return []
-    rule = (
-        f"{key}={prompts} prompts cannot be shared evenly by {ranks} ranks, and actor_rollout_ref.actor."
-        "share_prompt_forward=true keeps the samples of a prompt on one rank."
-        if grouped
-        else f"{key}={prompts} x actor_rollout_ref.rollout.n={n} gives {prompts * n} samples, which {ranks} ranks "
-        "cannot share evenly."
-    )
-    return [wrong(key, f"{rule} Use a multiple of {step}{_near(prompts, step)}.")]
+    samples = f"{key}={prompts} x actor_rollout_ref.rollout.n={n} gives {prompts * n} samples"
+    rule = f"{samples}, which {ranks} ranks cannot share"
+    if grouped:
+        switch = "actor_rollout_ref.actor.share_prompt_forward=true keeps the samples of a prompt on one rank"
+        rule = f"{switch}, and {key}={prompts} prompts cannot be shared by {ranks} ranks"
+    return [wrong(key, f"{rule} evenly. Use a multiple of {step}{_near(prompts, step)}.")]
 
 
 def one_of(role: Mapping[str, Any], prefix: str, name: str, ranks: int, dynamic: bool) -> list[Problem]:

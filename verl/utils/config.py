@@ -8,17 +8,17 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.utils.problems import WRONG, ConfigError
+from verl.utils.problems import raise_if_any
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:
     """The dataclass that a config node describes.
 
-    Without a type the node names it in `_target_`. With a type the node is merged over the type's defaults, so that
-    unknown keys are refused. An empty node gives the defaults (None without a type); an object that is no config is
-    handed back as it is.
+    Without a type the node names it in `_target_`. With one the node is merged over its defaults: unknown keys are
+    refused. An empty node gives the defaults (None without a type); an object that is no config is handed back.
     """
     if config is None or (isinstance(config, Mapping | ListConfig) and len(config) == 0):
         return None if dataclass_type is None else dataclass_type()
@@ -28,9 +28,8 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         from hydra.utils import instantiate
 
         if "_target_" not in config:
-            raise AssertionError(
-                f"The config node with keys {list(config)} names no dataclass; add _target_ or pass dataclass_type."
-            )
+            known = f"The config node with keys {list(config)} names no dataclass"
+            raise AssertionError(f"{known}; add _target_ or pass dataclass_type.")
         return instantiate(config, _convert_="partial")
     node = config if isinstance(config, DictConfig | ListConfig) else OmegaConf.create(config)
     plain = OmegaConf.to_container(node, resolve=True)  # interpolations may point above the node
@@ -72,10 +71,10 @@ def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
 
 
 def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
-    """Raise one ConfigError (a ValueError) that lists everything that cannot work on any machine."""
+    """Raise one ConfigError (a ValueError) that lists everything that cannot work; warn of settings without effect."""
     from verl.utils.config_check import find_problems
+    from verl.utils.config_effect import settings_without_effect
 
-    problems = find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic)
-    fatal = [p for p in problems if p.kind == WRONG]
-    if fatal:
-        raise ConfigError(fatal)
+    raise_if_any(find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic))
+    for problem in settings_without_effect(config):
+        logger.warning("{}", problem.message)

@@ -13,24 +13,23 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.trainer.config import AlgoConfig, DataConfig, RewardManagerConfig, TrainerConfig
+from verl.trainer import config as trainer
 from verl.utils.batch_arithmetic import batch_problems
 from verl.utils.config_fields import field_types, value_errors
 from verl.utils.problems import Problem, wrong
-from verl.workers.config import FSDPActorConfig, FSDPCriticConfig, FSDPRefConfig, HFModelConfig, RewardModelConfig
-from verl.workers.config import RolloutConfig  # isort: skip
+from verl.workers import config as workers
 
 SECTIONS: dict[str, type] = {
-    "data": DataConfig,
-    "actor_rollout_ref.model": HFModelConfig,
-    "actor_rollout_ref.actor": FSDPActorConfig,
-    "actor_rollout_ref.ref": FSDPRefConfig,
-    "actor_rollout_ref.rollout": RolloutConfig,
-    "critic": FSDPCriticConfig,
-    "reward_model": RewardModelConfig,
-    "reward_manager": RewardManagerConfig,
-    "algorithm": AlgoConfig,
-    "trainer": TrainerConfig,
+    "data": trainer.DataConfig,
+    "actor_rollout_ref.model": workers.HFModelConfig,
+    "actor_rollout_ref.actor": workers.FSDPActorConfig,
+    "actor_rollout_ref.ref": workers.FSDPRefConfig,
+    "actor_rollout_ref.rollout": workers.RolloutConfig,
+    "critic": workers.FSDPCriticConfig,
+    "reward_model": workers.RewardModelConfig,
+    "reward_manager": workers.RewardManagerConfig,
+    "algorithm": trainer.AlgoConfig,
+    "trainer": trainer.TrainerConfig,
 }
 # Below these any key is accepted: a name anywhere, or the end of a path.
 OPEN = (
@@ -40,11 +39,13 @@ OPEN = (
 )  # fmt: skip
 ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
 
-# Names whose wrong values would make the batch arithmetic meaningless.
+# Names whose wrong values would make the batch arithmetic, or the plan of a dry run, meaningless.
 ARITHMETIC = {
     "train_batch_size", "gen_batch_size", "n", "nnodes", "n_gpus_per_node", "ppo_mini_batch_size", "fsdp_size",
     "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size", "use_dynamic_bsz",
     "log_prob_micro_batch_size_per_gpu", "micro_batch_size", "micro_batch_size_per_gpu", "tensor_model_parallel_size",
+    "max_prompt_length", "max_response_length", "ppo_max_token_len_per_gpu", "ppo_epochs", "total_epochs", "dtype",
+    "model_dtype", "lora_rank", "max_num_seqs",
 }  # fmt: skip
 
 # Keys that users' scripts set and that have one working value here: what each must be, and why.
@@ -97,7 +98,7 @@ def find_problems(
     told = {p.key for p in found}
     values = [p for section, t in SECTIONS.items() for p in value_problems(plain, section, t) if p.key not in told]
     values += [
-        wrong(key, f"{key}={_text(value)} does not work here: {why}. Set it to {_text(needed)}.")
+        wrong(key, f"{key}={text(value)} does not work here: {why}. Set it to {text(needed)}.")
         for key, (needed, why) in FIXED.items()
         if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
     ]
@@ -228,7 +229,7 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
 
 def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
-    trainer, critic, path = plain["trainer"], plain["critic"]["enable"], plain["trainer"]["resume_from_path"]
+    run, critic, path = plain["trainer"], plain["critic"]["enable"], plain["trainer"]["resume_from_path"]
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
     found = []
     if sampling["do_sample"] and sampling["temperature"] == 0:
@@ -239,9 +240,9 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         found.append(wrong(f"{key}.n", f"{rule} and a temperature."))
     if roles_in_use(plain)[1]:
         key = "algorithm.adv_estimator"
-        rule = f"{key}={plain['algorithm']['adv_estimator']} with critic.enable={_text(critic)} needs a critic, which "
+        rule = f"{key}={plain['algorithm']['adv_estimator']} with critic.enable={text(critic)} needs a critic, which "
         found.append(wrong(key, f"{rule}is not built yet. Set {key}=grpo and critic.enable=null."))
-    if trainer["resume_mode"] == "resume_path" and (path is None or "global_step_" not in path):
+    if run["resume_mode"] == "resume_path" and (path is None or "global_step_" not in path):
         key = "trainer.resume_from_path"
         found.append(wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path."))
     return found
@@ -271,5 +272,6 @@ def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def text(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

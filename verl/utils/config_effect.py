@@ -11,14 +11,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl.trainer.config
-from verl.utils.config_check import SECTIONS, is_interpolation, paths, select
+from verl.utils.config_check import SECTIONS, is_interpolation, paths, select, text
 from verl.utils.problems import UNUSED, Problem
 from verl.workers.config.rollout import ROLLOUTS_OF_THE_ACTOR
 
 # Pattern of a key (a * spans dots) -> what is done instead.
 NOT_READ = {
     "actor_rollout_ref.*.use_torch_compile": "nothing is compiled",
-    "actor_rollout_ref.*.entropy_checkpointing": "the entropy keeps its activations",
+    "actor_rollout_ref.*.entropy_checkpointing": "chunks of logits are always computed again in the backward",
     "actor_rollout_ref.*.entropy_from_logits_with_chunking": "logits are always taken in chunks",
     "actor_rollout_ref.*.use_orig_params": "FSDP2 always keeps the original parameters",
     "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
@@ -34,7 +34,8 @@ NOT_READ = {
     "actor_rollout_ref.rollout.trace.*": "single rollouts are not traced",
     "actor_rollout_ref.rollout.server.*": "there is no server mode",
     "actor_rollout_ref.rollout.prometheus.*": "there is no server mode",
-    "actor_rollout_ref.rollout.skip_*": "every step generates",
+    "actor_rollout_ref.rollout.skip_rollout": "every step generates",
+    "actor_rollout_ref.rollout.skip_dump_dir": "every step generates",
     "algorithm.rollout_correction.*": "the rollout is not corrected",
     "algorithm.pf_ppo.*": "samples are not drawn again",
     "data.tokenizer": "the data use the model's tokenizer",
@@ -81,7 +82,7 @@ def settings_without_effect(config: DictConfig) -> list[Problem]:
         if why is None or key.endswith("._target_") or isinstance(value, Mapping):
             continue
         if not is_interpolation(select(raw, key, None)) and value != _default(key, top):
-            found.append(Problem(UNUSED, key, f"{key}={value} has no effect in this version: {why}."))
+            found.append(Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {why}."))
     return found
 
 

@@ -23,11 +23,8 @@ def set_numa_affinity() -> None:
     if not listing.is_file():
         logger.debug(f"no NUMA information for GPU {address}; affinity unchanged")
         return
-    cores: set[int] = set()
-    for part in filter(None, listing.read_text().strip().split(",")):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    allowed = cores & os.sched_getaffinity(0)
+    ranges = [part.split("-") for part in listing.read_text().strip().split(",") if part]
+    allowed = os.sched_getaffinity(0) & {core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1)}
     if allowed:
         os.sched_setaffinity(0, allowed)
 

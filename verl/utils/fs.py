@@ -44,29 +44,22 @@ def verify_copy(src: str, dest: str) -> bool:
 def copy_to_shm(src: str) -> str:
     """Copy a local file or folder to /dev/shm and return the copy; the source itself when it does not fit there."""
     shm = Path("/dev/shm")
+    dest = get_local_temp_path(os.path.abspath(src), str(shm / "verl-cache"))
     need = sum(_sizes(Path(src)).values())
-    if not shm.is_dir() or shutil.disk_usage(shm).free < need:
+    if not verify_copy(src, dest) and (not shm.is_dir() or shutil.disk_usage(shm).free < need):
         logger.warning(f"use_shm: {src} needs {need / 1024**3:.2f} GiB, which /dev/shm does not have; read in place")
         return src
-    dest = get_local_temp_path(os.path.abspath(src), str(shm / "verl-cache"))
     os.makedirs(os.path.dirname(dest), exist_ok=True)
     with FileLock(dest + ".lock"):
         if not verify_copy(src, dest):
             shutil.rmtree(dest, ignore_errors=True)
-            if os.path.isdir(src):
-                shutil.copytree(src, dest)
-            else:
-                shutil.copy2(src, dest)
+            (shutil.copytree if os.path.isdir(src) else shutil.copy2)(src, dest)
     return dest
 
 
 def copy_to_local(
-    src: str,
-    cache_dir: str | None = None,
-    filelock: str = ".file.lock",
-    verbose: bool = False,
-    always_recopy: bool = False,
-    use_shm: bool = False,
+    src: str, cache_dir: str | None = None, filelock: str = ".file.lock", verbose: bool = False,
+    always_recopy: bool = False, use_shm: bool = False,
 ) -> str:
     """A local path of `src`: itself when it is local already, a cached copy of an hdfs:// path otherwise."""
     local = copy_local_path_from_hdfs(src, cache_dir, filelock, verbose, always_recopy)
@@ -74,15 +67,12 @@ def copy_to_local(
 
 
 def copy_local_path_from_hdfs(
-    src: str,
-    cache_dir: str | None = None,
-    filelock: str = ".file.lock",
-    verbose: bool = False,
+    src: str, cache_dir: str | None = None, filelock: str = ".file.lock", verbose: bool = False,
     always_recopy: bool = False,
 ) -> str:
     """Copy an hdfs:// path with the `hdfs` command, once per machine; a local path comes back as it is."""
     if not is_non_local(src):
-        return os.path.expanduser(src) if src.startswith("~") else src
+        return os.path.expanduser(src)
     if src.endswith("/"):
         raise ValueError(f"{src!r}: give the path without the slash at its end")
     local = get_local_temp_path(src, cache_dir or os.path.join(tempfile.gettempdir(), "verl-cache"))
@@ -103,7 +93,7 @@ def _hdfs_get(src: str, dest: str) -> None:
         raise FileNotFoundError(f"{src}: the `hdfs` command is not on PATH; copy the files here and give a local path")
     unfinished = dest + ".part"
     shutil.rmtree(unfinished, ignore_errors=True)
-    subprocess.run([command, "dfs", "-get", src, unfinished], check=True)
+    subprocess.run([command, "dfs", "-get", "-f", src, unfinished], check=True)
     os.replace(unfinished, dest)
 
 

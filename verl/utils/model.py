@@ -44,9 +44,6 @@ def torch_dtype_of(name: str, key: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-# ---- loaders -------------------------------------------------------------------------------------------------------
-
-
 _LOADERS: Registry[ModelLoader] = Registry(
     "actor_rollout_ref.model.loader.name",
     "Your own: register it in a module named by actor_rollout_ref.model.external_lib.",
@@ -76,15 +73,11 @@ def _load_from_auto_class(
     hf_config = get_huggingface_actor_config(
         directory, {**model_config.override_config, **(own or {})}, trust_remote_code=model_config.trust_remote_code
     )
-    extra = {}
-    if "attn_implementation" in model_config.override_config:
-        extra["attn_implementation"] = model_config.override_config["attn_implementation"]
+    key = "attn_implementation"
+    extra = {key: model_config.override_config[key]} if key in model_config.override_config else {}
+    trust = model_config.trust_remote_code
     return auto_class.from_pretrained(
-        directory,
-        config=hf_config,
-        dtype=torch_dtype,
-        trust_remote_code=model_config.trust_remote_code,
-        **{**extra, **kwargs},
+        directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
     )
 
 
@@ -98,9 +91,8 @@ def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwar
 @register_model_loader("value_head")
 def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     """AutoModelForTokenClassification with one label a token: a critic or a reward model. Logits are [B, T, 1]."""
-    return _load_from_auto_class(
-        AutoModelForTokenClassification, model_config, torch_dtype, own={"num_labels": 1}, **kwargs
-    )
+    own = {"num_labels": 1}
+    return _load_from_auto_class(AutoModelForTokenClassification, model_config, torch_dtype, own=own, **kwargs)
 
 
 @dataclass
@@ -127,12 +119,8 @@ def create_huggingface_actor(
     """
     options = dict(automodel_kwargs or {})
     dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
-    request = _LoaderRequest(
-        path=model_name,
-        local_path=model_name,
-        override_config=dict(override_config_kwargs or {}),
-        trust_remote_code=bool(options.pop("trust_remote_code", False)),
-    )
+    trust = bool(options.pop("trust_remote_code", False))
+    request = _LoaderRequest(model_name, model_name, dict(override_config_kwargs or {}), trust)
     return get_model_loader(loader)(request, dtype, **options, **(loader_kwargs or {}))
 
 
@@ -151,9 +139,6 @@ def load_valuehead_model(
     return AutoModelForTokenClassification.from_pretrained(
         local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
     )
-
-
-# ---- configs -------------------------------------------------------------------------------------------------------
 
 
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:
@@ -181,12 +166,11 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
     except OSError:
         logger.debug("{} has no generation_config.json", model)
     try:
-        return GenerationConfig.from_model_config(
-            AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        )
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except OSError:
         logger.debug("{} has no config.json either", model)
         return None
+    return GenerationConfig.from_model_config(config)
 
 
 def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
@@ -240,9 +224,6 @@ def check_target_modules(config, key: str) -> bool:
     return _matches_module_list(config.target_modules, key)
 
 
-# ---- small helpers -------------------------------------------------------------------------------------------------
-
-
 class LambdaLayer(nn.Module):
     """A function as a module."""
 
@@ -287,15 +268,12 @@ def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedMo
     reverse = {new: old for old, new in (model._checkpoint_conversion_mapping or {}).items()}
     if not reverse:
         return state_dict
-    renamed = {}
-    for key, tensor in state_dict.items():
-        for new, old in reverse.items():
-            prefix = old.lstrip("^").split("(")[0]
-            if key.startswith(new):
-                key = prefix + key[len(new) :]
-                break
-        renamed[key] = tensor
-    return renamed
+
+    def stored_name(key: str) -> str:
+        new = next((n for n in reverse if key.startswith(n)), None)
+        return key if new is None else reverse[new].lstrip("^").split("(")[0] + key[len(new) :]
+
+    return {stored_name(key): tensor for key, tensor in state_dict.items()}
 
 
 @dataclass

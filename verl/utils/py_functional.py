@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
@@ -23,10 +24,9 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
     """
     if seconds <= 0:
         raise ValueError(f"timeout_limit: seconds={seconds} must be positive")
+    run = _run_with_alarm if use_signals else _run_in_child
 
     def decorate(func: Callable) -> Callable:
-        run = _run_with_alarm if use_signals else _run_in_child
-
         @functools.wraps(func)
         def limited(*args, **kwargs):
             return run(func, seconds, args, kwargs)
@@ -36,16 +36,12 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
     return decorate
 
 
-def _timeout_error(func: Callable, seconds: float) -> TimeoutError:
-    return TimeoutError(f"{func.__qualname__} took longer than {seconds} s")
-
-
 def _run_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(f"{func.__qualname__}: timeout_limit(use_signals=True) works in the main thread only")
 
     def on_alarm(signum, frame):
-        raise _timeout_error(func, seconds)
+        raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s")
 
     previous = signal.signal(signal.SIGALRM, on_alarm)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -62,22 +58,20 @@ def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> 
 
     def child() -> None:
         try:
-            answer = (True, func(*args, **kwargs))
+            sender.send((True, func(*args, **kwargs)))
         except Exception as error:
-            answer = (False, error)
-        sender.send(answer)
+            sender.send((False, error))
 
     process = context.Process(target=child, daemon=True)
     process.start()
     sender.close()
     try:
         if not receiver.poll(seconds):
-            raise _timeout_error(func, seconds)
-        try:
-            ok, value = receiver.recv()
-        except EOFError as error:
-            process.join()
-            raise RuntimeError(f"{func.__qualname__}: its process ended with exit code {process.exitcode}") from error
+            raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s")
+        ok, value = receiver.recv()
+    except EOFError as error:
+        process.join()
+        raise RuntimeError(f"{func.__qualname__}: its process ended with exit code {process.exitcode}") from error
     finally:
         process.kill()
         process.join()
@@ -101,11 +95,10 @@ def deep_equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(deep_equal(v, b[k]) for k, v in a.items())
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
-    if type(a).__module__ == "torch" and type(a) is type(b) and type(a).__name__ == "Tensor":
-        return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
-        return True
-    return bool(a == b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        b = b.to(a.device)
+        return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
+    return bool(a == b) or bool(a != a and b != b)
 
 
 def union_two_dict(dict1: dict, dict2: dict) -> dict:
@@ -134,8 +127,7 @@ class NestedNamespace(SimpleNamespace):
 
     def __init__(self, dictionary: dict, **kwargs):
         super().__init__(**kwargs)
-        for key, value in dictionary.items():
-            setattr(self, key, NestedNamespace(value) if isinstance(value, dict) else value)
+        self.__dict__.update({k: NestedNamespace(v) if isinstance(v, dict) else v for k, v in dictionary.items()})
 
 
 class DynamicEnumMeta(type):
@@ -143,9 +135,6 @@ class DynamicEnumMeta(type):
 
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls._registry.values())
-
-    def __len__(cls) -> int:
-        return len(cls._registry)
 
     def __contains__(cls, item: Any) -> bool:
         return item.upper() in cls._registry if isinstance(item, str) else item in cls._registry.values()
@@ -182,18 +171,17 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
         return f"<{type(self).__name__}.{self.name}: {self.value}>"
 
     def __reduce__(self):
-        return _member_of, (type(self), self.name)  # a member stays one object across processes
+        return type(type(self)).__getitem__, (type(self), self.name)  # a member stays one object across processes
 
     @classmethod
     def register(cls, name: str) -> DynamicEnum:
         key = name.upper()
         if key in cls._registry:
             raise ValueError(f"{cls.__name__}.{key} is already registered; remove it first or take another name")
-        member = cls(key, cls._next_value)
-        cls._registry[key] = member
+        cls._registry[key] = cls(key, cls._next_value)
         cls._next_value += 1
-        setattr(cls, key, member)
-        return member
+        setattr(cls, key, cls._registry[key])
+        return cls._registry[key]
 
     @classmethod
     def remove(cls, name: str) -> DynamicEnum:
@@ -205,10 +193,6 @@ class DynamicEnum(metaclass=DynamicEnumMeta):
     @classmethod
     def from_name(cls, name: str) -> DynamicEnum | None:
         return cls._registry.get(name.upper())
-
-
-def _member_of(cls: type[DynamicEnum], name: str) -> DynamicEnum:
-    return cls[name]
 
 
 @contextmanager

@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import ray
 
-_NOSET = (
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-)
-
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
     """True when Ray was told not to hide accelerators from its actors, so that each must pick its own."""
-    return any(env_vars.get(name) for name in _NOSET)
+    kinds = ("CUDA", "ROCR", "HIP", "ASCEND_RT")
+    return any(env_vars.get(f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES") for kind in kinds)
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[ray.ObjectRef]:
@@ -30,10 +24,7 @@ def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[r
 
     if len(data_list) == 0:
         raise AssertionError("parallel_put got an empty list; there is nothing to put")
-    workers = min(len(data_list), 16) if max_workers is None else max_workers
-    if workers == 1 or len(data_list) == 1:
-        return [ray.put(item) for item in data_list]
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as pool:
         return list(pool.map(ray.put, data_list))
 
 

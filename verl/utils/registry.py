@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,10 +32,8 @@ class Registry(Generic[T]):
         def enter(entry: T) -> T:
             present = self._entries.get(name)
             if present is not None and not _same_origin(present, entry):
-                raise ValueError(
-                    f"{self.key}: '{name}' is already registered by {_origin(present)}; "
-                    f"{_origin(entry)} needs another name."
-                )
+                taken = f"'{name}' is already registered by {_origin(present)}"
+                raise ValueError(f"{self.key}: {taken}; {_origin(entry)} needs another name.")
             self._entries[name] = entry
             return entry
 
@@ -51,9 +49,6 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
 
 
 def _origin(entry: object) -> str:

@@ -38,17 +38,11 @@ HEADLINES = (
     ("Learning rate", "", ("actor/lr", "train/lr")),
     ("Completions", "requested, asked of a server, found in the store, failed", ("spd/completions/",)),
 )
-TRENDS = (
-    ("critic/score/mean", "reward"),
-    ("spd/accepted_len/mean", "accepted length"),
-    ("val/loss", "validation loss"),
-)
-COUNTERS = (
-    ("training/dropped_samples", "dropped samples"),
-    ("spd/dropped_samples", "lost completions' samples"),
-    ("spd/completions/failed", "failed completions"),
-    ("actor/nonfinite_steps", "non-finite steps"),
-)
+TRENDS = {"critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "val/loss": "validation loss"}
+COUNTERS = {
+    "training/dropped_samples": "dropped samples", "spd/dropped_samples": "lost completions' samples",
+    "spd/completions/failed": "failed completions", "actor/nonfinite_steps": "non-finite steps",
+}  # fmt: skip
 
 
 @dataclass
@@ -65,14 +59,13 @@ def read_jsonl(path: Path) -> list[dict]:
     if not path.exists():
         return []
     rows = []
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at a U+2028 within a text
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
+            rows += [json.loads(line)] if line else []
         except json.JSONDecodeError as e:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not JSON ({e.msg}); repair or remove the line") from e
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON ({e.msg}); repair or remove the line") from e
     return rows
 
 
@@ -95,32 +88,43 @@ def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
 
 def headline_panels(series: dict[str, Curve]) -> list[Panel]:
     """The panels of HEADLINES that this run has data for, and the stacked timings."""
-    panels = []
-    for title, note, wanted in HEADLINES:
-        curves = _matching(series, wanted)
-        if curves:
-            panels.append(Panel(title, note, draw_panel(curves)))
+    found = ((title, note, _matching(series, wanted)) for title, note, wanted in HEADLINES)
+    panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in found if curves]
     timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
     if timings:
-        timings.sort(key=lambda c: -sum(c.values))
-        panels.append(Panel("Seconds per phase", "stacked, one step", draw_panel(timings[:8], stacked=True)))
+        least = sum(sum(c.values) for c in timings) / 100
+        timings = sorted((c for c in timings if sum(c.values) >= least), key=lambda c: -sum(c.values))
+        note = "stacked, one step; phases of at least 1 %"
+        panels.append(Panel("Seconds per phase", note, draw_panel(timings[:8], stacked=True)))
     return panels
 
 
-def other_panels(series: dict[str, Curve]) -> list[Panel]:
-    """Every other metric, siblings (`a/b/x`, `a/b/y`) in one panel."""
-    shown = {c.name for _, _, wanted in HEADLINES for c in _matching(series, wanted)}
+def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str, str]]]:
+    """Panels of every other metric, siblings (`a/b/x`, `a/b/y`) in one; and (name, value) of those with nothing to
+    draw: a curve that never moves, or that runs like one already drawn."""
+    shown = [c for _, _, wanted in HEADLINES for c in _matching(series, wanted)]
+    drawn = {(tuple(c.steps), tuple(c.values)): c.name for c in shown}
+    headlines = set(drawn.values()) | {c.name for c in shown}
     groups: dict[str, list[Curve]] = defaultdict(list)
+    flat = []
     for name, curve in sorted(series.items()):
-        if name not in shown and not name.startswith("timing_s/"):
+        if name in headlines or name.startswith("timing_s/"):
+            continue
+        same = drawn.setdefault((tuple(curve.steps), tuple(curve.values)), name)
+        if len(curve.steps) > 1 and len(set(curve.values)) == 1:
+            flat.append((name, f"{curve.values[0]:g} at every step"))
+        elif same != name:
+            flat.append((name, f"as {same}"))
+        else:
             groups[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
-    return [Panel(title, "", draw_panel(curves)) for title, curves in groups.items()]
+    titled = ((title if len(curves) > 1 else curves[0].name, curves) for title, curves in groups.items())
+    return [Panel(title, "", draw_panel(curves)) for title, curves in titled], flat
 
 
 def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]:
     """(label, value) pairs of the page's head: steps, first and last reward, sums of what was dropped or failed."""
     cards = [("steps", str(steps))]
-    for name, label in TRENDS:
+    for name, label in TRENDS.items():
         if name in series:
             values = series[name].values
             k = max(1, len(values) // 10)
@@ -128,13 +132,8 @@ def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]
             cards.append((f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}"))
     if "timing_s/step" in series:
         cards.append(("seconds in steps", f"{sum(series['timing_s/step'].values):.0f}"))
-    cards += [(label, f"{sum(series[name].values):.0f}") for name, label in COUNTERS if name in series]
+    cards += [(label, f"{sum(series[name].values):.0f}") for name, label in COUNTERS.items() if name in series]
     return cards
-
-
-def embed_picture(path: Path) -> str:
-    """A PNG file as a data URI."""
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
@@ -150,31 +149,43 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     series = collect_series(rows)
     steps = max((int(r["step"]) for r in rows), default=0)
     config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
+    others, flat = other_panels(series)
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = env.from_string(TEMPLATE.read_text()).render(
         title=title or run_dir.resolve().name,
         made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
         cards=summary_cards(series, steps),
         panels=headline_panels(series),
-        others=other_panels(series),
+        others=others,
+        flat=flat,
         samples=last_samples(read_jsonl(run_dir / "samples.jsonl")),
-        pictures=[(p.stem, embed_picture(p)) for p in sorted(run_dir.glob("*.png"))],
+        pictures=[(p.stem, base64.b64encode(p.read_bytes()).decode()) for p in sorted(run_dir.glob("*.png"))],
         config=config_file.read_text() if config_file.exists() else "",
         versions=json.loads(versions_file.read_text()) if versions_file.exists() else {},
     )
     out = run_dir / "report.html"
     partial = out.with_suffix(".html.tmp")
-    with open(partial, "w", encoding="utf-8") as f:
-        f.write(page)
+    partial.write_text(page, encoding="utf-8")
     os.replace(partial, out)
     return out
 
 
 def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:
-    """The newest samples, best first within a step; at most `limit`."""
-    samples = samples[-limit:]
+    """The newest samples, best first within a step; at most `limit`. `notes` is the text of their extras."""
     order = {"best": 0, "worst": 1, "random": 2}
-    return sorted(samples, key=lambda s: (-s["step"], order[s["kind"]]))
+    newest = sorted(samples[-limit:], key=lambda s: (-s["step"], order[s["kind"]]))
+    return [{**sample, "notes": _notes(sample["extras"])} for sample in newest]
+
+
+def _notes(extras: dict[str, float | str | None]) -> list[str]:
+    """`name value` of each extra; of the scenarios, which are one-hot, only the one that holds."""
+    notes = []
+    for name, value in extras.items():
+        if name.startswith("scenario_"):
+            notes += [name.replace("_", " ")] if value else []
+        elif name != "score" and value is not None:
+            notes.append(f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}")
+    return notes
 
 
 if __name__ == "__main__":

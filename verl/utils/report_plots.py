@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from dataclasses import dataclass
 
 COLOURS = ("#2f6fde", "#e07b39", "#2f9e6e", "#b0489b", "#8a8f2a", "#4aa3b8", "#c8443c", "#7a6ad0")
@@ -50,6 +51,11 @@ def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
             steps = sorted({s for c in curves for s in c.steps})
             heights = [_on_steps(c, steps) for c in curves]
             axes.stackplot(steps, heights, labels=[c.name for c in curves], colors=COLOURS)
+            totals = sorted(map(sum, zip(*heights, strict=True)))
+            usual = totals[int(0.9 * (len(totals) - 1))]
+            if totals[-1] > 3 * usual:  # a start-up step would press all others flat
+                axes.set_ylim(0, 1.9 * usual)
+                axes.set_title(f"highest step: {totals[-1]:.4g}, cut off", fontsize=7, loc="right", color="#667085")
         else:
             for curve, colour in zip(curves, COLOURS * (1 + len(curves) // len(COLOURS)), strict=False):
                 style = {"color": colour, "linewidth": 1.4, "label": curve.name}
@@ -61,7 +67,7 @@ def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
                     axes.plot(curve.steps, curve.values, marker=marker, markersize=3, **style)
         if len(curves) > 1:
             handles, labels = axes.get_legend_handles_labels()
-            short = [label.rsplit("/", 1)[-1] for label in labels]
+            short = [label.removeprefix(os.path.commonprefix(labels).rpartition("/")[0]).strip("/") for label in labels]
             axes.legend(handles, short, fontsize=7, frameon=False, loc="best", ncols=1 + len(curves) // 4)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -39,10 +39,8 @@ class RolloutSkip:
             return None
         data = DataProto.load_from_disk(self.curr_path_dump)
         if len(data) != self.rows:
-            raise ValueError(
-                f"{self.curr_path_dump} holds {len(data)} samples; this run needs {self.rows}. Delete it, or set "
-                "actor_rollout_ref.rollout.skip_rollout=false."
-            )
+            what = f"{self.curr_path_dump} holds {len(data)} samples; this run needs {self.rows}"
+            raise ValueError(f"{what}. Delete it, or set actor_rollout_ref.rollout.skip_rollout=false.")
         return data
 
     def dump(self, outputs: DataProto) -> None:

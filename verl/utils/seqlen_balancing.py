@@ -28,8 +28,7 @@ def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool) 
     With `equal_size` every set has len/k entries. Each heap entry is a partial solution of k sets ordered by sum,
     largest first; merging two of them joins the largest set of one with the smallest of the other.
     """
-    if equal_size:
-        _check_equal(len(seqlen_list), k_partitions)
+    _room(len(seqlen_list), k_partitions, equal_size)
     order = sorted((length, i) for i, length in enumerate(seqlen_list))
     width = k_partitions if equal_size else 1
     heap = []
@@ -38,22 +37,18 @@ def karmarkar_karp(seqlen_list: list[int], k_partitions: int, equal_size: bool) 
         sets += [(0, [])] * (k_partitions - len(sets))
         heap.append((sets[-1][0] - sets[0][0], number, sets))
     heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
+    for number in range(len(heap), 2 * len(heap) - 1):
         _, _, a = heapq.heappop(heap)
         _, _, b = heapq.heappop(heap)
         merged = [(x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b), strict=True)]
         merged.sort(key=lambda s: s[0], reverse=True)
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-        number += 1
     return [indices for _, indices in heap[0][2]] if heap else [[] for _ in range(k_partitions)]
 
 
 def greedy_partition(seqlen_list: list[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Longest first, each to the set with the least sum that still has room."""
-    if equal_size:
-        _check_equal(len(seqlen_list), k_partitions)
-    room = len(seqlen_list) // k_partitions if equal_size else len(seqlen_list)
+    room = _room(len(seqlen_list), k_partitions, equal_size)
     sets: list[list[int]] = [[] for _ in range(k_partitions)]
     heap = [(0, k) for k in range(k_partitions)]
     for i in sorted(range(len(seqlen_list)), key=lambda i: -seqlen_list[i]):
@@ -64,9 +59,10 @@ def greedy_partition(seqlen_list: list[int], k_partitions: int, equal_size: bool
     return sets
 
 
-def _check_equal(count: int, k_partitions: int) -> None:
-    if count % k_partitions:
+def _room(count: int, k_partitions: int, equal_size: bool) -> int:
+    if equal_size and count % k_partitions:
         raise ValueError(f"{count} sequences cannot be shared out in {k_partitions} sets of equal size")
+    return count // k_partitions if equal_size else count
 
 
 def get_seqlen_balanced_partitions(seqlen_list: list[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -74,23 +70,19 @@ def get_seqlen_balanced_partitions(seqlen_list: list[int], k_partitions: int, eq
     if k_partitions < 1 or len(seqlen_list) < k_partitions:
         raise ValueError(f"{len(seqlen_list)} sequences cannot fill {k_partitions} sets with at least one each")
     sets = karmarkar_karp(seqlen_list, k_partitions, equal_size)
-    if any(not s for s in sets):  # differencing may leave a set empty when lengths are very uneven
+    if not all(sets):  # differencing may leave a set empty when lengths are very uneven
         sets = greedy_partition([max(1, n) for n in seqlen_list], k_partitions, equal_size)
     return [sorted(s) for s in sets]
 
 
 def log_seqlen_unbalance(seqlen_list: list[int], partitions: list[list[int]], prefix: str) -> dict[str, float]:
     """Metrics: token sums of consecutive shares (min, max, minmax_diff) and of `partitions` (balanced_min, _max)."""
-    k = len(partitions)
-    bounds = [len(seqlen_list) * i // k for i in range(k + 1)]
-    before = [sum(seqlen_list[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    after = [sum(seqlen_list[i] for i in part) for part in partitions]
+    k, count = len(partitions), len(seqlen_list)
+    before = [sum(seqlen_list[count * i // k : count * (i + 1) // k]) for i in range(k)]
+    after = _sums(seqlen_list, partitions)
     return {
-        f"{prefix}/min": min(before),
-        f"{prefix}/max": max(before),
-        f"{prefix}/minmax_diff": max(before) - min(before),
-        f"{prefix}/balanced_min": min(after),
-        f"{prefix}/balanced_max": max(after),
+        f"{prefix}/min": min(before), f"{prefix}/max": max(before), f"{prefix}/minmax_diff": max(before) - min(before),
+        f"{prefix}/balanced_min": min(after), f"{prefix}/balanced_max": max(after),
         f"{prefix}/mean": sum(seqlen_list) / k,
     }
 
@@ -106,13 +98,9 @@ def roundup_divisible(a: int, b: int) -> int:
 
 
 def rearrange_micro_batches(
-    batch: TensorDict,
-    max_token_len: int,
-    dp_group: dist.ProcessGroup | None = None,
-    num_batches_divided_by: int | None = None,
-    same_micro_num_in_dp: bool = True,
-    min_num_micro_batch: int | None = None,
-    use_dynamic_bsz_balance: bool = True,
+    batch: TensorDict, max_token_len: int, dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None, same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None, use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[TensorDict], list[list[int]]]:
     """Cut a batch (attention_mask [B, T]) in micro-batches of at most `max_token_len` real tokens each.
 
@@ -125,11 +113,12 @@ def rearrange_micro_batches(
     rows, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     if longest > max_token_len:
         raise ValueError(f"max_token_len={max_token_len} is less than the longest sequence, {longest} tokens; raise it")
-    token_counts = lengths.tolist()
     work = calculate_workload(lengths).tolist()
-    count = max(1, ceildiv(sum(token_counts), max_token_len), min_num_micro_batch or 1)
-    while count < rows and max(_sums(token_counts, _cut(work, count))) > max_token_len:
+    count = max(1, ceildiv(int(lengths.sum()), max_token_len), min_num_micro_batch or 1)
+    parts = get_seqlen_balanced_partitions(work, min(count, rows), False) if rows else []
+    while count < rows and max(_sums(lengths.tolist(), parts)) > max_token_len:
         count += 1
+        parts = get_seqlen_balanced_partitions(work, count, False)
     if dist.is_initialized() and same_micro_num_in_dp:
         device = "cuda" if dist.get_backend(dp_group) == "nccl" else "cpu"
         shared = torch.tensor([count], device=device)
@@ -139,14 +128,10 @@ def rearrange_micro_batches(
         count = roundup_divisible(count, num_batches_divided_by)
     if count > rows:
         raise ValueError(f"{count} micro-batches are asked for, but this rank has {rows} rows; lower the number")
-    parts = _cut(work, count)
+    parts = get_seqlen_balanced_partitions(work, count, False)
     if use_dynamic_bsz_balance:
-        parts.sort(key=lambda part: -sum(work[i] for i in part))
+        parts.sort(key=lambda part: sum(work[i] for i in part), reverse=True)
     return [batch[torch.tensor(part, device=batch.device)] for part in parts], parts
-
-
-def _cut(work: list[int], count: int) -> list[list[int]]:
-    return get_seqlen_balanced_partitions(work, count, equal_size=False)
 
 
 def _sums(values: list[int], parts: list[list[int]]) -> list[int]:
@@ -155,31 +140,17 @@ def _sums(values: list[int], parts: list[list[int]]) -> list[int]:
 
 def get_reverse_idx(idx_map: list[int]) -> list[int]:
     """Inverse of a permutation."""
-    reverse = [0] * len(idx_map)
-    for position, index in enumerate(idx_map):
-        reverse[index] = position
-    return reverse
+    return sorted(range(len(idx_map)), key=lambda position: idx_map[position])
 
 
 def prepare_dynamic_batch(
-    data: DataProto,
-    max_token_len: int,
-    dp_group: dist.ProcessGroup | None = None,
-    num_batches_divided_by: int | None = None,
-    same_micro_num_in_dp: bool = True,
-    min_num_micro_batch: int | None = None,
-    use_dynamic_bsz_balance: bool = True,
+    data: DataProto, max_token_len: int, dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None, same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None, use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], list[list[int]]]:
     """`rearrange_micro_batches` for a DataProto: micro-batches with their non-tensor columns, and their row numbers."""
-    _, parts = rearrange_micro_batches(
-        data.batch.select("attention_mask"),
-        max_token_len,
-        dp_group,
-        num_batches_divided_by,
-        same_micro_num_in_dp,
-        min_num_micro_batch,
-        use_dynamic_bsz_balance,
-    )
+    options = (dp_group, num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch, use_dynamic_bsz_balance)
+    _, parts = rearrange_micro_batches(data.batch.select("attention_mask"), max_token_len, *options)
     return [data.select_idxs(part) for part in parts], parts
 
 

@@ -7,36 +7,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 
-from verl.utils.dist_tensors import (
-    allgather_dict_into_dict,
-    allgather_dict_tensors,
-    broadcast_dict_tensor,
-    distributed_masked_mean,
-    distributed_mean_max_min_std,
-)
-from verl.utils.lr_schedules import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_wsd_schedule_with_warmup,
-)
+from verl.utils import lr_schedules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "allgather_dict_into_dict", "allgather_dict_tensors", "broadcast_dict_tensor", "check_device_is_available",
-    "clip_by_value", "compute_grad_norm", "distributed_masked_mean", "distributed_mean_max_min_std",
-    "entropy_from_logits", "entropy_from_logits_with_chunking", "gather_from_labels",
-    "get_constant_schedule_with_warmup", "get_cosine_schedule_with_warmup", "get_response_mask", "get_unpad_data",
-    "get_wsd_schedule_with_warmup", "logprobs_from_logits", "logprobs_from_logits_flash_attn",
-    "logprobs_from_logits_naive", "logprobs_from_logits_v2", "masked_mean", "masked_sum", "masked_var",
-    "masked_whiten", "pad_2d_list_to_length", "pad_sequence_to_length", "postprocess_data",
-    "split_dict_tensor_into_batches", "tokenize_and_postprocess_data", "use_original_torch_compile",
-]  # fmt: skip
-
+get_constant_schedule_with_warmup = lr_schedules.get_constant_schedule_with_warmup
+get_cosine_schedule_with_warmup = lr_schedules.get_cosine_schedule_with_warmup
+get_wsd_schedule_with_warmup = lr_schedules.get_wsd_schedule_with_warmup
 _ROWS = 1024  # rows of the vocabulary held in float32 at a time
 _TORCH_COMPILE = torch.compile
 
@@ -84,9 +66,7 @@ def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor, inplace_bac
     return _LabelLogProbs.apply(flat, labels.reshape(-1), inplace).view(labels.shape)
 
 
-def logprobs_from_logits_flash_attn(
-    logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
-) -> torch.Tensor:
+def logprobs_from_logits_flash_attn(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True):
     """logits [N, V], labels [N] -> log-probs [N], by flash-attn's fused cross entropy (extra `flash-attn`)."""
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
@@ -121,9 +101,7 @@ def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 20
     return torch.cat(parts).view(logits.shape[:-1])
 
 
-def masked_sum(
-    values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None
-) -> torch.Tensor:
+def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Sum of values * mask (one shape); what the mask hides may be NaN or infinite."""
     return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=axis)
 
@@ -162,8 +140,7 @@ def get_response_mask(
 
 def compute_grad_norm(model: torch.nn.Module) -> float:
     """Euclidean norm of all gradients of the module (this rank's shards)."""
-    squares = [p.grad.detach().float().pow(2).sum() for p in model.parameters() if p.grad is not None]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    return float(torch.nn.utils.get_total_norm([p.grad.float() for p in model.parameters() if p.grad is not None]))
 
 
 def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
@@ -173,30 +150,20 @@ def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list
     return list(tensors.split(batch_size))
 
 
-def pad_2d_list_to_length(
-    response: list[list[int]], pad_token_id: int, max_length: int | None = None
-) -> torch.Tensor:
+def pad_2d_list_to_length(response: list[list[int]], pad_token_id: int, max_length: int | None = None) -> torch.Tensor:
     """Ragged lists -> [B, L] padded on the right; L is the longest row, or `max_length` when that is more."""
     length = max([len(row) for row in response] + [max_length or 0])
     return torch.tensor([list(row) + [pad_token_id] * (length - len(row)) for row in response])
 
 
-def pad_sequence_to_length(
-    tensors: torch.Tensor, max_seq_len: int, pad_token_id: Any, left_pad: bool = False
-) -> torch.Tensor:
+def pad_sequence_to_length(tensors: torch.Tensor, max_seq_len: int, pad_token_id: Any, left_pad: bool = False):
     """[..., L] -> [..., max_seq_len]; comes back as it is when L is not less."""
     missing = max_seq_len - tensors.shape[-1]
-    if missing <= 0:
-        return tensors
-    return F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
+    return tensors if missing <= 0 else F.pad(tensors, (missing, 0) if left_pad else (0, missing), value=pad_token_id)
 
 
 def postprocess_data(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    max_length: int,
-    pad_token_id: int,
-    left_pad: bool = True,
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, max_length: int, pad_token_id: int, left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and mask [B, L] -> [B, max_length], padded or truncated: the side named by `truncation` is cut off."""
@@ -212,27 +179,18 @@ def postprocess_data(
             f"or set truncation to left, right or middle"
         )
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[truncation]
-    tail = max_length - head
-
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x[..., :head], x[..., length - tail :]], dim=-1)
-
-    return cut(input_ids), cut(attention_mask)
+    keep = [*range(head), *range(length - max_length + head, length)]
+    return input_ids[..., keep], attention_mask[..., keep]
 
 
 def tokenize_and_postprocess_data(
-    prompt: str,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    pad_token_id: int,
-    left_pad: bool = True,
+    prompt: str, tokenizer: PreTrainedTokenizerBase, max_length: int, pad_token_id: int, left_pad: bool = True,
     truncation: str = "error",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A prompt -> ids and mask of shape [1, max_length], without special tokens added."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    return postprocess_data(
-        encoded["input_ids"], encoded["attention_mask"], max_length, pad_token_id, left_pad, truncation
-    )
+    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    return postprocess_data(ids, mask, max_length, pad_token_id, left_pad, truncation)
 
 
 def get_unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -258,3 +216,56 @@ def use_original_torch_compile() -> Iterator[None]:
         yield
     finally:
         torch.compile = replaced
+
+
+def broadcast_dict_tensor(tensors: dict[str, torch.Tensor] | TensorDict, src: int, group: Any) -> None:
+    """Overwrite every tensor, in place, with rank `src`'s; keys and shapes agree on all ranks."""
+    for key in sorted(tensors.keys()):
+        dist.broadcast(tensors[key], src=src, group=group)
+
+
+def allgather_dict_tensors(
+    tensors: dict[str, torch.Tensor] | TensorDict, size: int, group: Any, dim: int = 0
+) -> dict[str, torch.Tensor] | TensorDict:
+    """Every tensor joined along `dim` over the ranks of `group` in rank order; shapes agree on all ranks."""
+    gathered = {}
+    for key in sorted(tensors.keys()):
+        value = tensors[key].contiguous()
+        parts = [torch.empty_like(value) for _ in range(size)]
+        dist.all_gather(parts, value, group=group)
+        gathered[key] = torch.cat(parts, dim=dim)
+    if isinstance(tensors, TensorDict):
+        return TensorDict(gathered, batch_size=[tensors.batch_size[0] * size], device=tensors.device)
+    return gathered
+
+
+def allgather_dict_into_dict(data: dict, group: Any = None) -> dict[str, list]:
+    """{key: value} on every rank -> {key: [value of rank 0, value of rank 1, ...]} on all of them."""
+    parts: list[dict] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, data, group=group)
+    return {key: [part[key] for part in parts] for key in data}
+
+
+def _reduced(value: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    dist.all_reduce(value, op=op)
+    return value
+
+
+def distributed_mean_max_min_std(
+    local_tensor: torch.Tensor, compute_max: bool = True, compute_min: bool = True, compute_std: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Mean, max, min and unbiased deviation of all ranks' entries (any shape, not empty on any rank)."""
+    local = local_tensor.detach().float()
+    total, count = _reduced(torch.stack([local.sum(), local.new_tensor(local.numel())]))
+    mean = total / count
+    largest = _reduced(local.max(), dist.ReduceOp.MAX) if compute_max else None
+    least = _reduced(local.min(), dist.ReduceOp.MIN) if compute_min else None
+    std = (_reduced(((local - mean) ** 2).sum()) / (count - 1).clamp(min=1)).sqrt() if compute_std else None
+    return mean, largest, least, std
+
+
+def distributed_masked_mean(local_tensor: torch.Tensor, local_mask: torch.Tensor) -> torch.Tensor:
+    """Mean over all ranks of the entries whose mask is 1; tensor and mask of one shape."""
+    mask = local_mask.to(local_tensor.dtype)
+    total, count = _reduced(torch.stack([masked_sum(local_tensor, mask), mask.sum()]).detach())
+    return total / count.clamp(min=1e-8)

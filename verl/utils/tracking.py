@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,15 @@ from loguru import logger as log
 from verl.utils.registry import nearest
 
 
-class Backend(Protocol):
+class Backend:
     """One place for metrics."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
+        """Open it."""
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Take the metrics of one step."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Flush, then close."""
@@ -37,21 +42,15 @@ class Tracking:
     """
 
     def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        default_backend: str | list[str] = "console",
+        self, project_name: str, experiment_name: str, default_backend: str | list[str] = "console",
         config: dict[str, Any] | None = None,
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         for name in names:
             if name not in _BACKENDS:
-                known = sorted(_BACKENDS)
-                hint = nearest(name, known) or "."
-                raise ValueError(f"trainer.logger={name!r} is unknown{hint} Known: {', '.join(known)}.")
-        self.logger: dict[str, Backend] = {
-            name: _BACKENDS[name](project_name, experiment_name, config) for name in dict.fromkeys(names)
-        }
+                hint = nearest(name, list(_BACKENDS)) or "."
+                raise ValueError(f"trainer.logger={name!r} is unknown{hint} Known: {', '.join(sorted(_BACKENDS))}.")
+        self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in dict.fromkeys(names)}
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
         """Send the metrics of `step` to all backends, or to the named ones only."""
@@ -75,15 +74,11 @@ def plain_number(value: Any) -> float | int | bool | None:
 
 
 def _numbers(data: dict[str, Any]) -> dict[str, float | int | bool]:
-    plain = {key: plain_number(value) for key, value in data.items()}
-    return {key: value for key, value in plain.items() if value is not None}
+    return {key: number for key, value in data.items() if (number := plain_number(value)) is not None}
 
 
-class ConsoleLogger:
+class ConsoleLogger(Backend):
     """One line a step on standard output: `step:N - key:value - key:value`."""
-
-    def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None) -> None:
-        pass
 
     def log(self, data: dict[str, Any], step: int) -> None:
         line = [f"step:{step}"]
@@ -92,11 +87,8 @@ class ConsoleLogger:
         sys.stdout.write(" - ".join(line) + "\n")
         sys.stdout.flush()
 
-    def finish(self) -> None:
-        sys.stdout.flush()
 
-
-class FileLogger:
+class FileLogger(Backend):
     """JSON lines `{"step": N, "data": {...}}` in $VERL_FILE_LOGGER_PATH, or <root>/<project>/<experiment>.jsonl
     (root: $VERL_FILE_LOGGER_ROOT, else the working directory).
 
@@ -145,12 +137,11 @@ def _stays(line: str, step: int, keys: set[str]) -> bool:
     return entry["step"] < step or entry["step"] == step and not set(entry["data"]) <= keys
 
 
-class TensorboardLogger:
+class TensorboardLogger(Backend):
     """Scalars in $TENSORBOARD_DIR, else tensorboard_log/<project>/<experiment>."""
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
-        writer = _optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
-        self.writer = writer.SummaryWriter(tensorboard_dir(project_name, experiment_name))
+        self.writer = _tensorboard_writer(project_name, experiment_name)
 
     def log(self, data: dict[str, Any], step: int) -> None:
         for key, value in _numbers(data).items():
@@ -160,25 +151,19 @@ class TensorboardLogger:
         self.writer.close()
 
 
-def tensorboard_dir(project_name: str, experiment_name: str) -> str:
-    """Where tensorboard files of a run go."""
-    return os.environ.get("TENSORBOARD_DIR") or os.path.join("tensorboard_log", project_name, experiment_name)
+def _tensorboard_writer(project_name: str, experiment_name: str) -> Any:
+    folder = os.environ.get("TENSORBOARD_DIR") or os.path.join("tensorboard_log", project_name, experiment_name)
+    return _optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(folder)
 
 
-class _RunLogger:
+class RunLogger(Backend):
     """A service whose module has init(project=..., config=..., <name>=...), log(data, step=...) and finish()."""
 
-    module: str
-    name_argument = "name"
-
-    def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None) -> None:
-        self.service = _optional(self.module, self.module, self.module)
-        arguments = {"project": project_name, self.name_argument: experiment_name, "config": config, **self.extras()}
-        self.service.init(**arguments)
-
-    def extras(self) -> dict[str, Any]:
-        """More arguments of `init`."""
-        return {}
+    def __init__(
+        self, module: str, name_argument: str, project_name: str, experiment_name: str, config: dict[str, Any] | None
+    ) -> None:
+        self.service = _optional(module, module)
+        self.service.init(**{"project": project_name, name_argument: experiment_name, "config": config})
 
     def log(self, data: dict[str, Any], step: int) -> None:
         self.service.log(data, step=step)
@@ -187,33 +172,11 @@ class _RunLogger:
         self.service.finish()
 
 
-class WandbLogger(_RunLogger):
-    """Weights & Biases; $WANDB_ENTITY names the team."""
-
-    module = "wandb"
-
-    def extras(self) -> dict[str, Any]:
-        return {"entity": os.environ.get("WANDB_ENTITY")}
-
-
-class TrackioLogger(_RunLogger):
-    """Trackio (local dashboards)."""
-
-    module = "trackio"
-
-
-class SwanlabLogger(_RunLogger):
-    """SwanLab."""
-
-    module = "swanlab"
-    name_argument = "experiment_name"
-
-
-class MlflowLogger:
+class MlflowLogger(Backend):
     """MLflow; $MLFLOW_TRACKING_URI names the store."""
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
-        self.mlflow = _optional("mlflow", "mlflow", "mlflow")
+        self.mlflow = _optional("mlflow", "mlflow")
         self.mlflow.set_experiment(project_name)
         self.mlflow.start_run(run_name=experiment_name)
         self.mlflow.log_dict(config or {}, "config.json")
@@ -226,26 +189,22 @@ class MlflowLogger:
         self.mlflow.end_run()
 
 
-def _optional(module: str, package: str, name: str) -> ModuleType:
+def _optional(module: str, package: str) -> ModuleType:
     """A module of an optional package; an error with the mend when it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"trainer.logger names {name!r}, but the package '{package}' cannot be imported ({error}). "
-            f"Install it (pip install {package}), or take {name!r} out of trainer.logger."
+            f"trainer.logger names {package!r}, but that package cannot be imported ({error}). "
+            f"Install it (pip install {package}), or take {package!r} out of trainer.logger."
         ) from error
 
 
 _BACKENDS: dict[str, Callable[[str, str, dict[str, Any] | None], Backend]] = {
-    "console": ConsoleLogger,
-    "file": FileLogger,
-    "tensorboard": TensorboardLogger,
-    "wandb": WandbLogger,
-    "trackio": TrackioLogger,
-    "swanlab": SwanlabLogger,
-    "mlflow": MlflowLogger,
-}
+    "console": ConsoleLogger, "file": FileLogger, "tensorboard": TensorboardLogger, "mlflow": MlflowLogger,
+    "wandb": partial(RunLogger, "wandb", "name"), "trackio": partial(RunLogger, "trackio", "name"),
+    "swanlab": partial(RunLogger, "swanlab", "experiment_name"),
+}  # fmt: skip
 
 
 @dataclass
@@ -257,25 +216,20 @@ class ValidationGenerationsLogger:
 
     def log(self, loggers: Iterable[str], samples: list[list[Any]], step: int) -> None:
         """`samples`: rows of [input, output, score]. Backends that hold no text are passed over."""
-        sinks = {
-            "wandb": self.log_generations_to_wandb,
-            "tensorboard": self.log_generations_to_tensorboard,
-            "file": self.log_generations_to_file,
-        }
-        for name in loggers:
-            if name in sinks:
-                sinks[name](samples, step)
+        sinks = {"wandb": self.log_generations_to_wandb, "tensorboard": self.log_generations_to_tensorboard,
+                 "file": self.log_generations_to_file}
+        for name in set(loggers) & set(sinks):
+            sinks[name](samples, step)
 
     def log_generations_to_wandb(self, samples: list[list[Any]], step: int) -> None:
         """One table a step, in the run that Tracking opened."""
-        wandb = _optional("wandb", "wandb", "wandb")
+        wandb = _optional("wandb", "wandb")
         table = wandb.Table(columns=["input", "output", "score"], data=[list(row[:3]) for row in samples])
         wandb.log({"val/generations": table}, step=step)
 
     def log_generations_to_tensorboard(self, samples: list[list[Any]], step: int) -> None:
         """One text entry a sample."""
-        tensorboard = _optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
-        writer = tensorboard.SummaryWriter(tensorboard_dir(self.project_name, self.experiment_name))
+        writer = _tensorboard_writer(self.project_name, self.experiment_name)
         for number, (prompt, answer, score, *_) in enumerate(samples):
             text = f"**input**\n\n{prompt}\n\n**output**\n\n{answer}\n\n**score** {score}"
             writer.add_text(f"val/generations/{number}", text, step)

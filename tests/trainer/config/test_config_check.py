@@ -105,6 +105,29 @@ def test_an_unknown_estimator_has_the_nearest():
     assert "'grop' is unknown; did you mean 'grpo'?" in only("algorithm.adv_estimator=grop").message
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.rollout_correction.rollout_is=token", "algorithm.use_pf_ppo=true",
+        "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.actor.optim.lr=nan",
+    ],
+)  # fmt: skip
+def test_what_the_workers_would_refuse_is_wrong_in_the_plan(override):
+    assert override.partition("=")[0] in only(override).message
+
+
+def test_a_key_misspelt_in_a_yaml_of_the_users_own_is_unknown():
+    """There the known tree, made from the same yaml, has it too."""
+    config = compose_ppo(*SOUND, "+data.max_promt_length=3", "+actor_rollout_ref.rollout.val_kwargs.do_sampl=1")
+    found = [p.message for p in find_problems(config, known=config)]
+    assert found == [
+        "data.max_promt_length is no known key; did you mean data.max_prompt_length?",
+        "actor_rollout_ref.rollout.val_kwargs.do_sampl is no known key; did you mean "
+        "actor_rollout_ref.rollout.val_kwargs.do_sample?",
+    ]
+
+
 def test_all_problems_come_at_once():
     found = problems("data.truncation=lft", "+data.sed=1", "algorithm.gamma=2", "data.train_batch_size=60")
     assert {p.key for p in found} >= {"data.truncation", "data.sed", "algorithm.gamma", "data.train_batch_size"}
@@ -126,7 +149,7 @@ def test_shared_prompts_need_whole_groups_on_a_rank():
         "data.train_batch_size=60", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.share_prompt_forward=true", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     )  # fmt: skip
-    assert "60 prompts cannot be shared evenly by 8 ranks" in found.message
+    assert "60 prompts cannot be shared by 8 ranks evenly" in found.message
     assert "multiple of 8 (56 or 64)" in found.message
 
 

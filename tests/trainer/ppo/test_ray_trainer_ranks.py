@@ -8,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
+from verl.trainer.ppo.ray_session import SESSION_FILE
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
 SETTINGS = {
@@ -91,29 +94,68 @@ def test_stopped_and_resumed_run_equals_the_uninterrupted_one_bit_for_bit(one_ra
         assert tensor.equal(parts[name]), name
 
 
+def start(directory: Path, model: str, **more) -> subprocess.Popen:
+    """A run of `main_ppo` in a process of its own; what it writes to stderr is in `directory/stderr`."""
+    directory.mkdir(exist_ok=True)
+    with open(directory / "stderr", "a") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(directory, model, **more)],
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "LOGURU_LEVEL": "INFO"},
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+
+
+def wait_for_rows(run: subprocess.Popen, directory: Path, rows: int) -> None:
+    """Return once metrics.jsonl has that many rows."""
+    metrics = directory / "out" / "metrics.jsonl"
+    begin = time.monotonic()
+    while not metrics.exists() or metrics.read_text().count("\n") < rows:
+        assert run.poll() is None and time.monotonic() - begin < 200, (directory / "stderr").read_text()
+        time.sleep(0.02)
+
+
+def processes_of(folder: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(folder in a for a in p.info["cmdline"] or ())]
+
+
+@pytest.mark.slow
+def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(one_rank, tiny_llama, tmp_path):
+    first = start(tmp_path, tiny_llama, **SETTINGS)
+    try:
+        wait_for_rows(first, tmp_path, 3)  # step 2 is saved, step 3 is lost
+    finally:
+        first.kill()
+        first.wait()
+    assert not (tmp_path / "out" / "global_step_4").exists()
+    left = json.loads((tmp_path / "out" / SESSION_FILE).read_text())
+    assert left["pid"] == first.pid
+    second = start(tmp_path, tiny_llama, **SETTINGS)
+    try:
+        assert second.wait(timeout=200) == 0, (tmp_path / "stderr").read_text()
+    finally:
+        second.kill()
+    assert "resuming from" in (tmp_path / "stderr").read_text()
+    assert metrics_rows(tmp_path) == metrics_rows(one_rank)
+    whole, parts = final_weights(one_rank), final_weights(tmp_path)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert tensor.equal(parts[name]), name
+    assert not Path(left["temp_dir"]).exists() and not processes_of(left["temp_dir"])
+    assert not (tmp_path / "out" / SESSION_FILE).exists()
+
+
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_with_0(tiny_llama, tmp_path):
-    keys = {"trainer__total_epochs": 10000, "trainer__val_before_train": "false"}
-    root = Path(__file__).parents[3]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(tmp_path, tiny_llama, **keys)],
-        cwd=root,
-        env={**os.environ, "LOGURU_LEVEL": "INFO"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    run = start(tmp_path, tiny_llama, trainer__total_epochs=10000)
     try:
-        metrics = tmp_path / "out" / "metrics.jsonl"
-        begin = time.monotonic()
-        while not metrics.exists() or not metrics.read_text():
-            assert run.poll() is None and time.monotonic() - begin < 200, run.stderr.read()
-            time.sleep(0.2)
+        wait_for_rows(run, tmp_path, 1)
         run.send_signal(signal.SIGTERM)
-        _, text = run.communicate(timeout=60)
+        run.wait(timeout=60)
     finally:
         run.kill()
-    assert run.returncode == 0, text
+    assert run.returncode == 0, (tmp_path / "stderr").read_text()
     last = metrics_rows(tmp_path)[-1]["step"]
     assert (tmp_path / "out" / f"global_step_{last}" / "manifest.json").is_file()
-    assert not list(Path("/tmp").glob(f"verl-ray-{run.pid}-*"))
+    assert not list(Path(tempfile.gettempdir()).glob(f"verl-ray-{run.pid}-*"))

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.models import make_tokenizer
 from verl.utils.dataset import RLHFDataset, collate_fn, get_dataset_class
-from verl.utils.dataset.rl_dataset import DatasetError, left_pad, truncate_ids
+from verl.utils.dataset.rl_dataset import DatasetError, left_pad, read_rows, truncate_ids
 
 TOKENIZER = make_tokenizer()
 
@@ -127,6 +127,9 @@ def test_a_row_that_the_filter_cannot_read_is_an_error_not_a_drop(tmp_path):
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(DatasetError, match="none.parquet: no such file"):
         RLHFDataset(str(tmp_path / "none.parquet"), TOKENIZER, config())
+    unusual = tmp_path / "unusual.jsonl"
+    unusual.write_text('{"a": "x\u2028y"}\n\n', encoding="utf-8")  # a line separator within a text ends no line
+    assert read_rows(unusual) == [{"a": "x\u2028y"}]
     torn = tmp_path / "torn.jsonl"
     torn.write_text('{"a": 1}\n{"a":')
     with pytest.raises(DatasetError, match="torn.jsonl: cannot be read as jsonl: line 2"):

@@ -257,9 +257,7 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 
 
 def register(
-    dispatch_mode: Dispatch | dict = Dispatch.ALL_TO_ALL,
-    execute_mode: Execute = Execute.ALL,
-    blocking: bool = True,
+    dispatch_mode: Dispatch | dict = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable:
     """Mark a worker's method as callable on its group.

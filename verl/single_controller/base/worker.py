@@ -5,30 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-
-
-@dataclass
-class DistRankInfo:
-    """Where a rank stands in each kind of parallelism."""
-
-    tp_rank: int
-    dp_rank: int
-    pp_rank: int
-    cp_rank: int
-
-
-@dataclass
-class DistGlobalInfo:
-    """How many ranks each kind of parallelism has."""
-
-    tp_size: int
-    dp_size: int
-    pp_size: int
-    cp_size: int
 
 
 def get_master_addr_port() -> tuple[str, str]:
@@ -77,8 +56,8 @@ class Worker(WorkerHelper):
     @classmethod
     def env_keys(cls) -> list[str]:
         """Environment variables that place a rank in its world."""
-        return ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
-                "CUDA_VISIBLE_DEVICES"]  # fmt: skip
+        places = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
+        return [*places, "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"]
 
     def _choose_device(self) -> None:
         """Make LOCAL_RANK the index of this rank's own GPU, whether Ray hides the others or not."""

@@ -46,11 +46,7 @@ __all__ = [
 
 
 def func_generator(
-    self: RayWorkerGroup,
-    method_name: str,
-    dispatch_fn: Callable,
-    collect_fn: Callable,
-    execute_fn: Callable,
+    self: RayWorkerGroup, method_name: str, dispatch_fn: Callable, collect_fn: Callable, execute_fn: Callable,
     blocking: bool,
 ) -> Callable:
     """The group's method for the workers' `method_name`: dispatch, run, fetch when blocking, collect, drop padding."""
@@ -89,18 +85,11 @@ class RayWorkerGroup(WorkerGroup):
     """One actor per bundle of a resource pool, or actors that exist already (`worker_names`, `worker_handles`)."""
 
     def __init__(
-        self,
-        resource_pool: RayResourcePool | None = None,
-        ray_cls_with_init: RayClassWithInitArgs | None = None,
-        bin_pack: bool = True,
-        name_prefix: str | None = None,
-        detached: bool = False,
-        worker_names: list[str] | None = None,
-        worker_handles: list[ActorHandle] | None = None,
-        ray_wait_register_center_timeout: int = 300,
-        device_name: str = "cuda",
-        worker_env: dict[str, str] | None = None,
-        **kwargs,
+        self, resource_pool: RayResourcePool | None = None, ray_cls_with_init: RayClassWithInitArgs | None = None,
+        bin_pack: bool = True, name_prefix: str | None = None, detached: bool = False,
+        worker_names: list[str] | None = None, worker_handles: list[ActorHandle] | None = None,
+        ray_wait_register_center_timeout: int = 300, device_name: str = "cuda",
+        worker_env: dict[str, str] | None = None, **kwargs
     ) -> None:
         super().__init__(resource_pool=resource_pool, **kwargs)
         self.ray_cls_with_init = ray_cls_with_init
@@ -138,16 +127,10 @@ class RayWorkerGroup(WorkerGroup):
 
     def _rank_environment(self, rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
         env = {
-            "WORLD_SIZE": str(world),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(local_world),
-            "RAY_LOCAL_RANK": str(local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(local_world),
-            "MASTER_ADDR": str(self.master_address),
-            "MASTER_PORT": str(self.master_port),
-            "WG_PREFIX": self.name_prefix,
-            "WG_BACKEND": "ray",
+            "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world), "RAY_LOCAL_RANK": str(local_rank),
+            "RAY_LOCAL_WORLD_SIZE": str(local_world), "MASTER_ADDR": str(self.master_address),
+            "MASTER_PORT": str(self.master_port), "WG_PREFIX": self.name_prefix, "WG_BACKEND": "ray",
         }
         if not self.resource_pool.use_gpu:  # CPU ranks use as many threads as the driver was told to
             env.update({k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ})
@@ -166,12 +149,9 @@ class RayWorkerGroup(WorkerGroup):
 
     @classmethod
     def from_detached(
-        cls,
-        name_prefix: str | None = None,
-        worker_names: list[str] | None = None,
-        worker_handles: list[ActorHandle] | None = None,
-        ray_cls_with_init: RayClassWithInitArgs | None = None,
-        **kwargs,
+        cls, name_prefix: str | None = None, worker_names: list[str] | None = None,
+        worker_handles: list[ActorHandle] | None = None, ray_cls_with_init: RayClassWithInitArgs | None = None,
+        **kwargs
     ) -> RayWorkerGroup:
         """A group over actors that run already."""
         handles = {"worker_names": worker_names, "worker_handles": worker_handles}

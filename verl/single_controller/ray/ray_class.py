@@ -33,13 +33,8 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def __call__(
-        self,
-        placement_group: PlacementGroup,
-        placement_group_bundle_idx: int,
-        use_gpu: bool = True,
-        num_gpus: float = 1,
-        sharing_with: ActorHandle | None = None,
-        device_name: str = "cuda",
+        self, placement_group: PlacementGroup, placement_group_bundle_idx: int, use_gpu: bool = True,
+        num_gpus: float = 1, sharing_with: ActorHandle | None = None, device_name: str = "cuda",
     ) -> ActorHandle:
         """Start one actor in the bundle, or on the node and GPUs of the actor `sharing_with`."""
         kwargs, options = dict(self.kwargs), {}

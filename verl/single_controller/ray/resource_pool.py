@@ -42,13 +42,8 @@ class RayResourcePool(ResourcePool):
     """
 
     def __init__(
-        self,
-        process_on_nodes: list[int] | None = None,
-        use_gpu: bool = True,
-        name_prefix: str | None = None,
-        max_colocate_count: int = 10,
-        detached: bool = False,
-        accelerator_type: str | None = None,
+        self, process_on_nodes: list[int] | None = None, use_gpu: bool = True, name_prefix: str | None = None,
+        max_colocate_count: int = 10, detached: bool = False, accelerator_type: str | None = None,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu

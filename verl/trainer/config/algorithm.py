@@ -54,79 +54,65 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     rollout_is_batch_normalize: bool = False
 
     @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+    def decoupled_token_is(cls, threshold=2.0):
         """Truncated importance weight of each token, own old-log-prob pass."""
         return cls(rollout_is="token", rollout_is_threshold=threshold)
 
     @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+    def decoupled_seq_is(cls, threshold=2.0):
         """Truncated importance weight of the whole sequence, own old-log-prob pass."""
         return cls(rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod
-    def decoupled_seq_is_rs(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 2.0, rs_threshold_lower: float | None = None
-    ) -> RolloutCorrectionConfig:
+    def decoupled_seq_is_rs(cls, is_threshold=2.0, rs_threshold=2.0, rs_threshold_lower=None):
         """Sequence weights, and sequences outside the bounds leave the loss."""
         rejection = {"rollout_rs_threshold": rs_threshold, "rollout_rs_threshold_lower": rs_threshold_lower}
         return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, rollout_rs="sequence", **rejection)
 
     @classmethod
-    def decoupled_geo_rs(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 0.0001
-    ) -> RolloutCorrectionConfig:
+    def decoupled_geo_rs(cls, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """No weights; sequences with a geometric mean ratio outside the bounds, or a vetoed token, leave the loss."""
         return cls(rollout_is=None, **_geometric(rs_threshold, rs_threshold_lower, veto_threshold))
 
     @classmethod
-    def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
+    def bypass_ppo_clip(cls):
         """The rollout's log-probs stand in for the old ones; PPO's clip does the rest."""
         return cls(rollout_is=None, bypass_mode=True, loss_type="ppo_clip")
 
     @classmethod
-    def bypass_ppo_clip_geo_rs(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 0.0001
-    ) -> RolloutCorrectionConfig:
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """bypass_ppo_clip with geometric rejection."""
         rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
         return cls(rollout_is=None, bypass_mode=True, loss_type="ppo_clip", **rejection)
 
     @classmethod
-    def bypass_pg_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+    def bypass_pg_is(cls, threshold=2.0):
         """Plain policy gradient under sequence weights, without an old-log-prob pass."""
         return cls(rollout_is="sequence", rollout_is_threshold=threshold, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def bypass_pg_rs(
-        cls, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None, veto_threshold: float = 0.0001
-    ) -> RolloutCorrectionConfig:
+    def bypass_pg_rs(cls, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """Plain policy gradient with geometric rejection, without weights."""
         rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
         return cls(rollout_is=None, bypass_mode=True, loss_type="reinforce", **rejection)
 
     @classmethod
-    def geo_rs_seq_tis(
-        cls,
-        is_threshold: float = 2.0, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = 0.0001,
-    ) -> RolloutCorrectionConfig:  # fmt: skip
+    def geo_rs_seq_tis(cls, is_threshold=2.0, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4):
         """Truncated sequence weights with geometric rejection, own old-log-prob pass."""
         rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
         return cls(rollout_is="sequence", rollout_is_threshold=is_threshold, **rejection)
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(
-        cls,
-        is_threshold: float = 2.0, rs_threshold: float = 1.001, rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = 0.0001,
-    ) -> RolloutCorrectionConfig:  # fmt: skip
+        cls, is_threshold=2.0, rs_threshold=1.001, rs_threshold_lower=None, veto_threshold=1e-4
+    ):
         """geo_rs_seq_tis as a plain policy gradient without an old-log-prob pass."""
         rejection = _geometric(rs_threshold, rs_threshold_lower, veto_threshold)
         weights = {"rollout_is": "sequence", "rollout_is_threshold": is_threshold}
         return cls(**weights, **rejection, bypass_mode=True, loss_type="reinforce")
 
     @classmethod
-    def disabled(cls) -> RolloutCorrectionConfig:
+    def disabled(cls):
         """Neither weights nor rejection."""
         return cls(rollout_is=None, rollout_rs=None)
 

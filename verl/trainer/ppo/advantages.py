@@ -9,7 +9,7 @@ from verl.trainer.ppo import core_algos
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: core_algos.AdaptiveKLController, kl_penalty: str = "kl"
+    data: DataProto, kl_ctrl: core_algos.FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards = token_level_scores - coefficient * KL(old || ref) on counted tokens; all [B, R].
 
@@ -25,25 +25,12 @@ def apply_kl_penalty(
 
 
 def compute_advantage(
-    data: DataProto,
-    adv_estimator: core_algos.AdvantageEstimator | str,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    num_repeat: int = 1,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    data: DataProto, adv_estimator: core_algos.AdvantageEstimator | str, gamma: float = 1.0, lam: float = 1.0,
+    num_repeat: int = 1, norm_adv_by_std_in_grpo: bool = True, config: Any = None,
 ) -> DataProto:
     """Add advantages and returns [B, R] by the registered estimator, which takes what its signature names."""
-    inputs = {
-        "gamma": gamma,
-        "lam": lam,
-        "num_repeat": num_repeat,
-        "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo,
-        "config": config,
-        "index": data.non_tensor_batch["uid"],
-        **{key: data.batch[key] for key in data.batch.keys()},
-    }
-    advantages, returns = core_algos.estimate_advantages(adv_estimator, inputs)
-    data.batch["advantages"] = advantages
-    data.batch["returns"] = returns
+    settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
+                "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
+    data.batch["advantages"], data.batch["returns"] = core_algos.estimate_advantages(adv_estimator, inputs)
     return data

@@ -100,12 +100,8 @@ def fill_groups(data: DataProto, n: int) -> tuple[DataProto, np.ndarray]:
     groups = group_rows(data)
     if all(len(rows) == n for rows in groups):
         return data, np.ones(len(data), dtype=bool)
-    index: list[int] = []
-    own: list[bool] = []
-    for rows in groups:
-        missing = n - len(rows)
-        index += [*rows, *[rows[0]] * missing]
-        own += [True] * len(rows) + [False] * missing
+    index = [row for rows in groups for row in [*rows, *[rows[0]] * (n - len(rows))]]
+    own = [i < len(rows) for rows in groups for i in range(n)]
     filled = data.select_idxs(np.asarray(index))
     mask = filled.batch["response_mask"].clone()
     mask[~torch.tensor(own)] = 0

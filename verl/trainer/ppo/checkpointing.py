@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.publish import find_valid_checkpoint, verify_manifest
 
 STATE_FILE = "trainer_state.json"
@@ -41,7 +40,7 @@ def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loade
     """Write state, data position and the driver's random states into a checkpoint that is being built."""
     directory = Path(directory)
     torch.save(loader_state, directory / DATA_FILE)
-    torch.save(driver_rng_state(), directory / RNG_FILE)
+    torch.save(rng.get_rng_state(), directory / RNG_FILE)
     (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
 
 
@@ -55,28 +54,8 @@ def read_trainer_state(directory: str | os.PathLike) -> tuple[TrainerState, dict
             "Resume with the version that wrote it, or start anew with trainer.resume_mode=disable."
         )
     loader_state = torch.load(directory / DATA_FILE, weights_only=True)
-    set_driver_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
+    rng.load_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
     return TrainerState(**raw), loader_state
-
-
-def driver_rng_state() -> dict[str, Any]:
-    """States of Python's, numpy's and torch's generators as tensors and plain values (loads with weights_only)."""
-    version, internal, gauss = random.getstate()
-    name, keys, pos, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), pos, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
-
-
-def set_driver_rng_state(state: dict[str, Any]) -> None:
-    """Undo `driver_rng_state`."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, pos, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), pos, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
 
 
 def step_of(path: str | os.PathLike) -> int:

@@ -14,30 +14,21 @@ from verl.protocol import DataProto
 from verl.utils.metric import reduce_metrics
 
 __all__ = [
-    "bootstrap_metric",
-    "calc_maj_val",
-    "compute_data_metrics",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "process_validation_metrics",
-    "reduce_metrics",
-]
+    "bootstrap_metric", "calc_maj_val", "compute_data_metrics", "compute_throughout_metrics", "compute_timing_metrics",
+    "process_validation_metrics", "reduce_metrics",
+]  # fmt: skip
 
 N_BOOTSTRAP = 1000
 # Elements [prompts, resamples, k] handled at a time: bounds the memory, stays in the cache.
 _CHUNK = 2_000_000
+_EXTREMES: dict[str, Callable[[np.ndarray], float]] = {"min": np.min, "max": np.max, "mean": np.mean}
 
 
 def _stats(name: str, values: torch.Tensor) -> dict[str, float]:
     """name/mean, name/max, name/min of a tensor of any shape; zeros when it is empty."""
-    values = values.float()
-    if values.numel() == 0:
-        values = values.new_zeros(1)
-    return {
-        f"{name}/mean": values.mean().item(),
-        f"{name}/max": values.max().item(),
-        f"{name}/min": values.min().item(),
-    }
+    values = values.float() if values.numel() else torch.zeros(1)
+    statistics = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{how}": value.item() for how, value in statistics.items()}
 
 
 def _lengths(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
@@ -74,17 +65,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     }
     if use_critic:
         values = tensors["values"][counted]
-        metrics |= _stats("critic/values", values)
-        residual = _variance(returns - values)
-        metrics["critic/vf_explained_var"] = (1.0 - residual / (_variance(returns) + 1e-5)).item()
+        unexplained = _variance(returns - values) / (_variance(returns) + 1e-5)
+        metrics |= {**_stats("critic/values", values), "critic/vf_explained_var": 1.0 - unexplained.item()}
     for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
         if column in batch.non_tensor_batch:
             counts = batch.non_tensor_batch[column].astype(float)
             metrics |= {f"{name}/{how}": float(fn(counts)) for how, fn in _EXTREMES.items()}
     return metrics
-
-
-_EXTREMES: dict[str, Callable[[np.ndarray], float]] = {"min": np.min, "max": np.max, "mean": np.mean}
 
 
 def _variance(values: torch.Tensor) -> torch.Tensor:
@@ -101,14 +88,11 @@ def compute_timing_metrics(batch: DataProto, timing_raw: dict[str, float]) -> di
     all_tokens = int(batch.batch["attention_mask"].sum())
     tokens = {"gen": response_tokens}
     tokens |= dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens)
-    return {
-        **{f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()},
-        **{
-            f"timing_per_token_ms/{phase}": timing_raw[phase] * 1000 / tokens[phase]
-            for phase in timing_raw
-            if phase in tokens and tokens[phase] > 0
-        },
-    }
+    metrics = {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()}
+    for phase, number in tokens.items():
+        if phase in timing_raw and number > 0:
+            metrics[f"timing_per_token_ms/{phase}"] = timing_raw[phase] * 1000 / number
+    return metrics
 
 
 def compute_throughout_metrics(batch: DataProto, timing_raw: dict[str, float], n_gpus: int) -> dict[str, Any]:
@@ -118,27 +102,19 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: dict[str, float], n
     """
     total = sum(batch.meta_info["global_token_num"])
     seconds = timing_raw["step"]
-    return {
-        "perf/total_num_tokens": total,
-        "perf/time_per_step": seconds,
-        "perf/throughput": total / (seconds * n_gpus),
-    }
+    throughput = total / (seconds * n_gpus)
+    return {"perf/total_num_tokens": total, "perf/time_per_step": seconds, "perf/throughput": throughput}
 
 
 def bootstrap_metric(
-    data: list[Any],
-    subset_size: int,
-    reduce_fns: list[Callable[[np.ndarray], float]],
-    n_bootstrap: int = N_BOOTSTRAP,
+    data: list[Any], subset_size: int, reduce_fns: list[Callable[[np.ndarray], float]], n_bootstrap: int = N_BOOTSTRAP,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
     """(mean, std) of each statistic over `n_bootstrap` resamples of `subset_size` entries, drawn with replacement."""
     if not data:
         raise ValueError("bootstrap_metric needs at least one entry in `data`.")
     draws = _draws(len(data), subset_size, n_bootstrap, seed)
-    entries = np.empty(len(data), dtype=object)
-    entries[:] = data
-    entries = entries if isinstance(data[0], dict) else np.asarray(data)
+    entries = np.array(data, dtype=object if isinstance(data[0], dict) else None)
     results = [[fn(entries[draw]) for draw in draws] for fn in reduce_fns]
     return [(float(np.mean(values)), float(np.std(values))) for values in results]
 
@@ -198,16 +174,11 @@ def _prompt_metrics(
             continue
         columns[f"std@{size}"].append(table.std(1))
         votes = None if preds is None else _vote_codes([[preds[row] for row in members] for members in groups])
-        for k in _subset_sizes(size):
+        powers = (2**exponent for exponent in range(1, size.bit_length()))
+        for k in [*(k for k in powers if k < size), size]:
             for name, column in _bootstrap_table(table, votes, k, seed).items():
                 columns[name].append(column)
     return {name: np.concatenate(parts) for name, parts in columns.items()}
-
-
-def _subset_sizes(size: int) -> list[int]:
-    """2, 4, 8, ... below `size`, then `size`."""
-    powers = [2**exponent for exponent in range(1, size.bit_length()) if 2**exponent < size]
-    return [*powers, size]
 
 
 def _vote_codes(votes: list[list[Any]]) -> np.ndarray:

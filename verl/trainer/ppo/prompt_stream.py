@@ -53,16 +53,13 @@ class PromptStream:
 
     def resume(self, position: dict[str, int], loader_state: dict[str, Any]) -> None:
         """Go on behind the last drawn batch of a saved stream."""
+        self.restart(position)
         self.loader.load_state_dict(loader_state)
-        self.epoch = position["epoch"]
-        self.drawn = position["drawn"]
         self._batches_in_epoch = position["batches_in_epoch"]
-        self._iterator = None
 
     def restart(self, position: dict[str, int]) -> None:
         """Go on with the counters of a saved stream at the first batch of other data."""
-        self.epoch = position["epoch"]
-        self.drawn = position["drawn"]
+        self.epoch, self.drawn = position["epoch"], position["drawn"]
         self._batches_in_epoch = 0
         self._iterator = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,10 +10,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +31,7 @@ WORKER_ENV = {
 }
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
+SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
 EXIT_STOPPED_TWICE = 143
 
 
@@ -65,17 +68,51 @@ def started_session(config: DictConfig) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
+    run_dir = Path(config.trainer.default_local_dir).expanduser()
+    stop_left_session(run_dir)
     remove_dead_sessions()
     # A short path: Ray puts sockets below it, and those allow 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
     if settings.get("num_cpus") is None:
         settings["num_cpus"] = logical_cpus(config)
+    record = run_dir / SESSION_FILE
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
+        record.write_text(json.dumps(me) + "\n", encoding="utf-8")
         ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+        record.unlink(missing_ok=True)
+
+
+def stop_left_session(run_dir: Path) -> None:
+    """End what a killed run of this folder left of its own Ray session; a run that still lives is refused (exit)."""
+    record = run_dir / SESSION_FILE
+    if not record.is_file():
+        return
+    try:
+        left = json.loads(record.read_text(encoding="utf-8"))
+        folder, pid, started = Path(left["temp_dir"]), left["pid"], left["started"]
+    except (ValueError, KeyError, TypeError) as e:
+        logger.warning(f"{record} is torn ({e}): no session is stopped")
+        return
+    # The start time tells the driver from a later process that got its number.
+    if psutil.pid_exists(pid) and psutil.Process(pid).create_time() == started:
+        sys.exit(f"trainer.default_local_dir={run_dir} is in use by the run of process {pid}; stop it first.")
+    if folder.name.startswith(TEMP_PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
+        # Workers carry another title, and die with their raylet, whose command line names the folder.
+        lines = [(p, " ".join(p.info["cmdline"] or ())) for p in psutil.process_iter(["cmdline"])]
+        own = [p for p, line in lines if str(folder) in line and "/ray/" in line]
+        logger.warning(f"ending {len(own)} Ray processes of the killed run {pid} in {folder}")
+        for process in own:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        psutil.wait_procs(own, timeout=10)
+        shutil.rmtree(folder, ignore_errors=True)
+    record.unlink()
 
 
 def logical_cpus(config: DictConfig) -> int:

@@ -11,42 +11,21 @@ from omegaconf import OmegaConf
 from torch.utils.data import Dataset, Sampler
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo import core_algos
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.trainer.ppo import batching, core_algos, utils
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.batching import (
-    balanced_order,
-    compute_response_mask,
-    drop_lost,
-    fill_groups,
-    group_rows,
-    rollout_probs_diff,
-    share_weights,
-)
+from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
-from verl.trainer.ppo.resources import ResourcePoolManager, kill_worker_group, spawn_actor_group
+from verl.trainer.ppo.resources import ResourcePoolManager, kill_worker_group
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.run_keeping import RunKeeping
 from verl.trainer.ppo.steps import step
-from verl.trainer.ppo.utils import (
-    Role,
-    WorkerType,
-    need_critic,
-    need_reference_policy,
-    need_reward_model,
-    refuse_missing_parts,
-)
+from verl.trainer.ppo.utils import Role, WorkerType
 from verl.utils.groupwise import as_torch_index
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-__all__ = [
-    "RayPPOTrainer",
-    "ResourcePoolManager",
-    "Role",
-    "apply_kl_penalty",
-    "compute_advantage",
-    "compute_response_mask",
-]
+__all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
+__all__ += ["compute_response_mask"]
 
 
 class RayPPOTrainer(RunKeeping):
@@ -80,10 +59,10 @@ class RayPPOTrainer(RunKeeping):
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
         self.device_name = config.trainer.device if device_name is None else device_name
-        self.use_reference_policy = need_reference_policy(role_worker_mapping)
-        self.use_rm = need_reward_model(role_worker_mapping)
-        self.use_critic = need_critic(config)
-        refuse_missing_parts(config)
+        self.use_reference_policy = utils.need_reference_policy(role_worker_mapping)
+        self.use_rm = utils.need_reward_model(role_worker_mapping)
+        self.use_critic = utils.need_critic(config)
+        utils.refuse_missing_parts(config)
 
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.actor_rollout_wg: RayWorkerGroup | None = None
@@ -106,14 +85,13 @@ class RayPPOTrainer(RunKeeping):
         actor_config = OmegaConf.create(OmegaConf.to_container(self.config.actor_rollout_ref, resolve=True))
         actor_config.actor.optim.total_training_steps = self.total_training_steps
         role = Role.ActorRolloutRef if self.use_reference_policy else Role.ActorRollout
-        self.actor_rollout_wg = spawn_actor_group(
-            self.role_worker_mapping[Role.ActorRollout],
-            self.resource_pool_manager.get_resource_pool(Role.ActorRollout),
-            self.ray_worker_group_cls,
-            config=actor_config,
-            role=str(role),
-            device_name=self.device_name,
-            wait_seconds=self.config.trainer.ray_wait_register_center_timeout,
+        worker, on = self.role_worker_mapping[Role.ActorRollout], {"device_name": self.device_name}
+        self.actor_rollout_wg = self.ray_worker_group_cls(
+            resource_pool=self.resource_pool_manager.get_resource_pool(Role.ActorRollout),
+            ray_cls_with_init=RayClassWithInitArgs(worker, config=actor_config, role=str(role), **on),
+            name_prefix=str(role),
+            ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
+            **on,
         )
         self.actor_rollout_wg.init_model()
         self.ranks = self.actor_rollout_wg.world_size // actor_config.actor.ulysses_sequence_parallel_size
@@ -152,7 +130,7 @@ class RayPPOTrainer(RunKeeping):
     def _gather_batch(self) -> DataProto:
         """One step's samples with scores: prompts of one draw, n samples each, less what was dropped."""
         samples = self._generate(self._draw_prompts())
-        samples, counts = drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
+        samples, counts = batching.drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
         self.metrics.update(counts.metrics())
         if not counts.scored:
             raise ValueError(
@@ -170,10 +148,7 @@ class RayPPOTrainer(RunKeeping):
         return prompts
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """Take the tensors out of `batch` as the rollout's input; every column goes along as well.
-
-        [SPD Fix]: extra_info too goes through to the rollout, which reads the drafted block there.
-        """
+        """Take the tensors out of `batch` as the rollout's input; every column goes along, extra_info too [SPD Fix]."""
         gen_batch = DataProto(batch.batch, dict(batch.non_tensor_batch), {})
         batch.batch = None
         return gen_batch
@@ -228,9 +203,8 @@ class RayPPOTrainer(RunKeeping):
     @step("reward")
     def _score(self, samples: DataProto) -> None:
         """Add token_level_scores [B, R] and the reward's extra columns; their means become metrics."""
-        logger.debug(
-            f"step {self.global_steps}: {len(samples)} samples of {len(group_rows(samples))} prompts go to the reward"
-        )
+        prompts = len(batching.group_rows(samples))
+        logger.debug(f"step {self.global_steps}: {len(samples)} samples of {prompts} prompts go to the reward")
         scores, extras = compute_reward(samples, self.reward_fn)
         samples.batch["token_level_scores"] = scores
         self.reward_extra_keys = sorted(extras)
@@ -248,9 +222,9 @@ class RayPPOTrainer(RunKeeping):
         """Reorder rows, in place, so that every rank gets about the same tokens of each mini-batch."""
         batch.batch["group_index"] = as_torch_index(batch.non_tensor_batch["uid"])
         tokens = batch.batch["attention_mask"].sum(-1).tolist()  # [B]
-        weights = share_weights(batch)
+        weights = batching.share_weights(batch)
         uneven = any(len(rows) < self.n for rows in weights)
-        order = balanced_order(
+        order = batching.balanced_order(
             weights,
             self.ranks,
             self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
@@ -281,7 +255,7 @@ class RayPPOTrainer(RunKeeping):
         return output.select(batch_keys=["ref_log_prob"], meta_info_keys=[])
 
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
-        filled, own = fill_groups(batch, self.n)
+        filled, own = batching.fill_groups(batch, self.n)
         return method(filled.select(non_tensor_batch_keys=[])).select_idxs(own)
 
     @step("adv")
@@ -297,26 +271,19 @@ class RayPPOTrainer(RunKeeping):
     def _correct_rollout(self, batch: DataProto) -> None:
         """Compare the rollout's log-probs with the trained model's, where both are there."""
         if "rollout_log_probs" in batch.batch and "old_log_probs" in batch.batch:
-            self.metrics.update(rollout_probs_diff(batch))
+            self.metrics.update(batching.rollout_probs_diff(batch))
 
     @step("adv")
     def _assign_advantages(self, batch: DataProto) -> None:
         """advantages and returns [B, R]."""
-        algorithm = self.config.algorithm
-        compute_advantage(
-            batch,
-            algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            num_repeat=self.n,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            config=algorithm,
-        )
+        conf = self.config.algorithm
+        by_std = conf.norm_adv_by_std_in_grpo
+        compute_advantage(batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, by_std, config=conf)
 
     @step("update_actor")
     def _update_actor(self, batch: DataProto) -> None:
         """One pass of PPO updates over the batch; stops a run whose updates are skipped again and again."""
-        filled, _ = fill_groups(batch, self.n)
+        filled, _ = batching.fill_groups(batch, self.n)
         output = self.actor_rollout_wg.update_actor(filled.select(non_tensor_batch_keys=[]))
         metrics = reduce_metrics(output.meta_info["metrics"])
         self.metrics.update(metrics)

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import ray
 from loguru import logger
-from omegaconf import DictConfig
 from ray.exceptions import RayError
 
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.ppo.utils import Role, WorkerType
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.trainer.ppo.utils import Role
 
 CLOSE_TIMEOUT_S = 20
 
@@ -54,27 +53,6 @@ class ResourcePoolManager:
                 f"trainer.nnodes x trainer.n_gpus_per_node asks for {wanted} {kind} ranks, but Ray has {total:g} "
                 f"{kind}s free; {mend}lower them or give Ray more."
             )
-
-
-def spawn_actor_group(
-    remote_class: WorkerType,
-    pool: RayResourcePool,
-    group_class: type[RayWorkerGroup],
-    *,
-    config: DictConfig,
-    role: str,
-    device_name: str,
-    wait_seconds: int,
-) -> RayWorkerGroup:
-    """Start one actor-rollout rank on each bundle of the pool."""
-    init = RayClassWithInitArgs(remote_class, config=config, role=role, device_name=device_name)
-    return group_class(
-        resource_pool=pool,
-        ray_cls_with_init=init,
-        name_prefix=role,
-        device_name=device_name,
-        ray_wait_register_center_timeout=wait_seconds,
-    )
 
 
 def kill_worker_group(group: RayWorkerGroup, manager: ResourcePoolManager) -> None:

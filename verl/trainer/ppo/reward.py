@@ -43,9 +43,7 @@ def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
     return with_kwargs
 
 
-def load_reward_manager(
-    config: DictConfig, tokenizer: Any, num_examine: int, **reward_kwargs: Any
-) -> AbstractRewardManager:
+def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:
     """The manager of `reward_manager.{source,name,module}` around the custom or the default reward function."""
     settings = config.reward_manager
     if settings.source == "register":
@@ -57,13 +55,8 @@ def load_reward_manager(
     else:
         raise ValueError(f"reward_manager.source={settings.source!r} is unknown. Known: register, importlib.")
     compute_score = get_custom_reward_fn(config) or default_compute_score
-    return manager_cls(
-        tokenizer=tokenizer,
-        num_examine=num_examine,
-        compute_score=compute_score,
-        reward_fn_key=config.data.reward_fn_key,
-        **reward_kwargs,
-    )
+    settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
+    return manager_cls(tokenizer=tokenizer, **settings, **kwargs)
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:

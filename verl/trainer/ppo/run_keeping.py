@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import psutil
 from loguru import logger
-from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.protocol import DataProto
@@ -46,11 +45,6 @@ class Curriculum(Protocol):
     def update(self, batch: DataProto) -> None: ...
 
 
-def never_stop() -> bool:
-    """No order to stop ever comes."""
-    return False
-
-
 class RunKeeping:
     """The part of the trainer that does not know what is trained; `fit` in the subclass calls it."""
 
@@ -62,26 +56,19 @@ class RunKeeping:
         self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
         self.best: dict[str, Any] = {}
         self.saved_step: int | None = None
-        self.stop_requested: Callable[[], bool] = never_stop
+        self.stop_requested: Callable[[], bool] = lambda: False
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         trainer = self.config.trainer
         self.run_files = RunFiles(trainer.default_local_dir, self.total_training_steps, trainer.report)
 
-    def _create_dataloader(
-        self,
-        train_dataset: Dataset | None,
-        val_dataset: Dataset | None,
-        collate_fn: Callable | None,
-        train_sampler: Sampler | None,
-    ) -> None:
+    def _create_dataloader(self, train_dataset, val_dataset, collate_fn, train_sampler) -> None:
         """Loaders of both data sets; what is not given is made from the configuration."""
-        data = self.config.data
-        make = create_rl_dataset
+        data, trainer = self.config.data, self.config.trainer
+        make, parts = create_rl_dataset, (data, self.tokenizer, self.processor)
         if train_dataset is None:
-            train_dataset = make(data.train_files, data, self.tokenizer, self.processor, True, data.train_max_samples)
+            train_dataset = make(data.train_files, *parts, True, data.train_max_samples)
         if val_dataset is None:
-            val_dataset = make(data.val_files, data, self.tokenizer, self.processor, False, data.val_max_samples)
-        collate_fn = default_collate_fn if collate_fn is None else collate_fn
+            val_dataset = make(data.val_files, *parts, False, data.val_max_samples)
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.train_sampler = create_rl_sampler(data, train_dataset) if train_sampler is None else train_sampler
 
@@ -91,30 +78,21 @@ class RunKeeping:
                 f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {batch_size} "
                 "(data.train_batch_size); lower the batch size or add prompts."
             )
+        options = {
+            "num_workers": data.dataloader_num_workers,
+            "collate_fn": default_collate_fn if collate_fn is None else collate_fn,
+        }
         self.train_dataloader = StatefulDataLoader(
-            train_dataset,
-            batch_size=batch_size,
-            num_workers=data.dataloader_num_workers,
-            drop_last=True,
-            collate_fn=collate_fn,
-            sampler=self.train_sampler,
+            train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options
         )
+        val_batch = data.val_batch_size if data.val_batch_size else max(1, len(val_dataset))
         self.val_dataloader = StatefulDataLoader(
-            val_dataset,
-            batch_size=data.val_batch_size if data.val_batch_size else max(1, len(val_dataset)),
-            num_workers=data.dataloader_num_workers,
-            shuffle=data.validation_shuffle,
-            drop_last=False,
-            collate_fn=collate_fn,
+            val_dataset, batch_size=val_batch, shuffle=data.validation_shuffle, drop_last=False, **options
         )
         self.prompt_stream = PromptStream(self.train_dataloader)
         self.fingerprint = data_fingerprint(data.train_files, len(train_dataset))
-        trainer = self.config.trainer
-        self.total_training_steps = (
-            len(self.train_dataloader) * trainer.total_epochs
-            if trainer.total_training_steps is None
-            else trainer.total_training_steps
-        )
+        wanted = trainer.total_training_steps
+        self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if wanted is None else wanted
         logger.info(
             f"{len(train_dataset)} training prompts, {len(self.train_dataloader)} batches an epoch, "
             f"{self.total_training_steps} steps; {len(val_dataset)} validation prompts"
@@ -160,9 +138,8 @@ class RunKeeping:
 
     def _validate_before_training(self) -> None:
         trainer = self.config.trainer
-        if self.val_reward_fn is None or not (trainer.val_only or trainer.val_before_train):
-            return
-        self._log_rows(self._validate())
+        if self.val_reward_fn is not None and (trainer.val_only or trainer.val_before_train):
+            self._log_rows(self._validate())
 
     def _validate_if_due(self) -> None:
         if self.val_reward_fn is not None and self._due(self.config.trainer.test_freq):
@@ -174,25 +151,17 @@ class RunKeeping:
         validation = ValidationPass(self)
         metrics = validation.run()
         trainer = self.config.trainer
+        rows = validation.rows(self.global_steps)
         if trainer.validation_data_dir:
-            validation.dump(trainer.validation_data_dir, self.global_steps)
-        self._maybe_log_val_generations(validation)
-        self._remember_best(metrics)
-        return metrics
-
-    def _maybe_log_val_generations(self, validation: ValidationPass) -> None:
-        """Hand `trainer.log_val_generations` samples, the same share of the set each time, to the loggers."""
-        count = self.config.trainer.log_val_generations
-        if count:
-            rows = validation.rows(self.global_steps)[:count]
-            samples = [(row["input"], row["output"], row["score"]) for row in rows]
-            names = self.config.trainer.project_name, self.config.trainer.experiment_name
-            ValidationGenerationsLogger(*names).log(self.config.trainer.logger, samples, self.global_steps)
-
-    def _remember_best(self, metrics: dict[str, float]) -> None:
+            write_jsonl(Path(trainer.validation_data_dir).expanduser() / f"{self.global_steps}.jsonl", rows)
+        if trainer.log_val_generations:  # the same samples of the set each time
+            shown = [(row["input"], row["output"], row["score"]) for row in rows[: trainer.log_val_generations]]
+            loggers = ValidationGenerationsLogger(trainer.project_name, trainer.experiment_name)
+            loggers.log(trainer.logger, shown, self.global_steps)
         for name in sorted(metrics):
             if name.startswith("val-core/") and (name not in self.best or metrics[name] > self.best[name]["value"]):
                 self.best[name] = {"value": metrics[name], "step": self.global_steps}
+        return metrics
 
     def _save_if_due(self) -> None:
         if self._due(self.config.trainer.save_freq):
@@ -268,11 +237,8 @@ class RunKeeping:
         self.metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing_raw))
-        self.metrics.update(
-            compute_throughout_metrics(
-                batch=batch, timing_raw=self.timing_raw, n_gpus=self.resource_pool_manager.get_n_gpus()
-            )
-        )
+        ranks = self.resource_pool_manager.get_n_gpus()
+        self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing_raw, n_gpus=ranks))
         self._log_rows(self.metrics)
         self.metrics = {}
         self.timing_raw.clear()  # what saving takes from here on is told with the next step
@@ -292,8 +258,8 @@ class RunKeeping:
         extras = {key: batch.non_tensor_batch[key].tolist() for key in self.reward_extra_keys}
         texts, truths = self.decode_texts(batch), self.ground_truths(batch)
         if directory:
-            inputs, outputs = zip(*texts, strict=True)
-            self._dump_generations(list(inputs), list(outputs), truths, scores, extras, directory)
+            rows = dump_rows(texts, truths, scores, extras, self.global_steps)
+            write_jsonl(Path(directory).expanduser() / f"{self.global_steps}.jsonl", rows)
         if sampled:
             columns = batch.non_tensor_batch
             coloured = columns["spd_text"] if "spd_text" in columns else [None] * len(batch)
@@ -309,12 +275,6 @@ class RunKeeping:
                 for i, (prompt, response) in enumerate(texts)
             ]
             self.run_files.log_samples(self.global_steps, rows)
-
-    def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path) -> None:
-        """Write `<dump_path>/<step>.jsonl`, one row a sample."""
-        texts = list(zip(inputs, outputs, strict=True))
-        rows = dump_rows(texts, gts, scores, reward_extra_infos_dict, self.global_steps)
-        write_jsonl(Path(dump_path).expanduser() / f"{self.global_steps}.jsonl", rows)
 
     def decode_texts(self, samples: DataProto) -> list[tuple[str, str]]:
         """(prompt, response) of each row as text; a rollout whose responses are no tokens gives `spd_text` instead."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.batching import LOST
 from verl.trainer.ppo.metric_utils import process_validation_metrics, reduce_metrics
 from verl.trainer.ppo.reward import compute_reward
-from verl.trainer.ppo.run_files import write_jsonl
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -81,10 +79,6 @@ class ValidationPass:
     def rows(self, step: int) -> list[dict[str, Any]]:
         """Rows of `trainer.validation_data_dir/<step>.jsonl`."""
         return dump_rows(self.texts, self.truths, self.infos["reward"], self.infos, step)
-
-    def dump(self, directory: str, step: int) -> None:
-        """Write `<directory>/<step>.jsonl`."""
-        write_jsonl(Path(directory) / f"{step}.jsonl", self.rows(step))
 
 
 def dump_rows(

@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
 from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.publish import TRACKER, read_tracker
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
     from verl.workers.config import CheckpointConfig
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -37,43 +37,21 @@ class BaseCheckpointManager:
         self.save_contents = _checked(checkpoint_config, "save_contents")
         self.load_contents = _checked(checkpoint_config, "load_contents")
 
-    @property
-    def should_save_model(self) -> bool:
-        return "model" in self.save_contents
+    should_save_model = property(lambda self: "model" in self.save_contents)
+    should_save_optimizer = property(lambda self: "optimizer" in self.save_contents)
+    should_save_extra = property(lambda self: "extra" in self.save_contents)
+    should_save_hf_model = property(lambda self: "hf_model" in self.save_contents)
+    should_load_model = property(lambda self: "model" in self.load_contents)
+    should_load_optimizer = property(lambda self: "optimizer" in self.load_contents)
+    should_load_extra = property(lambda self: "extra" in self.load_contents)
+    get_rng_state = staticmethod(rng.get_rng_state)
+    load_rng_state = staticmethod(rng.load_rng_state)
 
-    @property
-    def should_save_optimizer(self) -> bool:
-        return "optimizer" in self.save_contents
-
-    @property
-    def should_save_extra(self) -> bool:
-        return "extra" in self.save_contents
-
-    @property
-    def should_save_hf_model(self) -> bool:
-        return "hf_model" in self.save_contents
-
-    @property
-    def should_load_model(self) -> bool:
-        return "model" in self.load_contents
-
-    @property
-    def should_load_optimizer(self) -> bool:
-        return "optimizer" in self.load_contents
-
-    @property
-    def should_load_extra(self) -> bool:
-        return "extra" in self.load_contents
-
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads load_contents from `local_path`."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it loads {local_path}")
 
-    def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> None:
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes save_contents into `local_path`."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it saves {local_path}")
 
@@ -83,16 +61,6 @@ class BaseCheckpointManager:
         if local_path is None and hdfs_path is None:
             raise ValueError("a checkpoint needs local_path or hdfs_path; both are None")
         return local_path if local_path is not None else hdfs_path
-
-    @staticmethod
-    def get_rng_state() -> dict[str, torch.Tensor]:
-        """States of all random generators."""
-        return rng.get_rng_state()
-
-    @staticmethod
-    def load_rng_state(rng_state: dict[str, torch.Tensor]) -> None:
-        """Sets them again."""
-        rng.load_rng_state(rng_state)
 
 
 def _checked(config: CheckpointConfig | None, field: str) -> tuple[str, ...]:
@@ -128,9 +96,6 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
     for variable in ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_EXPIRATION_TIMESTAMP"):
         if variable in os.environ:
             left = float(os.environ[variable]) - time.time()
-            return (
-                left > 0
-                and max_steps_duration > 0
-                and left <= (save_ckpt_duration + max_steps_duration + redundant_time)
-            )
+            needed = save_ckpt_duration + max_steps_duration + redundant_time
+            return max_steps_duration > 0 and 0 < left <= needed
     return False

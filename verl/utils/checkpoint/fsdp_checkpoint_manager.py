@@ -45,15 +45,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
         self.device = device
 
-    # ---- save --------------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> None:
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees the whole step."""
-        if hdfs_path is not None:
-            raise ValueError(f"trainer.default_hdfs_dir={hdfs_path!r} is not supported; leave it null.")
-        folder = Path(local_path)
+        folder = _local(local_path, hdfs_path)
         folder.mkdir(parents=True, exist_ok=True)
         model = self._model_tensors() if self.should_save_model else {}
         optim = self._optimizer_tensors() if self.should_save_optimizer and self.optimizer is not None else {}
@@ -129,8 +123,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 home.mkdir(parents=True, exist_ok=True)
                 tensors = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
                 save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, home / "adapter_model.safetensors")
-                config = peft_model.peft_config[peft_model.active_adapter]
-                config.save_pretrained(str(home))
+                peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
 
     def _save_huggingface(self, folder: Path) -> None:
         """Config and tokenizer; weights too when hf_model is asked for."""
@@ -160,15 +153,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
-    # ---- load --------------------------------------------------------------------------------------------------------
-
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads load_contents from `local_path`; generators only when it was written by as many ranks."""
-        if hdfs_path is not None:
-            raise ValueError(f"trainer.default_hdfs_dir={hdfs_path!r} is not supported; leave it null.")
-        folder = Path(local_path)
+        folder = _local(local_path, hdfs_path)
         if not (folder / EXTRA_FILE).is_file():
             raise FileNotFoundError(f"{folder} is no checkpoint of this engine: it has no {EXTRA_FILE}")
         extra = _read_json(folder / EXTRA_FILE)
@@ -202,10 +189,8 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         for key, meta in described.items():
             name, _, moment = key.rpartition("/")
             param = params[name].detach()
-            if tuple(meta.size) == tuple(param.shape):
-                value = torch.empty_like(param, dtype=meta.properties.dtype)
-            else:
-                value = torch.empty(meta.size, dtype=meta.properties.dtype)
+            like = param if tuple(meta.size) == tuple(param.shape) else torch.empty(meta.size)
+            value = torch.empty_like(like, dtype=meta.properties.dtype)
             tensors[key] = value
             fresh.setdefault(params[name], {})[moment] = value
         load_tensors(tensors, folder / "optim")
@@ -228,6 +213,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 f"{file} is missing; take 'extra' out of checkpoint.load_contents to go on without it."
             )
         rng.load_rng_state(load_file(file))
+
+
+def _local(local_path: str, hdfs_path: str | None) -> Path:
+    if hdfs_path is not None:
+        raise ValueError(f"trainer.default_hdfs_dir={hdfs_path!r} is not supported; leave it null.")
+    return Path(local_path)
 
 
 def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:

@@ -52,20 +52,21 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, exc_type, exc, tb) -> None:
-        if exc_type is not None:
-            needed = folder_bytes(self.path)
-            shutil.rmtree(self.path, ignore_errors=True)
-            if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise disk_full(self.path, needed) from exc
+        if exc is not None:
+            self._give_up(exc)
             return
         try:
             self._publish()
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            needed = folder_bytes(self.path)
-            shutil.rmtree(self.path, ignore_errors=True)
-            raise disk_full(self.path, needed) from e
+            self._give_up(e)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Removes what was written; a full disk is told with the bytes that were needed."""
+        needed = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
+        shutil.rmtree(self.path, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(self.path, needed) from error
 
     def _publish(self) -> None:
         write_manifest(self.path)
@@ -133,9 +134,6 @@ def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
     return gone
 
 
-# ---- manifest ------------------------------------------------------------------------------------------------------
-
-
 def write_manifest(folder: str | os.PathLike) -> None:
     """fsyncs every file and folder below, then writes manifest.json (file, bytes, sha256), synced too."""
     folder = Path(folder)
@@ -196,9 +194,6 @@ def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
     return None
 
 
-# ---- the tracker file ----------------------------------------------------------------------------------------------
-
-
 def write_tracker(root: str | os.PathLike, step: int) -> None:
     """Replaces latest_checkpointed_iteration.txt by one that holds `step`, atomically."""
     root = Path(root)
@@ -219,9 +214,6 @@ def read_tracker(root: str | os.PathLike) -> int | None:
     return int(text)
 
 
-# ---- files ---------------------------------------------------------------------------------------------------------
-
-
 def disk_full(path: Path, needed: int) -> CheckpointWriteError:
     """The error of a full disk: path, bytes needed, bytes free."""
     home = next(p for p in [path, *path.parents] if p.exists())
@@ -231,11 +223,6 @@ def disk_full(path: Path, needed: int) -> CheckpointWriteError:
         f"no room for the checkpoint in {path}: at least {needed} bytes are needed, {free} are free. The checkpoint "
         "before it is kept. Free some space, or lower trainer.max_actor_ckpt_to_keep",
     )
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below."""
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
 
 def fsync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,32 +55,25 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path).expanduser()
     if not path.is_file():
         raise DatasetError(f"{path}: no such file. Set data.train_files / data.val_files to existing files.")
+    if path.suffix not in (".parquet", ".json", ".jsonl"):
+        raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
+    number = None
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
             return pq.read_table(path).to_pylist()
-        if path.suffix in (".json", ".jsonl"):
-            return _read_json(path)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
-    raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
-
-
-def _read_json(path: Path) -> list[dict[str, Any]]:
-    import json
-
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            try:
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        rows = []
+        for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 (splitlines cuts at U+2028 too)
+            if line.strip():
                 rows.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-    return rows
+        return rows
+    except (OSError, ValueError) as error:
+        where = "" if number is None else f"line {number}: "
+        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {where}{error}") from error
 
 
 def truncate_ids(ids: list[int], limit: int, how: str) -> list[int]:
@@ -91,8 +85,7 @@ def truncate_ids(ids: list[int], limit: int, how: str) -> list[int]:
     if how == "right":
         return ids[:limit]
     if how == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
+        return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
     raise ValueError(f"{len(ids)} tokens exceed the limit of {limit} and data.truncation={how!r} cuts nothing.")
 
 
@@ -113,11 +106,7 @@ class RLHFDataset(Dataset):
     """
 
     def __init__(
-        self,
-        data_files: str | list[str],
-        tokenizer: Any,
-        config: DictConfig,
-        processor: Any = None,
+        self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
         max_samples: int = -1,
     ) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
@@ -129,21 +118,21 @@ class RLHFDataset(Dataset):
         self.truncation = data_setting(config, "truncation")
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
-        self.template_kwargs = _plain_dict(data_setting(config, "apply_chat_template_kwargs"))
+        template_kwargs = data_setting(config, "apply_chat_template_kwargs")
+        if isinstance(template_kwargs, DictConfig):
+            template_kwargs = OmegaConf.to_container(template_kwargs, resolve=True)
+        self.template_kwargs = dict(template_kwargs or {})
         self.rows: list[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) that each sample came from
         self.dropped_overlong = 0
-        self._read()
-        self._subset(max_samples)
-        self.maybe_filter_out_long_prompts()
-
-    def _read(self) -> None:
         for file in self.data_files:
             rows = read_rows(file)
             self.rows += rows
             self.origins += [(str(file), number) for number in range(len(rows))]
         if not self.rows:
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+        self._subset(max_samples)
+        self.maybe_filter_out_long_prompts()
 
     def _subset(self, max_samples: int) -> None:
         """Keep `max_samples` rows: drawn by data.seed if data.shuffle, else the first ones. -1 keeps all."""
@@ -165,15 +154,11 @@ class RLHFDataset(Dataset):
         before = len(self.rows)
         self._keep([i for i in range(before) if len(self.prompt_ids(i)) <= self.max_prompt_length])
         self.dropped_overlong = before - len(self.rows)
-        logger.info(
-            "data.filter_overlong_prompts: {} of {} rows kept, {} exceed data.max_prompt_length={}",
-            len(self.rows), before, self.dropped_overlong, self.max_prompt_length,
-        )  # fmt: skip
+        text = "data.filter_overlong_prompts: {} of {} rows kept, {} exceed data.max_prompt_length={}"
+        logger.info(text, len(self.rows), before, self.dropped_overlong, self.max_prompt_length)
         if not self.rows:
-            raise DatasetError(
-                f"{', '.join(map(str, self.data_files))}: every one of {before} prompts exceeds "
-                f"data.max_prompt_length={self.max_prompt_length}. Raise it."
-            )
+            what = f"every one of {before} prompts exceeds data.max_prompt_length={self.max_prompt_length}. Raise it."
+            raise DatasetError(f"{', '.join(map(str, self.data_files))}: {what}")
 
     def messages(self, item: int) -> list[dict[str, Any]]:
         """The chat messages of a row."""
@@ -183,26 +168,20 @@ class RLHFDataset(Dataset):
             raise self.error(item, f"has no column '{self.prompt_key}' (columns: {columns}). Set data.prompt_key.")
         messages = row[self.prompt_key]
         if not isinstance(messages, list) or not messages:
-            raise self.error(
-                item,
-                f"column '{self.prompt_key}' is {_kind(messages)}; expected a list of {{role, content}}. "
-                "Wrap it, or set data.prompt_key.",
-            )
+            what = f"column '{self.prompt_key}' is {_kind(messages)}; expected a list of {{role, content}}. "
+            raise self.error(item, what + "Wrap it, or set data.prompt_key.")
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                raise self.error(
-                    item, f"column '{self.prompt_key}', message {number} is {message!r}; expected {{role, content}}."
-                )
+                what = f"column '{self.prompt_key}', message {number} is {message!r}"
+                raise self.error(item, f"{what}; expected {{role, content}}.")
         return messages
 
     def prompt_ids(self, item: int) -> list[int]:
         """The ids of a row's prompt through the chat template, neither cut nor padded."""
+        messages = self.messages(item)
+        settings = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
         try:
-            text = self.tokenizer.apply_chat_template(
-                self.messages(item), add_generation_prompt=True, tokenize=False, **self.template_kwargs
-            )
-        except DatasetError:
-            raise
+            text = self.tokenizer.apply_chat_template(messages, **settings)
         except Exception as error:
             raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -218,11 +197,9 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids = self.prompt_ids(item)
         if len(ids) > self.max_prompt_length and self.truncation == "error":
-            raise self.error(
-                item,
-                f"the prompt has {len(ids)} tokens, data.max_prompt_length={self.max_prompt_length}. Raise it, set "
-                "data.filter_overlong_prompts=true, or data.truncation to left, right or middle.",
-            )
+            what = f"the prompt has {len(ids)} tokens, data.max_prompt_length={self.max_prompt_length}. Raise it, "
+            mend = "set data.filter_overlong_prompts=true, or data.truncation to left, right or middle."
+            raise self.error(item, what + mend)
         ids = truncate_ids(ids, self.max_prompt_length, self.truncation)
         pad_id = self.tokenizer.pad_token_id
         if pad_id is None:
@@ -255,20 +232,11 @@ def get_dataset_class(data_config: DictConfig) -> type[Dataset]:
         return RLHFDataset
     found = load_extern_object(custom.path, custom.name)
     if not (isinstance(found, type) and issubclass(found, Dataset)):
-        raise TypeError(
-            f"data.custom_cls.name={custom.name!r} in {custom.path} is {found!r}; "
-            "a subclass of torch.utils.data.Dataset is needed."
-        )
+        what = f"data.custom_cls.name={custom.name!r} in {custom.path} is {found!r}"
+        raise TypeError(f"{what}; a subclass of torch.utils.data.Dataset is needed.")
     return found
 
 
-def _plain_dict(mapping: Any) -> dict[str, Any]:
-    if mapping is None:
-        return {}
-    return OmegaConf.to_container(mapping, resolve=True) if isinstance(mapping, DictConfig) else dict(mapping)
-
-
 def _kind(value: Any) -> str:
-    return {str: "a string", type(None): "missing", dict: "an object", list: "an empty list"}.get(
-        type(value), f"a {type(value).__name__}"
-    )
+    known = {str: "a string", type(None): "missing", dict: "an object", list: "an empty list"}
+    return known[type(value)] if type(value) in known else f"a {type(value).__name__}"

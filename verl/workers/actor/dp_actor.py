@@ -36,8 +36,6 @@ class DataParallelPPOActor(BasePPOActor):
         self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
         policy.bind(engine.module)
 
-    # ---- log-probs ---------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def compute_log_prob(
         self, data: DataProto, calculate_entropy: bool = False
@@ -53,23 +51,18 @@ class DataParallelPPOActor(BasePPOActor):
         tokens = meta["max_token_len"] if "max_token_len" in meta else self.config.ppo_max_token_len_per_gpu
         index, log_probs, entropys = [], [], []
         with self.engine.eval_mode():
-            for part, micro in self._micro_batches(
-                self._select(data, ()), rows=rows, tokens=tokens if dynamic else None
-            ):
+            micros = self._micro_batches(self._select(data, ()), rows=rows, tokens=tokens if dynamic else None)
+            for part, micro in micros:
+                batch = micro.to(self.engine.device).batch
                 with self.engine.autocast():
                     log_prob, entropy = self.policy.log_probs(
-                        self.engine.module,
-                        micro.to(self.engine.device).batch,
-                        temperature=temperature,
-                        with_entropy=calculate_entropy,
+                        self.engine.module, batch, temperature=temperature, with_entropy=calculate_entropy
                     )
                 index.append(part)
                 log_probs.append(log_prob.float().cpu())
                 if calculate_entropy:
                     entropys.append(entropy.float().cpu())
         return restore_order(log_probs, index), (restore_order(entropys, index) if calculate_entropy else None)
-
-    # ---- update ------------------------------------------------------------------------------------------------------
 
     def update_policy(self, data: DataProto) -> dict:
         """One optimizer step a mini-batch, `ppo_epochs` times over. Lists in the metrics have one entry a mini-batch.
@@ -82,14 +75,10 @@ class DataParallelPPOActor(BasePPOActor):
         metrics: dict = defaultdict(list)
         skipped = 0
         with self.engine.train_mode():
-            for mini in mini_batches(
-                data,
-                self.config.ppo_mini_batch_size,
-                whole_groups=self.config.share_prompt_forward,
-                epochs=self.config.ppo_epochs,
-                shuffle=self.config.shuffle,
-                seed=self.config.data_loader_seed,
-            ):
+            config = self.config
+            order = {"epochs": config.ppo_epochs, "shuffle": config.shuffle, "seed": config.data_loader_seed}
+            size, whole = config.ppo_mini_batch_size, config.share_prompt_forward
+            for mini in mini_batches(data, size, whole_groups=whole, **order):
                 skipped += self._update_on(mini, temperature, metrics)
         metrics["actor/nonfinite_steps"] = [skipped]
         if self.config.use_kl_loss:
@@ -102,11 +91,8 @@ class DataParallelPPOActor(BasePPOActor):
         if tokens == 0:
             logger.warning("a mini-batch without a counted token on any rank is left out of the update")
             return False
-        micros = self._micro_batches(
-            mini,
-            rows=self.config.ppo_micro_batch_size_per_gpu,
-            tokens=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
-        )
+        budget = self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None
+        micros = self._micro_batches(mini, rows=self.config.ppo_micro_batch_size_per_gpu, tokens=budget)
         sums: dict[str, float] = defaultdict(float)
         largest: dict[str, float] = defaultdict(lambda: -math.inf)
         self.engine.optimizer_zero_grad()
@@ -167,8 +153,6 @@ class DataParallelPPOActor(BasePPOActor):
         additive["actor/logprob_drift"] = drift.sum().item() * dp_size / config.global_batch_info["batch_num_tokens"]
         return loss, additive, {**means, "actor/logprob_drift_max": drift.max().item()}
 
-    # ---- batches -----------------------------------------------------------------------------------------------------
-
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the rest need not be cut and moved."""
         keys = list(dict.fromkeys([*self.policy.required_keys, *columns]))
@@ -193,9 +177,7 @@ class DataParallelPPOActor(BasePPOActor):
                 "only a single step may leave them out."
             )
 
-    def _micro_batches(
-        self, data: DataProto, *, rows: int | None, tokens: int | None
-    ) -> list[tuple[list[int], DataProto]]:
+    def _micro_batches(self, data: DataProto, *, rows: int | None, tokens: int | None) -> list:
         shared = self.config.share_prompt_forward
         return micro_batches(data, rows=rows, tokens=tokens, whole_groups=shared, shared=shared)
 

@@ -67,38 +67,25 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
 
 def build_optimizer(parameters: Iterable[Any], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that the config names, over the parameters (or parameter groups) that require a gradient.
+    """The optimizer that the config names, over the parameters that require a gradient.
 
     `betas` goes to optimizers that take it; override_optimizer_config is passed on as keyword arguments.
     """
     try:
         module = importlib.import_module(config.optimizer_impl)
     except ImportError as e:
-        raise ImportError(
-            f"optim.optimizer_impl={config.optimizer_impl!r} cannot be imported ({e}); install it or use 'torch.optim'."
-        ) from e
+        name = f"optim.optimizer_impl={config.optimizer_impl!r}"
+        raise ImportError(f"{name} cannot be imported ({e}); install it or use 'torch.optim'.") from e
     if config.optimizer not in vars(module):
-        raise ValueError(
-            f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}"
-            f"{nearest(config.optimizer, [n for n in vars(module) if n[:1].isupper()]) or '.'}"
-            " Name a class of that module, such as AdamW."
-        )
+        near = nearest(config.optimizer, [n for n in vars(module) if n[:1].isupper()]) or "."
+        unknown = f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}{near}"
+        raise ValueError(f"{unknown} Name a class of that module, such as AdamW.")
     optimizer_class = vars(module)[config.optimizer]
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "betas" in inspect.signature(optimizer_class).parameters:
         kwargs["betas"] = config.betas
     kwargs.update(config.override_optimizer_config or {})
-    return optimizer_class(_trainable(parameters), **kwargs)
-
-
-def _trainable(parameters: Iterable[Any]) -> list[Any]:
-    kept = []
-    for item in parameters:
-        if isinstance(item, dict):
-            group = [p for p in item["params"] if p.requires_grad]
-            kept += [{**item, "params": group}] if group else []
-        elif item.requires_grad:
-            kept.append(item)
-    if not kept:
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
         raise ValueError("No parameter requires a gradient, so there is nothing to optimize; check what is frozen.")
-    return kept
+    return optimizer_class(trained, **kwargs)

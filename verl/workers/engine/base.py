@@ -16,11 +16,9 @@ from verl.utils.registry import nearest
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step came to."""
+    """Gradient norm before clipping; `skipped`: loss or gradient was not finite on some rank, no rank stepped."""
 
-    #: norm of all gradients before clipping; not finite when the step was skipped for that
     grad_norm: float
-    #: True when loss or gradient was not finite on some rank: no rank changed a weight
     skipped: bool
 
 
@@ -28,20 +26,13 @@ class BaseEngine(ABC):
     """Builds a model over ranks, then steps, saves and loads it. Every method is called on all ranks."""
 
     module: nn.Module
+    #: whether parameters, and the optimizer's state, leave the accelerator outside of train_mode and eval_mode
+    is_param_offload_enabled: bool
+    is_optimizer_offload_enabled: bool
 
     @abstractmethod
     def initialize(self) -> None:
         """Builds model, optimizer and schedule."""
-
-    @property
-    @abstractmethod
-    def is_param_offload_enabled(self) -> bool:
-        """Whether parameters leave the accelerator outside of train_mode and eval_mode."""
-
-    @property
-    @abstractmethod
-    def is_optimizer_offload_enabled(self) -> bool:
-        """Whether the optimizer's state leaves the accelerator outside of train_mode."""
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager:
@@ -72,32 +63,28 @@ class BaseEngine(ABC):
         """(Hugging Face name, whole tensor) of every weight, adapters merged in."""
 
     @abstractmethod
-    def get_data_parallel_size(self) -> int:
-        """Number of ranks that see different data."""
-
-    @abstractmethod
-    def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
-
-    @abstractmethod
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Their process group (None: the default one)."""
-
-    @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parameters and optimizer state; gradients lie with their parameters, whatever `grad` says."""
 
     @abstractmethod
-    def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> None:
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes into the folder `local_path`."""
 
     @abstractmethod
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads what save_checkpoint wrote, on any number of ranks."""
+
+    def get_data_parallel_size(self) -> int:
+        """Number of ranks that see different data: all of them."""
+        return dist.get_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Their process group (None: the default one)."""
+        return None
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are to be collected: always, as every rank sees data of its own."""
@@ -110,16 +97,12 @@ class EngineRegistry:
     _engines: dict[tuple[str, str, str], type[BaseEngine]] = {}
 
     @classmethod
-    def register(
-        cls, model_type: str, backend: list[str] | str, device: list[str] | str = "cuda"
-    ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
+    def register(cls, model_type: str, backend: list[str] | str, device: list[str] | str = "cuda") -> Callable:
         """Class decorator: files an engine for each pair of the backends and devices."""
-        backends = [backend] if isinstance(backend, str) else backend
-        devices = [device] if isinstance(device, str) else device
 
         def decorate(engine: type[BaseEngine]) -> type[BaseEngine]:
-            for b in backends:
-                for d in devices:
+            for b in [backend] if isinstance(backend, str) else backend:
+                for d in [device] if isinstance(device, str) else device:
                     cls._engines[(model_type, b, d)] = engine
             return engine
 
@@ -128,13 +111,10 @@ class EngineRegistry:
     @classmethod
     def get_engine_cls(cls, model_type: str, backend: str, device: str | None = None) -> type[BaseEngine]:
         """The engine for this type, backend (`actor.strategy`) and device."""
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        key = (model_type, backend, device)
+        key = (model_type, backend, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if key not in cls._engines:
-            known = sorted("/".join(k) for k in cls._engines)
-            raise ValueError(
-                f"no engine for {'/'.join(key)!r}{nearest('/'.join(key), known)}. Known: {', '.join(known)}."
-            )
+            name, known = "/".join(key), sorted("/".join(k) for k in cls._engines)
+            raise ValueError(f"no engine for {name!r}{nearest(name, known)}. Known: {', '.join(known)}.")
         return cls._engines[key]
 
     @classmethod

@@ -12,11 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 
-from verl.utils.lr_schedules import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_wsd_schedule_with_warmup,
-)
+from verl.utils import lr_schedules
 from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, torch_dtype_of
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
@@ -83,7 +79,7 @@ def check_same_weights(module: nn.Module) -> None:
     """Refuses ranks that start from different trained weights (a loader that draws without the common seed)."""
     total = torch.stack([p.detach().double().sum() for p in module.parameters() if p.requires_grad] or [torch.zeros(1)])
     mine = float(total.sum())
-    sums: list[float] = [0.0] * dist.get_world_size()
+    sums = [0.0] * dist.get_world_size()
     dist.all_gather_object(sums, mine)
     if len(set(sums)) > 1:
         raise RuntimeError(
@@ -113,15 +109,12 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
         raise ValueError(f"optim.lr_scheduler_type={kind!r} needs optim.total_training_steps, which is {total}.")
     floor = config.min_lr_ratio or 0.0
     logger.debug("learning rate {}: {}, warm-up {} of {} steps", config.lr, kind, warmup, total)
+    curve = {"min_lr_ratio": floor, "num_cycles": config.num_cycles}
     makers = {
-        "constant": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
+        "constant": lambda: lr_schedules.get_constant_schedule_with_warmup(optimizer, warmup),
         "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, total),
-        "cosine": lambda: get_cosine_schedule_with_warmup(
-            optimizer, warmup, total, min_lr_ratio=floor, num_cycles=config.num_cycles
-        ),
-        "wsd": lambda: get_wsd_schedule_with_warmup(
-            optimizer, warmup, total, min_lr_ratio=floor, num_cycles=config.num_cycles
-        ),
+        "cosine": lambda: lr_schedules.get_cosine_schedule_with_warmup(optimizer, warmup, total, **curve),
+        "wsd": lambda: lr_schedules.get_wsd_schedule_with_warmup(optimizer, warmup, total, **curve),
     }
     if kind not in makers:
         raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")

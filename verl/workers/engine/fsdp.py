@@ -19,15 +19,9 @@ from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.model import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import full_weights
-from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, build_optimizer
+from verl.workers import config as cfg
+from verl.workers.engine import build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
-from verl.workers.engine.build import (
-    build_lr_scheduler,
-    build_module,
-    check_same_weights,
-    has_adapters,
-    mixed_precision_policy,
-)
 
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], ["cpu", "cuda"])
@@ -40,10 +34,10 @@ class FSDPEngine(BaseEngine):
 
     def __init__(
         self,
-        model_config: HFModelConfig,
-        engine_config: FSDPEngineConfig,
-        optimizer_config: FSDPOptimizerConfig | None,
-        checkpoint_config: CheckpointConfig,
+        model_config: cfg.HFModelConfig,
+        engine_config: cfg.FSDPEngineConfig,
+        optimizer_config: cfg.FSDPOptimizerConfig | None,
+        checkpoint_config: cfg.CheckpointConfig,
         *,
         device: str | None = None,
     ):
@@ -61,25 +55,22 @@ class FSDPEngine(BaseEngine):
         self._depth = {"train": 0, "eval": 0}
         self._loss_is_bad: torch.Tensor | None = None
 
-    # ---- building ----------------------------------------------------------------------------------------------------
-
     def initialize(self) -> None:
         """Loads, wraps, shards; then optimizer and schedule unless the engine only runs forward."""
         _ensure_process_group(self.device_type)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
-        )
+        on_cuda = self.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         self.mesh = fsdp_utils.create_device_mesh(self.world_size, self.engine_config.fsdp_size, self.device_type)
         if self.engine_config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
         _seed_everything(self.engine_config.seed)
-        module = build_module(self.model_config, self.engine_config, trains=self._trains)
+        module = build.build_module(self.model_config, self.engine_config, trains=self._trains)
         if not self._trains:
             module.requires_grad_(False)
-        check_same_weights(module)
+        build.check_same_weights(module)
         if self.rank == 0:
             print_model_size(module)
         self.module = fsdp_utils.apply_fsdp2(
@@ -87,21 +78,17 @@ class FSDPEngine(BaseEngine):
             self.mesh,
             wrap_policy=dict(self.engine_config.wrap_policy or {}),
             reshard_after_forward=self.engine_config.reshard_after_forward,
-            mp_policy=mixed_precision_policy(self.engine_config),
+            mp_policy=build.mixed_precision_policy(self.engine_config),
             offload_policy=self.engine_config.offload_policy,
             forward_prefetch=self.engine_config.forward_prefetch,
         )
         self.module.eval()
         if self._trains:
-            self.optimizer = build_optimizer(self.module.parameters(), self.optimizer_config)
-            self.lr_scheduler = build_lr_scheduler(self.optimizer, self.optimizer_config)
+            self.optimizer = cfg.build_optimizer(self.module.parameters(), self.optimizer_config)
+            self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
+        tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
         self.checkpoint_manager = FSDPCheckpointManager(
-            self.module,
-            self.optimizer,
-            self.lr_scheduler,
-            self.model_config.tokenizer,
-            self.checkpoint_config,
-            device=self.device,
+            self.module, self.optimizer, self.lr_scheduler, tokenizer, contents, device=self.device
         )
         # From here on each rank draws numbers of its own (sampling, dropout).
         _seed_everything(self.engine_config.seed + 1 + self.rank)
@@ -113,46 +100,30 @@ class FSDPEngine(BaseEngine):
         return self.optimizer_config is not None and not self.engine_config.forward_only
 
     @property
-    def dp_size(self) -> int:
-        """Number of ranks that see different data: all of them."""
-        return self.world_size
-
-    def get_data_parallel_size(self) -> int:
-        return self.world_size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.rank
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """None: the default group."""
-        return None
-
-    # ---- where things lie --------------------------------------------------------------------------------------------
+    def is_param_offload_enabled(self) -> bool:
+        return self.engine_config.param_offload and self._moves
 
     @property
-    def is_param_offload_enabled(self) -> bool:
-        return self.engine_config.param_offload and self.device_type != "cpu" and not self.engine_config.offload_policy
+    def _moves(self) -> bool:
+        return self.device_type != "cpu" and not self.engine_config.offload_policy
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        return (
-            self.engine_config.optimizer_offload and self.device_type != "cpu" and not self.engine_config.offload_policy
-        )
+        return self.engine_config.optimizer_offload and self._moves
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parameters (with gradients) and optimizer state to "cpu" or back to the accelerator."""
-        if self.device_type == "cpu" or self.engine_config.offload_policy:
+        if not self._moves:
             return
         to_cpu = torch.device(device).type == "cpu"
         if model and to_cpu:
             fsdp_utils.offload_fsdp_model_to_cpu(self.module)
         elif model:
             fsdp_utils.load_fsdp_model_to_gpu(self.module, self.device)
-        if optimizer and self.optimizer is not None:
-            if to_cpu:
-                fsdp_utils.offload_fsdp_optimizer(self.optimizer)
-            else:
-                fsdp_utils.load_fsdp_optimizer(self.optimizer, self.device)
+        if optimizer and self.optimizer is not None and to_cpu:
+            fsdp_utils.offload_fsdp_optimizer(self.optimizer)
+        elif optimizer and self.optimizer is not None:
+            fsdp_utils.load_fsdp_optimizer(self.optimizer, self.device)
 
     @contextmanager
     def train_mode(self) -> Iterator[FSDPEngine]:
@@ -197,9 +168,9 @@ class FSDPEngine(BaseEngine):
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """The base model without its adapters: the reference policy of a LoRA run."""
-        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
-        if not layers:
+        if not self.has_adapters:
             raise RuntimeError("disable_adapter() was asked of a model without adapters; set model.lora_rank above 0.")
+        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
         trained = [p for p in self.module.parameters() if p.requires_grad]
         for layer in layers:
             layer.enable_adapters(False)
@@ -214,9 +185,7 @@ class FSDPEngine(BaseEngine):
     @property
     def has_adapters(self) -> bool:
         """Whether some layer carries a LoRA adapter."""
-        return has_adapters(self.module)
-
-    # ---- one step ----------------------------------------------------------------------------------------------------
+        return build.has_adapters(self.module)
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -252,23 +221,17 @@ class FSDPEngine(BaseEngine):
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
 
-    # ---- weights out, checkpoints ------------------------------------------------------------------------------------
-
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, whole tensor on the device) of every weight, adapters merged in; a collective walk."""
         fsdp_utils.reshard(self.module)
         yield from full_weights(self.module, self.device)
 
-    def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> None:
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""
         fsdp_utils.reshard(self.module)
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads checkpoint.load_contents from `local_path`, written on any number of ranks."""
         fsdp_utils.reshard(self.module)
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)

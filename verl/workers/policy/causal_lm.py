@@ -52,13 +52,9 @@ class CausalLMPolicy(Policy):
         """
         self.bind(model)
         inputs = {k: micro_batch[k] for k in self.required_keys}
-        options = dict(
-            temperature=check_temperature(temperature), with_entropy=with_entropy, chunk_tokens=self.chunk_tokens
-        )
-        if isinstance(model, FSDPModule):
-            log_probs, entropy = model.response_log_probs(**inputs, **options)
-        else:
-            log_probs, entropy = _response_log_probs(model, **inputs, **options)
+        inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
+        forward = model.response_log_probs if isinstance(model, FSDPModule) else _response_log_probs.__get__(model)
+        log_probs, entropy = forward(**inputs, chunk_tokens=self.chunk_tokens)
         return log_probs, (entropy if with_entropy else None)
 
 

@@ -7,11 +7,6 @@ from verl.workers.reward_manager.registry import get_reward_manager_cls, registe
 from verl.workers.reward_manager.rows import RewardError
 
 __all__ = [
-    "AbstractRewardManager",
-    "BatchRewardManager",
-    "NaiveRewardManager",
-    "RawRewardFn",
-    "RewardError",
-    "get_reward_manager_cls",
-    "register",
-]
+    "AbstractRewardManager", "BatchRewardManager", "NaiveRewardManager", "RawRewardFn", "RewardError",
+    "get_reward_manager_cls", "register",
+]  # fmt: skip

@@ -18,11 +18,7 @@ class AbstractRewardManager(ABC):
 
     @abstractmethod
     def __init__(
-        self,
-        tokenizer: Any,
-        num_examine: int,
-        compute_score: RawRewardFn | None,
-        reward_fn_key: str = "data_source",
+        self, tokenizer: Any, num_examine: int, compute_score: RawRewardFn | None, reward_fn_key: str = "data_source",
         **kwargs: Any,
     ) -> None:
         """`num_examine`: samples of each data source that are logged as text in a call."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -54,16 +56,10 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
         reward_model = extras["reward_model"][i]
         if "ground_truth" not in reward_model:
             raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
-        rows.append(
-            Row(
-                index=i,
-                data_source=extras[reward_fn_key][i],
-                prompt_ids=[token for token, keep in zip(prompt, kept[: len(prompt)], strict=True) if keep],
-                response_ids=[token for token, keep in zip(response, kept[len(prompt) :], strict=True) if keep],
-                ground_truth=reward_model["ground_truth"],
-                extra_info=extra_info,
-            )
-        )
+        prompt_ids = list(compress(prompt, kept[: len(prompt)]))
+        response_ids = list(compress(response, kept[len(prompt) :]))
+        truth = reward_model["ground_truth"]
+        rows.append(Row(i, extras[reward_fn_key][i], prompt_ids, response_ids, truth, extra_info))
     return rows
 
 
@@ -72,23 +68,17 @@ def split_result(result: Any, row: Row) -> tuple[float, dict[str, Any]]:
 
     A dict is an extra as a whole, its score included; a plain number has none.
     """
-    extras = dict(result) if isinstance(result, dict) else {}
-    if isinstance(result, dict) and "score" not in result:
+    extras = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in extras:
         raise RewardError(f"{row}: the reward function gave a dict without 'score': {sorted(result)}.")
-    score = extras["score"] if extras else result
+    score = extras["score"]
     try:
         number = float(score)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{row}: the reward function gave {score!r} as a score; a number is needed.") from error
-    if number != number or number in (float("inf"), float("-inf")):
+    if not math.isfinite(number):
         raise RewardError(f"{row}: the reward function gave the score {number}; a finite number is needed.")
-    return number, extras
-
-
-def collect_extras(extras: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Dicts of the rows as one list a key, as long as the batch; None where a row lacks the key."""
-    keys = dict.fromkeys(key for extra in extras for key in extra)
-    return {key: [extra[key] if key in extra else None for extra in extras] for key in keys}
+    return number, extras if isinstance(result, dict) else {}
 
 
 def place_scores(data: DataProto, scores: list[float]) -> torch.Tensor:
@@ -98,9 +88,7 @@ def place_scores(data: DataProto, scores: list[float]) -> torch.Tensor:
     in which the mask counts nothing falls back to its last valid token, or to position 0 of an empty response.
     """
     responses = data.batch["responses"]
-    length = responses.shape[-1]
-    valid = data.batch["attention_mask"][:, -length:].bool()
-    last = _last_set(valid)
+    last = _last_set(data.batch["attention_mask"][:, -responses.shape[-1] :].bool())
     if "response_mask" in data.batch:
         counted = data.batch["response_mask"].bool()
         last = torch.where(counted.any(-1), _last_set(counted), last)
@@ -115,12 +103,19 @@ def _last_set(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, positions, 0).amax(-1)
 
 
-def given_scores(data: DataProto, return_dict: bool) -> torch.Tensor | dict[str, Any] | None:
-    """The scores that came with the batch as `rm_scores` [B, R], in the form asked for; None without them."""
-    if data.batch is None or "rm_scores" not in data.batch:
+def place_results(data: DataProto, rows: list[Row], results: list[Any]) -> dict[str, Any]:
+    """Scores [B, R] and extras ({name: list of B}, None where a row lacks the name) of what the function gave."""
+    pairs = [split_result(result, row) for result, row in zip(results, rows, strict=True)]
+    extras = [extra for _, extra in pairs]
+    names = dict.fromkeys(name for extra in extras for name in extra)
+    columns = {name: [extra[name] if name in extra else None for extra in extras] for name in names}
+    return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
+
+
+def given_scores(data: DataProto) -> dict[str, Any] | None:
+    """The scores that came with the batch as `rm_scores` [B, R], with their extras; None without them."""
+    if "rm_scores" not in data.batch:
         return None
-    if not return_dict:
-        return data.batch["rm_scores"]
     names = data.meta_info["reward_extra_keys"] if "reward_extra_keys" in data.meta_info else []
     extras = {name: data.non_tensor_batch[name] for name in names}
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
@@ -133,10 +128,6 @@ def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examin
         if shown[row.data_source] >= num_examine:
             continue
         shown[row.data_source] += 1
-        logger.info(
-            "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}",
-            tokenizer.decode(row.prompt_ids, skip_special_tokens=True),
-            tokenizer.decode(row.response_ids, skip_special_tokens=True),
-            row.ground_truth,
-            result,
-        )
+        prompt, answer = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt_ids, row.response_ids))
+        text = "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}"
+        logger.info(text, prompt, answer, row.ground_truth, result)

@@ -71,12 +71,9 @@ class ActorRolloutRefWorker(Worker):
         actor_config = per_rank_sizes(self.config.actor, self.config.rollout.n, self.world_size)
         self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(actor_config, FSDPActorConfig)
         self.policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
+        config = self.actor_config
         self.engine = FSDPEngine(
-            self.model_config,
-            self.actor_config.fsdp_config,
-            self.actor_config.optim,
-            self.actor_config.checkpoint,
-            device=self.device_name,
+            self.model_config, config.fsdp_config, config.optim, config.checkpoint, device=self.device_name
         )
         self.engine.initialize()
         self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
@@ -96,8 +93,6 @@ class ActorRolloutRefWorker(Worker):
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
         self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, policy)
-
-    # ---- rollout -----------------------------------------------------------------------------------------------------
 
     def rollout_mode(self) -> None:
         """Wake the rollout with the actor's weights of this moment."""
@@ -139,8 +134,6 @@ class ActorRolloutRefWorker(Worker):
         output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
         return output
 
-    # ---- log-probs and update ----------------------------------------------------------------------------------------
-
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """old_log_probs [B, R] and entropys [B, R] of the actor's present weights."""
@@ -178,19 +171,13 @@ class ActorRolloutRefWorker(Worker):
             metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1024**3
         return DataProto(meta_info={"metrics": metrics})
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> None:
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Write the actor's part into `local_path`; all ranks take part."""
         self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Read the actor's part, written on any number of ranks; the version follows from `.../global_step_<N>/`."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
         found = re.fullmatch(r"global_step_(\d+)", Path(local_path).parent.name)

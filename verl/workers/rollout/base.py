@@ -55,10 +55,8 @@ class BaseRollout(ABC):
 
 
 # Rollouts that come with verl are imported when they are asked for: some need packages of their own.
-_BUILT_IN = {
-    ("hf", "sync"): "verl.workers.rollout.hf_rollout",
-    ("spd", "sync"): "verl.workers.rollout.spd_rollout",
-}
+_BUILT_IN = {"hf/sync": "verl.workers.rollout.hf_rollout", "spd/sync": "verl.workers.rollout.spd_rollout"}
+_KNOWN = set(_BUILT_IN)
 
 _ROLLOUTS: Registry[type[BaseRollout]] = Registry(
     "actor_rollout_ref.rollout.{name}/{mode}",
@@ -68,25 +66,24 @@ _ROLLOUTS: Registry[type[BaseRollout]] = Registry(
 
 def register_rollout(name: str, mode: str) -> Callable[[type[BaseRollout]], type[BaseRollout]]:
     """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`."""
+    _KNOWN.add(f"{name}/{mode}")
     return _ROLLOUTS.register(f"{name}/{mode}")
 
 
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
     """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
     key = f"{rollout_name}/{mode}"
-    if key not in _ROLLOUTS and (rollout_name, mode) in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[rollout_name, mode])
-    known = sorted({*_ROLLOUTS, *("/".join(pair) for pair in _BUILT_IN)})
-    if key not in known:
-        modes = sorted(pair.split("/")[1] for pair in known if pair.split("/")[0] == rollout_name)
-        if modes:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
-                f"it has: {', '.join(modes)}. Set actor_rollout_ref.rollout.mode={modes[0]}."
-            )
-        names = sorted({pair.split("/")[0] for pair in known})
+    if key not in _ROLLOUTS and key in _BUILT_IN:
+        importlib.import_module(_BUILT_IN[key])
+    if key in _ROLLOUTS:
+        return _ROLLOUTS.get(key)
+    pairs = [pair.split("/") for pair in sorted(_KNOWN)]
+    modes = [of for name, of in pairs if name == rollout_name]
+    if modes:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{nearest(rollout_name, names) or '.'} "
-            f"Known: {', '.join(known)}. {_ROLLOUTS.howto}"
+            f"actor_rollout_ref.rollout.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
+            f"it has: {', '.join(modes)}. Set actor_rollout_ref.rollout.mode={modes[0]}."
         )
-    return _ROLLOUTS.get(key)
+    hint = nearest(rollout_name, [name for name, _ in pairs]) or "."
+    what = f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{hint}"
+    raise ValueError(f"{what} Known: {', '.join(sorted(_KNOWN))}. {_ROLLOUTS.howto}")

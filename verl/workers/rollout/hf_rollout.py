@@ -45,12 +45,10 @@ class HFRollout(BaseRollout):
         meta = prompts.meta_info
         n = meta["n"] if "n" in meta else 1
         with self.engine.eval_mode(), torch.no_grad(), self.engine.autocast():
-            rows = len(prompts)
             # Prompts at a time, so that their samples stay within rollout.max_num_seqs.
             step = max(1, self.config.max_num_seqs // n)
-            parts = [self._generate(prompts[start : start + step], n) for start in range(0, rows, step)]
-        tensors = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        return DataProto.from_dict(tensors=tensors)
+            parts = [self._generate(prompts[start : start + step], n) for start in range(0, len(prompts), step)]
+        return DataProto.from_dict(tensors={key: torch.cat([part[key] for part in parts]) for key in parts[0]})
 
     def sampling(self, meta: dict[str, Any]) -> Sampling:
         """The sampling of a batch: the rollout's settings, those of val_kwargs for validation; meta_info wins."""
@@ -65,28 +63,24 @@ class HFRollout(BaseRollout):
         device = next(module.parameters()).device
         meta = prompts.meta_info
         sampling = self.sampling(meta)
-        eos = _eos_ids(meta["eos_token_id"], device)
+        eos = meta["eos_token_id"]  # a number, several, or None
+        eos = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).view(-1)
         pad = meta["pad_token_id"]
         limit = self.config.response_length
-        input_ids = prompts.batch["input_ids"].to(device)  # [B, P]
-        attention_mask = prompts.batch["attention_mask"].to(device)
-        positions = prompts.batch["position_ids"].to(device)
+        inputs = [prompts.batch[key].to(device) for key in ("input_ids", "attention_mask", "position_ids")]  # [B, P]
         uniforms = _uniforms(prompts, n, limit).to(device)  # [B*n, R]
 
         # A prompt is read once; its cache is then repeated for its samples.
         cache = DynamicCache()
-        logits = self._forward(input_ids, attention_mask, positions, cache).repeat_interleave(n, 0)  # [B*n, V]
+        logits = self._forward(*inputs, cache).repeat_interleave(n, 0)  # [B*n, V]
         if n > 1:
             cache.batch_repeat_interleave(n)
-        prompt_ids, prompt_mask, prompt_positions = (
-            tensor.repeat_interleave(n, 0) for tensor in (input_ids, attention_mask, positions)
-        )
+        prompt_ids, prompt_mask, prompt_positions = (tensor.repeat_interleave(n, 0) for tensor in inputs)
         attention_mask = prompt_mask
-        rows = len(prompt_ids)
-        responses = torch.full((rows, limit), pad, dtype=torch.int64, device=device)
-        response_mask = torch.zeros((rows, limit), dtype=torch.int64, device=device)
-        log_probs = torch.zeros((rows, limit), dtype=torch.float32, device=device)
-        done = torch.zeros(rows, dtype=torch.bool, device=device)
+        responses = torch.full((len(prompt_ids), limit), pad, device=device)
+        response_mask = torch.zeros_like(responses)
+        log_probs = torch.zeros_like(responses, dtype=torch.float32)
+        done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         for t in range(limit):
             token, log_prob = choose(logits.float(), uniforms[:, t], sampling)
             responses[:, t] = torch.where(done, pad, token)
@@ -116,14 +110,8 @@ class HFRollout(BaseRollout):
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         """Logits of the last position: input_ids [B, q], attention_mask [B, cached + q] -> [B, V]."""
-        return self.engine.module(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        return self.engine.module(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     @staticmethod
     def _all_done(done: torch.Tensor) -> bool:
@@ -173,8 +161,3 @@ def _uniforms(prompts: DataProto, n: int, length: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
             draws.append(torch.rand(length, generator=generator))
     return torch.stack(draws)
-
-
-def _eos_ids(eos: int | list[int] | None, device: torch.device) -> torch.Tensor:
-    ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    return torch.tensor(ids, dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,9 @@ _ADV_ESTIMATORS: Registry[AdvantageFn] = Registry(
     "algorithm.adv_estimator",
     "Your own: register it with register_adv_est in a module named by actor_rollout_ref.model.external_lib.",
 )
+# Decorator: enter an estimator `fn(token_level_rewards, response_mask, ...) -> (advantages, returns)` under a name.
+register_adv_est = _ADV_ESTIMATORS.register
+get_adv_estimator_fn = _ADV_ESTIMATORS.get
 
 
 class AdvantageEstimator(StrEnum):
@@ -41,20 +44,6 @@ class AdvantageEstimator(StrEnum):
     GRPO_VECTORIZED = "grpo_vectorized"
 
 
-def _name(name_or_enum: str | AdvantageEstimator) -> str:
-    return name_or_enum.value if isinstance(name_or_enum, Enum) else name_or_enum
-
-
-def register_adv_est(name_or_enum: str | AdvantageEstimator) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: enter an estimator `fn(token_level_rewards, response_mask, ...) -> (advantages, returns)`."""
-    return _ADV_ESTIMATORS.register(_name(name_or_enum))
-
-
-def get_adv_estimator_fn(name_or_enum: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator of that name; an unknown name is an error with the nearest."""
-    return _ADV_ESTIMATORS.get(_name(name_or_enum))
-
-
 def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[str, Any]) -> Estimate:
     """Call the estimator with those of `inputs` that its signature names (all of them if it takes **kwargs).
 
@@ -62,15 +51,15 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[
     gamma, lam, config, ...) without a branch by estimator; a required input that is missing is an error.
     """
     fn = get_adv_estimator_fn(name_or_enum)
-    parameters = inspect.signature(fn).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    named = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = inspect.signature(fn).parameters.values()
+    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
     missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in inputs]
     if missing:
         raise ValueError(
-            f"algorithm.adv_estimator='{_name(name_or_enum)}' needs {', '.join(missing)}, which this batch lacks; "
+            f"algorithm.adv_estimator='{name_or_enum}' needs {', '.join(missing)}, which this batch lacks; "
             f"it has {', '.join(sorted(inputs))}."
         )
+    takes_all = len(named) < len(parameters)
     return fn(**(inputs if takes_all else {p.name: inputs[p.name] for p in named if p.name in inputs}))
 
 
@@ -208,10 +197,7 @@ def compute_grpo_passk_outcome_advantage(
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, config=None, **kwargs
 ) -> Estimate:
-    """Score less the mean of the *other* samples of its group (RLOO, arXiv 2402.14740). [B, T] -> two of [B, T].
-
-    A sample alone in its group keeps its score.
-    """
+    """Score less the mean of the *other* samples of its group (RLOO, arXiv 2402.14740). [B, T] -> two of [B, T]."""
     scores, groups = _scores(token_level_rewards, index)
     others = (groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1)
     return _on_tokens(scores - others, token_level_rewards, response_mask)
@@ -229,7 +215,7 @@ def compute_opo_outcome_advantage(
 ) -> Estimate:
     """Score less the length-weighted mean of its group (OPO, arXiv 2505.23585). [B, T] -> two of [B, T].
 
-    baseline = sum(length * score) / sum(length); a sample alone in its group keeps its score.
+    baseline = sum(length * score) / sum(length).
     """
     scores, groups = _scores(token_level_rewards, index)
     lengths = response_mask.double().sum(-1)
@@ -244,8 +230,7 @@ def compute_gpg_outcome_advantage(
 ) -> Estimate:
     """alpha * B / nonzero * (score - group mean) / f_norm (GPG, arXiv 2504.02546). [B, T] -> two of [B, T].
 
-    `nonzero` counts the samples whose score is not 0: batches with few of them are scaled up. A sample alone in
-    its group is not centred.
+    `nonzero` counts the samples whose score is not 0: batches with few of them are scaled up.
     """
     scores, groups = _scores(token_level_rewards, index)
     scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
@@ -277,10 +262,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray | Tensor, epsilon: float = 1e-6, config=None,
     **kwargs,
 ) -> Estimate:
-    """Score less its group's mean, whitened over all tokens of the batch (arXiv 2501.03262). [B, T] -> two of [B, T].
-
-    A sample alone in its group is not centred by the group.
-    """
+    """Score less its group's mean, whitened over all tokens of the batch (arXiv 2501.03262). [B, T] -> [B, T] x2."""
     scores, groups = _scores(token_level_rewards, index)
     on_tokens, _ = _on_tokens(scores - groups.baseline(scores), token_level_rewards, response_mask)
     advantages = _whiten(on_tokens, response_mask)

@@ -9,10 +9,6 @@ import torch
 from verl.utils.registry import nearest
 
 
-def _k1(diff: torch.Tensor) -> torch.Tensor:
-    return diff
-
-
 def _k2(diff: torch.Tensor) -> torch.Tensor:
     return 0.5 * diff.square()
 
@@ -24,7 +20,7 @@ def _k3(diff: torch.Tensor) -> torch.Tensor:
 
 
 _ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "kl": _k1, "k1": _k1, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
+    "kl": torch.clone, "k1": torch.clone, "abs": torch.abs, "mse": _k2, "k2": _k2, "low_var_kl": _k3, "k3": _k3,
 }  # fmt: skip
 
 
@@ -40,10 +36,9 @@ def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_pena
             "([tokens, vocab]); use 'low_var_kl', the low-variance estimate from the sampled tokens."
         )
     if kl_penalty not in _ESTIMATORS:
-        known = list(_ESTIMATORS)
         raise ValueError(
-            f"kl_penalty={kl_penalty!r} is unknown{nearest(kl_penalty, known) or '.'} Known: {', '.join(known)}; "
-            "each also with a '+' behind it (gradient of k2)."
+            f"kl_penalty={kl_penalty!r} is unknown{nearest(kl_penalty, list(_ESTIMATORS)) or '.'} "
+            f"Known: {', '.join(_ESTIMATORS)}; each also with a '+' behind it (gradient of k2)."
         )
     return _ESTIMATORS[kl_penalty](logprob - ref_logprob)
 
@@ -67,26 +62,6 @@ def compute_rewards(
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 
-class AdaptiveKLController:
-    """Moves the coefficient so that the measured KL stays near `target_kl` (arXiv 1909.08593, section 2.2)."""
-
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
-        self.value = init_kl_coef
-        self.target = target_kl
-        self.horizon = horizon
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon."""
-        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.value = state["value"]
-
-
 class FixedKLController:
     """A coefficient that stays as it is."""
 
@@ -103,7 +78,24 @@ class FixedKLController:
         """The configured coefficient rules, also after a resume."""
 
 
-def get_kl_controller(kl_ctrl) -> AdaptiveKLController | FixedKLController:
+class AdaptiveKLController(FixedKLController):
+    """Moves the coefficient so that the measured KL stays near `target_kl` (arXiv 1909.08593, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
+        super().__init__(init_kl_coef)
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon."""
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
+
+
+def get_kl_controller(kl_ctrl) -> FixedKLController:
     """The controller that `algorithm.kl_ctrl` asks for (fields type, kl_coef, target_kl, horizon)."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)

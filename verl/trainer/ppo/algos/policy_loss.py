@@ -19,20 +19,10 @@ _POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
 )
-
-
-def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator: enter a loss.
-
-    `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`, tensors
-    [B, T], gives (scalar loss, metrics).
-    """
-    return _POLICY_LOSSES.register(name)
-
-
-def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The loss of that name; an unknown name is an error with the nearest."""
-    return _POLICY_LOSSES.get(name)
+# Decorator: enter a loss `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+# rollout_is_weights) -> (scalar loss, metrics)`, tensors [B, T], under a name.
+register_policy_loss = _POLICY_LOSSES.register
+get_policy_loss_fn = _POLICY_LOSSES.get
 
 
 def _clip_range(config) -> tuple[float, float]:
@@ -168,10 +158,7 @@ def compute_policy_loss_cispo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
     loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """L = -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps a gradient (CISPO, arXiv 2506.13585).
-
-    All [B, T] -> scalar, metrics.
-    """
+    """L = -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps a gradient (CISPO, arXiv 2506.13585)."""
     low, high = _clip_range(config)
     log_ratio = _log_ratio(log_prob, old_log_prob)
     ratio = log_ratio.exp().detach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.workers.rollout.spd.evaluation import EvaluationRow
+from scripts.spd_evaluation.measures import EvaluationRow
 
 CURVES = (  # rules of one curve, legend, colour, marker
     (("margin",), "margin rule, swept", "#d95f02", "s"),

@@ -1,0 +1,77 @@
+"""The feature store: a block is forwarded once, its states come back bit for bit, another target finds nothing."""
+
+import torch
+
+from recipe.spd.features import FeatureStore
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
+
+BLOCKS = {
+    "contexts": [[5, 6, 7], [8, 9]],
+    "drafts": [[10, 11, 12], [13, 14]],
+    "targets": [[10, 20, 21, 22], [23, 14, 24]],
+}
+
+
+def inputs(rows=(0, 1)) -> dict[str, torch.Tensor]:
+    blocks = {name: [values[i] for i in rows] for name, values in BLOCKS.items()}
+    return SPDInputData.from_blocks(**blocks, sep_token_id=3, pad_token_id=0).as_kwargs()
+
+
+def build(tiny_llama, store):
+    model = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama)).eval()
+    model.features = store
+    return model
+
+
+def count_forwards(model) -> list[int]:
+    rows = []
+    model.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    return rows
+
+
+def test_stored_states_give_the_logits_of_a_plain_forward(tiny_llama, tmp_path):
+    plain = build(tiny_llama, None)(**inputs())
+    torch.testing.assert_close(build(tiny_llama, FeatureStore(tmp_path / "s", "t"))(**inputs()), plain)
+
+
+def test_each_block_is_forwarded_once_also_by_a_later_process(tiny_llama, tmp_path):
+    model = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
+    rows = count_forwards(model)
+    first = model(**inputs())
+    assert rows == [2]
+    assert torch.equal(model(**inputs()), first) and rows == [2]
+    again = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
+    rows = count_forwards(again)
+    assert torch.equal(again(**inputs()), first) and rows == []
+
+
+def test_only_unseen_blocks_of_a_batch_are_forwarded(tiny_llama, tmp_path):
+    model = build(tiny_llama, FeatureStore(tmp_path / "s", "t"))
+    rows = count_forwards(model)
+    model(**inputs((0,)))
+    model(**inputs((0, 1, 0, 1)))
+    assert rows == [1, 1]
+
+
+def test_another_target_finds_nothing(tiny_llama, tmp_path):
+    build(tiny_llama, FeatureStore(tmp_path / "s", "one"))(**inputs())
+    other = build(tiny_llama, FeatureStore(tmp_path / "s", "other"))
+    rows = count_forwards(other)
+    other(**inputs())
+    assert rows == [2]
+
+
+def test_only_the_head_gets_gradients_and_the_same_ones(tiny_llama, tmp_path):
+    def gradients(store):
+        model = build(tiny_llama, store)
+        z = model(**inputs())
+        z[z < 50].sum().backward()
+        assert all(p.grad is None for p in model.backbone.parameters())
+        return [p.grad for p in model.head.parameters()]
+
+    stored = FeatureStore(tmp_path / "s", "t")
+    gradients(stored)
+    for a, b in zip(gradients(stored), gradients(None), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,66 @@
+"""Keys that nothing reads are told where they are set, and only there."""
+
+from fnmatch import fnmatchcase
+
+import pytest
+from loguru import logger
+from omegaconf import OmegaConf
+
+from tests.helpers.configs import SOUND, compose_ppo
+from verl.utils.config import validate_config
+from verl.utils.config_check import paths
+from verl.utils.config_effect import ENGINE_KEYS, NOT_READ, settings_without_effect
+
+
+def told(*overrides):
+    return [p.message for p in settings_without_effect(compose_ppo(*SOUND, *overrides))]
+
+
+def test_defaults_and_followers_are_not_told():
+    assert told() == []
+    key = "actor_rollout_ref.actor.use_torch_compile"  # ref and both engines follow it
+    assert told(f"{key}=true") == [f"{key}=true has no effect in this version: nothing is compiled."]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.entropy_checkpointing=true",
+        "actor_rollout_ref.model.enable_activation_offload=true",
+        "actor_rollout_ref.model.hf_config_path=/x",
+        "actor_rollout_ref.actor.use_rollout_log_probs=true",
+        "actor_rollout_ref.actor.checkpoint.async_save=true",
+        "actor_rollout_ref.actor.optim.clip_grad=0.5",
+        "algorithm.rollout_correction.rollout_is_threshold=3.0",
+        "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+        "global_profiler.steps=[1]",
+    ],
+)
+def test_a_key_that_nothing_reads_is_told_with_its_value(override):
+    (message,) = told(override)
+    assert message.startswith(override.lstrip("+").partition("=")[0] + "=") and "has no effect" in message
+
+
+def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
+    assert told("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.name=own") == []
+
+
+def test_each_line_of_the_table_names_a_key_that_exists():
+    keys = list(paths(OmegaConf.to_container(compose_ppo(), resolve=False)))
+    patterns = [*NOT_READ, *(f"actor_rollout_ref.rollout.{name}" for name in ENGINE_KEYS)]
+    assert [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)] == []
+
+
+def test_they_are_told_at_the_start_too():
+    lines = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    config = compose_ppo(*SOUND, "trainer.esi_redundant_time=60")
+    try:
+        validate_config(config, use_reference_policy=False, use_critic=False)
+    finally:
+        logger.remove(sink)
+    assert [line.strip() for line in lines if "has no effect" in line] == [
+        "trainer.esi_redundant_time=60 has no effect in this version: no instance's expiry is watched."
+    ]
