@@ -7,8 +7,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers.models import save_tiny_llama
+
+# A busy machine is slow, not wrong; derandomized, so that a failure is there again in the next run.
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class PhaseFailed(RuntimeError):
 def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None = None, env: dict | None = None) -> None:
     """Run a command with its output in `log`; `watch` is called twice a second meanwhile.
 
-    Raises PhaseFailed with the log's last lines when the command fails. The child is ended when this process is interrupted.
+    Raises PhaseFailed with the log's last lines when the command fails; the child ends when this process is interrupted.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -228,7 +229,7 @@ class RayPPOTrainer(RunKeeping):
             weights,
             self.ranks,
             self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
-            _equal_partition if self.config.trainer.balance_batch else None,
+            partial(get_seqlen_balanced_partitions, equal_size=True) if self.config.trainer.balance_batch else None,
             whole_groups=uneven or self._keeps_groups_whole(),
         )
         batch.reorder(torch.from_numpy(order))
@@ -288,10 +289,6 @@ class RayPPOTrainer(RunKeeping):
         metrics = reduce_metrics(output.meta_info["metrics"])
         self.metrics.update(metrics)
         self._watch_nonfinite(metrics["actor/nonfinite_steps"])
-
-
-def _equal_partition(weights: list[int], parts: int) -> list[list[int]]:
-    return get_seqlen_balanced_partitions(weights, k_partitions=parts, equal_size=True)
 
 
 def _one_version(samples: DataProto) -> int:

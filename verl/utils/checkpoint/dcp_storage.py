@@ -14,18 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 METADATA_FILE = ".metadata"
 #: every class and function that the metadata of a checkpoint of plain tensors names
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
+_METADATA = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
+_ALLOWED = {("torch.distributed.checkpoint.metadata", n) for n in (*_METADATA.split(), "_MEM_FORMAT_ENCODING")} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
