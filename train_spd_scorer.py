@@ -147,9 +147,7 @@ def _check_block(
     if missing := [n for n in ("question_id", "context_ids", "draft_ids", "target_ids") if block.get(n) is None]:
         raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(block)}.")
     if block["question_id"] not in questions:
-        raise DataError(
-            f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there."
-        )
+        raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
     for name in ("context_ids", "draft_ids", "target_ids"):
         ids = block[name]
         if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
@@ -301,7 +299,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8, help="samples a block")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--max-tokens", type=int, default=256, help="longest completion")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or CPU ranks, of a node")

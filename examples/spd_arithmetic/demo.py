@@ -26,7 +26,9 @@ from verl.utils.report import write_report
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_S = {"test bed": 330.0, "training": 200.0, "evaluation": 190.0}
 OWN_EXTRA_S = {"training": 400.0, "evaluation": 200.0}
-STEPS = {"target": 300, "own": 140}
+STEPS = {"target": 400, "own": 140}
+LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
+SCORER_THRESHOLDS = {"target": ("-2", "-1", "0", "1", "2", "4"), "own": ("-1", "0", "2", "4")}
 OWN_TRAINING = ("--lr", "2e-4", "--batch-size", "48")
 console = Console()
 
@@ -38,7 +40,7 @@ class PhaseFailed(RuntimeError):
 def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None = None, env: dict | None = None) -> None:
     """Run a command with its output in `log`; `watch` is called twice a second meanwhile.
 
-    Raises PhaseFailed with the log's last lines when the command fails; the child ends when this process is interrupted.
+    Raises PhaseFailed with the log's last lines when it fails; the child ends when this process is interrupted.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as out:
@@ -119,7 +121,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase, as a user would type it."""
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
     make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(args.seed)]
-    make += ["--n-test-questions", str(args.questions)]
+    make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
     train = [python, "train_spd_scorer.py", "--backbone", args.backbone, "--model", str(testbed / "target")]
     for split, prefix in (("train", "--"), ("val", "--val-")):
         train += [f"{prefix}blocks", str(testbed / f"blocks_{split}.parquet")]
@@ -127,13 +129,15 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     train += ["--output-dir", str(run), "--store", str(args.out / "completions.sqlite3")]
     train += ["--steps", str(args.steps), "--seed", str(args.seed), "--device", "cpu", "--epochs", "1000"]
     train += [*OWN_TRAINING] if args.backbone == "own" else []
+    train += ["--max-tokens", str(LIMIT), "--save-freq", str(args.steps)]
     train += ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false"]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
     evaluate += ["--scorer", str(run / f"global_step_{args.steps}" / "actor" / "huggingface")]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
-    evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
+    evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
+    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone]]
     return {"test bed": make, "training": train, "evaluation": evaluate}
 
 

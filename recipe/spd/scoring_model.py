@@ -166,10 +166,7 @@ class ScoringActor(nn.Module):
         ids = input_ids.gather(1, torch.where(text, column, 0))
         with torch.no_grad():
             output = self.backbone(
-                input_ids=ids,
-                attention_mask=text.long(),
-                position_ids=position.clamp(min=0),
-                use_cache=False,
+                input_ids=ids, attention_mask=text.long(), position_ids=position.clamp(min=0), use_cache=False
             ).last_hidden_state
         # The state over the token before d_i predicted t_i.
         return _rows_at(output, first + context_len - 1 + torch.arange(gamma, device=input_ids.device))

@@ -26,16 +26,27 @@ def gone(processes: list[psutil.Process], seconds: float) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
+def family_of(supervisor: psutil.Process) -> list[psutil.Process]:
+    """Supervisor, shell and sleep, once they are there (and the fork that made the guard is not)."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        family = [supervisor, *supervisor.children(recursive=True)]
+        if len(family) == 3 and "sleep" in [p.name() for p in family if p.is_running()]:
+            return family
+        time.sleep(0.05)
+    raise AssertionError(f"the supervised processes did not start: {family}")
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_an_owner_that_is_killed(how):
+@pytest.mark.parametrize("victim", ["owner", "supervisor"])
+def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(SUPERVISOR)], stdout=subprocess.PIPE, text=True)
     supervisor = psutil.Process(int(owner.stdout.readline()))
-    until = time.monotonic() + 10
-    while len(supervisor.children(recursive=True)) < 2 and time.monotonic() < until:
-        time.sleep(0.05)
-    family = [supervisor, *supervisor.children(recursive=True)]
-    assert len(family) == 3  # supervisor, shell, sleep
-    os.kill(owner.pid, how)
+    family = family_of(supervisor)
+    os.kill(owner.pid if victim == "owner" else supervisor.pid, how)
+    _, alive = psutil.wait_procs(family[1:], timeout=10)
+    assert not alive
+    owner.kill()
     owner.wait(10)
     owner.stdout.close()
     assert gone(family, 10)

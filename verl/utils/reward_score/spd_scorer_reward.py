@@ -121,11 +121,7 @@ def _length_cost(extra_info: Mapping[str, Any], penalty: float) -> float:
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any],
-    **settings: Any,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], **settings: Any
 ) -> dict[str, float]:
     """The score of one judged block with its parts; `settings` are fields of SPDRewardConfig.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,25 @@ class LostCompletionsError(RuntimeError):
 
 @dataclass
 class _Sample:
-    """One judged block: which prompt, what became of it. Lengths are counted from the end of the context."""
+    """A judged block: all samples of one prompt with the same actions. Lengths count from the end of the context."""
 
-    prompt: int
-    actions: list[int]
+    info: dict[str, Any]
+    actions: tuple[int, ...]
     hybrid: Hybrid
+    baseline: int | None  # tokens of the target's own answer, None where not known
     context: tuple[int, ...] | None = None  # H, where its completion is needed
     correct: bool | None = None  # S_h; None = its completion is lost
     length: int | None = None  # tokens of the hybrid answer, None where not known
-    hit_limit: bool = False
-    completion: tuple[int, ...] = ()
+    completion: Completion = Completion((), hit_limit=False)
 
 
 @dataclass
 class _Totals:
     """Sums over this rank's samples that make the metrics of all ranks."""
 
-    values: dict[str, float] = field(default_factory=dict)
-    longest: int = 0
-    error: str = ""
+    values: dict[str, float]
+    longest: int
+    error: str  # why completions were lost; with a "!" in front: why the batch failed
 
 
 @register_rollout("spd", "sync")
@@ -175,14 +176,18 @@ class SPDRollout(BaseRollout):
         z = self._scores(prompts)  # [B, R]
         actions = self._actions(z, prompts, infos, n, step, greedy)  # [B, n, R]
         log_probs = action_log_probs(z[:, None], actions, self.config.temperature)  # [B, n, R]
-        samples = [
-            _Sample(b, row, hybrid_of(info["draft_ids"], info["target_ids"], row, self.eos))
-            for b, info in enumerate(infos)
-            for row in actions[b].tolist()
-        ]
-        counts, baseline, error = self._settle(samples, infos)
-        metrics = self._metrics(samples, infos, counts, baseline, error)
-        return self._output(prompts, infos, samples, actions, log_probs, baseline, metrics, n, validate)
+        distinct: dict[tuple[int, tuple[int, ...]], _Sample] = {}
+        keys = [(b, tuple(row)) for b, rows in enumerate(actions.tolist()) for row in rows]
+        for b, row in dict.fromkeys(keys):
+            info = infos[b]
+            hybrid = hybrid_of(info["draft_ids"], info["target_ids"], row, self.eos)
+            distinct[b, row] = _Sample(info, row, hybrid, info.get("baseline_length"))
+        counts, error = self._settle(list(distinct.values()))
+        samples = [distinct[key] for key in keys]
+        metrics = self._metrics(samples, counts, error)
+        output = self._output(prompts, samples, actions, log_probs, masks_zero=not validate)
+        output.meta_info["metrics"] = metrics
+        return output
 
     def _scores(self, prompts: DataProto) -> torch.Tensor:
         """z [B, R] on the CPU, one forward per prompt; the same number of forwards on every rank."""
@@ -209,31 +214,23 @@ class SPDRollout(BaseRollout):
         lengths = [len(info["draft_ids"]) for info in infos]
         draws = None
         if not greedy:
-            indices = _column(prompts, "sample_index")
-            draws = uniform_draws(self.settings.seed, step, indices, lengths, n, z.shape[1])
-        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1).clone()
-        for b, info in enumerate(infos):
-            for i, (drafted, wanted) in enumerate(zip(info["draft_ids"], info["target_ids"], strict=False)):
-                if drafted == wanted:
-                    actions[b, :, i] = 1
-            actions[b, :, lengths[b] :] = 0
-        return actions
+            draws = uniform_draws(self.settings.seed, step, _sample_index(prompts).tolist(), lengths, n, z.shape[1])
+        matches, drafted = np.zeros((2, *z.shape), dtype=bool)
+        for b, (info, length) in enumerate(zip(infos, lengths, strict=True)):
+            matches[b, :length] = np.equal(info["draft_ids"], info["target_ids"][:length])
+            drafted[b, :length] = True
+        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1)
+        return (actions | torch.from_numpy(matches)[:, None]) * torch.from_numpy(drafted)[:, None]
 
-    def _settle(self, samples: list[_Sample], infos: list[dict]) -> tuple[CompletionCounts, list[int | None], str]:
-        """Fill in what became of every sample; gives the counts, the baseline's lengths [B] and why some were lost."""
-        needs_baseline = self.settings.reward.length_penalty > 0
-        wanted: list[tuple[int, ...]] = []
+    def _settle(self, samples: list[_Sample]) -> tuple[CompletionCounts, str]:
+        """Fill in what became of distinct samples; gives the counts and why some completions are lost."""
         for sample in samples:
-            info, hybrid = infos[sample.prompt], sample.hybrid
-            if hybrid.on_target_path:  # L = 0 too: then H is the target's own next token
-                sample.correct = bool(info["is_correct_baseline"])
-            elif not hybrid.ended:
-                sample.context = (*info["context_ids"], *hybrid.tokens)
-                wanted.append(sample.context)
-        baseline: list[int | None] = [info.get("baseline_length") for info in infos]
-        contexts = [tuple(info["context_ids"]) for info in infos]
+            if not sample.hybrid.on_target_path and not sample.hybrid.ended:
+                sample.context = (*sample.info["context_ids"], *sample.hybrid.tokens)
+        wanted = [sample.context for sample in samples if sample.context is not None]
+        needs_baseline = self.settings.reward.length_penalty > 0
         if needs_baseline:
-            wanted += [ids for ids, known in zip(contexts, baseline, strict=True) if known is None]
+            wanted += [tuple(sample.info["context_ids"]) for sample in samples if sample.baseline is None]
         done: dict[tuple[int, ...], Completion] = {}
         counts, error = CompletionCounts(), ""
         try:
@@ -243,74 +240,54 @@ class SPDRollout(BaseRollout):
         except Exception as failure:  # re-raised on every rank by _metrics, after the ranks have met
             logger.exception("the completions of this batch could not be made")
             error = f"!{type(failure).__name__}: {failure}"
-        if needs_baseline:
-            baseline = [
-                len(done[ids].token_ids) if known is None and ids in done else known
-                for ids, known in zip(contexts, baseline, strict=True)
-            ]
-        self._read(samples, infos, done, baseline)
-        return counts, baseline, error
+        verdicts: dict[tuple[tuple[int, ...], str], bool] = {}
+        for sample in samples:
+            if needs_baseline and sample.baseline is None:
+                own = done.get(tuple(sample.info["context_ids"]))
+                if own is None:
+                    continue
+                sample.baseline = len(own.token_ids)
+            if sample.context is None or sample.context in done:
+                self._read(sample, done, verdicts)
+        return counts, error
 
     def _read(
         self,
-        samples: list[_Sample],
-        infos: list[dict],
+        sample: _Sample,
         done: dict[tuple[int, ...], Completion],
-        baseline: list[int | None],
+        verdicts: dict[tuple[tuple[int, ...], str], bool],
     ) -> None:
-        """Take the completions over into the samples and check their answers."""
-        verdicts: dict[tuple[tuple[int, ...], str], bool] = {}
-        needs_baseline = self.settings.reward.length_penalty > 0
-        for sample in samples:
-            info, hybrid = infos[sample.prompt], sample.hybrid
-            if needs_baseline and baseline[sample.prompt] is None:
-                sample.correct = None
-                continue
-            if hybrid.on_target_path:
-                sample.length = baseline[sample.prompt]
-                continue
-            if sample.context is not None:
-                if sample.context not in done:
-                    continue
-                completion = done[sample.context]
-                sample.completion, sample.hit_limit = completion.token_ids, completion.hit_limit
-            sample.length = len(hybrid.tokens) + len(sample.completion)
-            answer = (*info["context_ids"], *hybrid.tokens, *sample.completion)
-            key = (answer, str(info["ground_truth"]))
-            if key not in verdicts:
-                text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
-                verdicts[key] = is_correct(text, info["ground_truth"])
-            sample.correct = verdicts[key] and not sample.hit_limit
+        """Whether the sample's answer is right, and how long it is; `verdicts` keeps what was checked in this batch."""
+        info, hybrid = sample.info, sample.hybrid
+        if hybrid.on_target_path:  # L = 0 too: then H is the target's own next token
+            sample.correct, sample.length = bool(info["is_correct_baseline"]), sample.baseline
+            return
+        if sample.context is not None:
+            sample.completion = done[sample.context]
+        sample.length = len(hybrid.tokens) + len(sample.completion.token_ids)
+        answer = (*info["context_ids"], *hybrid.tokens, *sample.completion.token_ids)
+        key = (answer, str(info["ground_truth"]))
+        if key not in verdicts:
+            text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
+            verdicts[key] = is_correct(text, info["ground_truth"])
+        sample.correct = verdicts[key] and not sample.completion.hit_limit
 
-    def _metrics(
-        self,
-        samples: list[_Sample],
-        infos: list[dict],
-        counts: CompletionCounts,
-        baseline: list[int | None],
-        error: str,
-    ) -> dict[str, float]:
+    def _metrics(self, samples: list[_Sample], counts: CompletionCounts, error: str) -> dict[str, float]:
         """spd/* over all ranks, the same on each; raises on each when something failed or too much was lost."""
-        values = {f"completions/{name}": float(value) for name, value in asdict(counts).items()}
-        values.update(dict.fromkeys(("samples", "kept", "accepted", "ratios", "ratio_sum", "limit"), 0.0))
-        values.update({f"scenario/{name}": 0.0 for name in SCENARIOS})
-        totals = _Totals(values, error=error)
-        for sample in samples:
-            values["samples"] += 1
-            if sample.correct is None:
-                continue
-            accepted = sample.hybrid.effective_len
-            values["kept"] += 1
-            values["accepted"] += accepted
-            values["limit"] += sample.hit_limit
-            totals.longest = max(totals.longest, accepted)
-            scenario = scenario_of(accepted, sample.correct, bool(infos[sample.prompt]["is_correct_baseline"]))
-            values[f"scenario/{scenario}"] += 1
-            known = baseline[sample.prompt]
-            if known and sample.length is not None:
-                values["ratios"] += 1
-                values["ratio_sum"] += sample.length / known
-        return self._summary(_gather(totals))
+        kept = [sample for sample in samples if sample.correct is not None]
+        lengths = [sample.hybrid.effective_len for sample in kept]
+        ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
+        scenarios = Counter(
+            scenario_of(length, s.correct, bool(s.info["is_correct_baseline"]))
+            for s, length in zip(kept, lengths, strict=True)
+        )
+        values = {
+            "samples": len(samples), "kept": len(kept), "accepted": sum(lengths), "ratios": len(ratios),
+            "ratio_sum": sum(ratios), "limit": sum(s.completion.hit_limit for s in kept),
+            **{f"completions/{name}": value for name, value in asdict(counts).items()},
+            **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
+        }  # fmt: skip
+        return self._summary(_gather(_Totals({k: float(v) for k, v in values.items()}, max(lengths, default=0), error)))
 
     def _summary(self, ranks: Sequence[_Totals]) -> dict[str, float]:
         total = {name: sum(rank.values[name] for rank in ranks) for name in ranks[0].values}
@@ -339,66 +316,61 @@ class SPDRollout(BaseRollout):
     def _output(
         self,
         prompts: DataProto,
-        infos: list[dict],
         samples: list[_Sample],
         actions: torch.Tensor,
         log_probs: torch.Tensor,
-        baseline: list[int | None],
-        metrics: dict[str, float],
-        n: int,
-        validate: bool,
+        masks_zero: bool,
     ) -> DataProto:
-        """The [B*n] rows that the trainer goes on with."""
-        width = actions.shape[-1]
-        counted = torch.zeros((len(samples), width), dtype=torch.int64)
-        drafted = torch.zeros((len(samples), width), dtype=torch.int64)
-        rows: dict[str, np.ndarray] = {
-            name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")
-        }
-        lost = np.zeros(len(samples), dtype=bool)
-        masked = self.settings.reward.zero_length == "mask" and not validate
-        for k, sample in enumerate(samples):
-            info, hybrid = infos[sample.prompt], sample.hybrid
-            draft, target = info["draft_ids"], info["target_ids"]
-            drafted[k, : len(draft)] = 1
-            counted[k, : len(draft)] = torch.tensor(
-                counted_positions(draft, target, hybrid.reached, self.settings.loss_positions)
-            )
-            lost[k] = sample.correct is None or (masked and hybrid.effective_len == 0)
-            rows["extra_info"][k] = {
-                **info,
-                "effective_len": hybrid.effective_len,
-                "is_correct_hybrid": None if sample.correct is None else int(sample.correct),
-                "hybrid_length": sample.length,
-                "baseline_length": baseline[sample.prompt],
-                "hit_limit": sample.hit_limit,
-                "asked": sample.context is not None,
-            }
-            rows["spd_text"][k] = spd_segments(self.tokenizer, draft, target, sample.actions, hybrid, sample.completion)
+        """The [B*n] rows that the trainer goes on with; actions and log_probs are [B, n, R]."""
+        _, n, width = actions.shape
+        masks_zero &= self.settings.reward.zero_length == "mask"
+        described: dict[int, tuple] = {}
+        for sample in samples:
+            if id(sample) not in described:
+                described[id(sample)] = self._describe(sample, width)
+        counted, drafted, extras, texts = zip(*(described[id(sample)] for sample in samples), strict=True)
+        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")}
+        columns["extra_info"][:] = [dict(extra) for extra in extras]
+        columns["spd_text"][:] = texts
+        lost = [s.correct is None or (masks_zero and s.hybrid.effective_len == 0) for s in samples]
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
-        width_p = tensors["input_ids"].shape[1]
-        positions = tensors["position_ids"][:, :width_p]
+        positions, is_drafted = tensors["position_ids"], torch.tensor(drafted)
         after = positions[:, -1:] + torch.arange(1, width + 1)
         tensors.update(
             prompts=tensors["input_ids"],
-            attention_mask=torch.cat([tensors["attention_mask"][:, :width_p], drafted], dim=1),
+            attention_mask=torch.cat([tensors["attention_mask"], is_drafted], dim=1),
             position_ids=torch.cat([positions, after], dim=1),
             responses=actions.reshape(-1, width),
-            response_mask=counted,
-            rollout_log_probs=log_probs.reshape(-1, width) * drafted,
-            sample_index=torch.tensor(_column(prompts, "sample_index")).repeat_interleave(n),
+            response_mask=torch.tensor(counted),
+            rollout_log_probs=log_probs.reshape(-1, width) * is_drafted,
         )
-        if "sample_index" not in prompts.batch:
-            tensors.pop("sample_index")
-        output = DataProto.from_dict(tensors=tensors, non_tensors={**rows, "__lost__": lost})
-        output.meta_info["metrics"] = metrics
-        return output
+        if "sample_index" in prompts.batch:
+            tensors["sample_index"] = _sample_index(prompts).repeat_interleave(n)
+        return DataProto.from_dict(tensors=tensors, non_tensors={**columns, "__lost__": np.array(lost)})
+
+    def _describe(self, sample: _Sample, width: int) -> tuple[list[int], list[int], dict[str, Any], list]:
+        """1 where a position counts [R], 1 where it is drafted [R], extra_info, and the coloured text of one sample."""
+        info, hybrid = sample.info, sample.hybrid
+        draft, target = info["draft_ids"], info["target_ids"]
+        padding = [0] * (width - len(draft))
+        counted = counted_positions(draft, target, hybrid.reached, self.settings.loss_positions)
+        extra = {
+            **info,
+            "effective_len": hybrid.effective_len,
+            "is_correct_hybrid": None if sample.correct is None else int(sample.correct),
+            "hybrid_length": sample.length,
+            "baseline_length": sample.baseline,
+            "hit_limit": sample.completion.hit_limit,
+            "asked": sample.context is not None,
+        }
+        text = spd_segments(self.tokenizer, draft, target, sample.actions, hybrid, sample.completion.token_ids)
+        return counted + padding, [1] * len(draft) + padding, extra, text
 
 
-def _column(prompts: DataProto, name: str) -> list[int]:
-    """A column of whole numbers that may stand among the tensors or among the other columns."""
-    values = prompts.batch[name] if name in prompts.batch else prompts.non_tensor_batch[name]
-    return [int(value) for value in values]
+def _sample_index(prompts: DataProto) -> torch.Tensor:
+    """[B] int64, the prompts' places in the data set, whether among the tensors or among the other columns."""
+    values = prompts.batch if "sample_index" in prompts.batch else prompts.non_tensor_batch
+    return torch.as_tensor(np.asarray(values["sample_index"], dtype=np.int64))
 
 
 def _rank() -> int:

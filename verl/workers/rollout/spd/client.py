@@ -92,9 +92,7 @@ class VllmEngineServer:
         self._thread.start()
 
     def complete(
-        self,
-        contexts: Sequence[Sequence[int]],
-        on_chunk: Callable[[list[int], list[Completion]], None] | None = None,
+        self, contexts: Sequence[Sequence[int]], on_chunk: Callable[[list[int], list[Completion]], None] | None = None
     ) -> list[Completion | None]:
         """The greedy completion of each context, None where no server gave one.
 

@@ -268,8 +268,12 @@ def _forward(
     # A draft may run past the last position that can be committed; its tokens there are dropped, so any index will do.
     limit = model.config.get_text_config().max_position_embeddings - 1
     output = model(
-        input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
-        use_cache=True, output_hidden_states=with_hidden,
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions.clamp(max=limit),
+        past_key_values=cache,
+        use_cache=True,
+        output_hidden_states=with_hidden,
     )
     return output.logits.float(), output.hidden_states[-1] if with_hidden else None
 
