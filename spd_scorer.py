@@ -5,7 +5,6 @@ Naming this module in `actor_rollout_ref.model.external_lib` registers the model
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,64 +14,21 @@ from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoreHead, ScoringActor, TargetHead
-from verl.utils.dataset.spd_dataset import build_spd_input, left_padded_layout, resolve_sep_token_id
+from verl.utils.dataset.spd_dataset import SPDInputData, resolve_sep_token_id
 from verl.utils.model import register_model_loader
 
 __all__ = [
-    "AutoModelForSPDScoring",
-    "SPDInputData",
-    "ScoreHead",
-    "ScoringActor",
-    "ScoringModelConfig",
-    "TargetHead",
-    "create_hybrid_attention_mask",
-    "create_position_ids",
-    "create_spd_attention_mask",
-    "model_fingerprint",
+    "AutoModelForSPDScoring", "SPDInputData", "ScoreHead", "ScoringActor", "ScoringModelConfig", "TargetHead",
+    "create_hybrid_attention_mask", "create_position_ids", "create_spd_attention_mask", "model_fingerprint",
     "resolve_sep_token_id",
-]
-
-
-@dataclass
-class SPDInputData:
-    """One batch as the scorer reads it; every field is a tensor of the same first dimension."""
-
-    input_ids: torch.Tensor  # [B, P] int64, left-padded
-    attention_mask: torch.Tensor  # [B, P], 1 = text
-    position_ids: torch.Tensor  # [B, P]
-    spd_layout: torch.Tensor  # [B, 5] = context_start, context_len, draft_start, draft_len, target_start
-
-    @classmethod
-    def from_blocks(
-        cls,
-        contexts: list[list[int]],
-        drafts: list[list[int]],
-        targets: list[list[int]],
-        *,
-        sep_token_id: int,
-        pad_token_id: int,
-    ) -> SPDInputData:
-        """Blocks as ids (each target one longer than its draft), left-padded to the longest."""
-        built = [build_spd_input(c, d, t, sep_token_id) for c, d, t in zip(contexts, drafts, targets, strict=True)]
-        width = max(len(ids) for ids, _ in built)
-        input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids, _ in built])
-        layout = torch.tensor([left_padded_layout(offsets, width - len(ids)) for ids, offsets in built])
-        attention_mask = (torch.arange(width)[None, :] >= layout[:, :1]).long()
-        return cls(input_ids, attention_mask, create_position_ids(attention_mask, layout), layout)
-
-    def as_kwargs(self) -> dict[str, torch.Tensor]:
-        """The keyword arguments of ScoringActor.forward."""
-        return dict(vars(self))
+]  # fmt: skip
 
 
 @register_model_loader("spd_scorer")
 def load_spd_scorer(
-    model_config: Any,
-    torch_dtype: torch.dtype,
-    adapter_path: str | None = None,
-    feature_store: str | None = None,
+    model_config: Any, torch_dtype: torch.dtype, adapter_path: str | None = None, feature_store: str | None = None,
     **settings: Any,
-) -> ScoringActor:
+) -> ScoringActor:  # fmt: skip
     """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
 
     `adapter_path` is a directory written by save_pretrained: training starts from its adapters and head.

@@ -22,19 +22,12 @@ from typing import Any
 from loguru import logger
 
 ROOT = Path(__file__).resolve().parent
-FORWARDED = (
-    "REWARD_ALPHA",
-    "REWARD_PENALTY_BREAK",
-    "REWARD_USELESS",
-    "REWARD_CORRECT_BASE",
-    "SPD_SAMPLE_TEMPERATURE",
-    "SPD_SEP_TOKEN_ID",
-    "SPD_VLLM_URLS",
-    "MODEL_PATH",
-    "TOKENIZER_PATH",
-    "ADAPTER_PATH",
-    "LOGURU_LEVEL",
-)
+# Options that are written into the config too: the environment does not travel to the workers of a remote cluster.
+REWARD_VARIABLES = {
+    "REWARD_ALPHA": "spd.reward.alpha", "REWARD_PENALTY_BREAK": "spd.reward.penalty_break",
+    "REWARD_USELESS": "spd.reward.useless", "REWARD_CORRECT_BASE": "spd.reward.correct_base",
+    "SPD_SAMPLE_TEMPERATURE": "spd.sample_temperature",
+}  # fmt: skip
 
 
 class DataError(ValueError):
@@ -92,25 +85,18 @@ def prepare_spd_data_from_real_source(
         ids, offsets = build_spd_input(context, draft, target, sep)
         baseline = block.get("is_correct_baseline")
         extra = {
-            "index": len(rows),
-            "question_id": str(block["question_id"]),
-            **offsets,
-            "context_ids": context,
-            "draft_ids": draft,
-            "target_ids": target,
+            "index": len(rows), "question_id": str(block["question_id"]), **offsets,
+            "context_ids": context, "draft_ids": draft, "target_ids": target,
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
             "baseline_length": block.get("baseline_length"),
-        }
+        }  # fmt: skip
         rows.append(
             {
-                "data_source": "spd_scorer",
-                "prompt": meta["question"],
-                "input_ids": ids,
+                "data_source": "spd_scorer", "prompt": meta["question"], "input_ids": ids, "extra_info": extra,
                 "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
-                "extra_info": extra,
                 "rollout_info": dict(offsets),
             }
-        )
+        )  # fmt: skip
     if not rows:
         raise DataError(f"{blocks_path}: none of its {len(blocks)} blocks has a mismatch to judge; draft more blocks.")
     output = Path(output_path)
@@ -119,13 +105,8 @@ def prepare_spd_data_from_real_source(
     pq.write_table(pa.Table.from_pylist(rows), partial)
     os.replace(partial, output)
     logger.info("{}: {} blocks to judge; {} without a mismatch are skipped", output, len(rows), skipped)
-    return PreparedData(
-        output,
-        len(rows),
-        skipped,
-        max(len(row["input_ids"]) for row in rows),
-        max(row["extra_info"]["draft_len"] for row in rows),
-    )
+    longest, gamma = max(len(row["input_ids"]) for row in rows), max(row["extra_info"]["draft_len"] for row in rows)
+    return PreparedData(output, len(rows), skipped, longest, gamma)
 
 
 def _read_metadata(path: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
@@ -175,49 +156,30 @@ def build_training_command(args: argparse.Namespace, train: PreparedData, val: P
     """The trainer's command line with every hyper-parameter that differs from the recipe's yaml."""
     on_cpu = args.device == "cpu"
     settings: dict[str, Any] = {
-        "data.train_files": train.path,
-        "data.val_files": (val or train).path,
+        "data.train_files": train.path, "data.val_files": (val or train).path,
         "data.max_prompt_length": max(p.longest_input for p in (train, val) if p),
-        "data.max_response_length": max(p.gamma for p in (train, val) if p),
-        "data.train_batch_size": args.batch_size,
-        "data.seed": args.seed,
-        "actor_rollout_ref.model.path": args.model,
-        "actor_rollout_ref.model.lora_rank": args.lora_rank,
-        "actor_rollout_ref.model.lora_alpha": args.lora_alpha,
+        "data.max_response_length": max(p.gamma for p in (train, val) if p), "data.train_batch_size": args.batch_size,
+        "data.seed": args.seed, "actor_rollout_ref.model.path": args.model,
+        "actor_rollout_ref.model.lora_rank": args.lora_rank, "actor_rollout_ref.model.lora_alpha": args.lora_alpha,
         "actor_rollout_ref.actor.optim.lr": args.lr,
         "actor_rollout_ref.actor.ppo_mini_batch_size": args.mini_batch_size or args.batch_size,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": args.micro_batch_size,
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if on_cpu else "bfloat16",
-        "actor_rollout_ref.rollout.n": args.n,
-        "spd.backbone": args.backbone,
-        "spd.attention": args.attention,
-        "spd.seed": args.seed,
-        "spd.rollout.max_tokens": args.max_tokens,
-        "trainer.device": args.device,
-        "trainer.n_gpus_per_node": args.ranks,
-        "trainer.total_epochs": args.epochs,
-        "trainer.default_local_dir": args.output_dir,
-        "trainer.save_freq": args.save_freq,
-        "trainer.test_freq": args.test_freq,
-        "trainer.val_before_train": bool(val),
-    }
+        "actor_rollout_ref.rollout.n": args.n, "spd.backbone": args.backbone, "spd.attention": args.attention,
+        "spd.seed": args.seed, "spd.rollout.max_tokens": args.max_tokens, "trainer.device": args.device,
+        "trainer.n_gpus_per_node": args.ranks, "trainer.total_epochs": args.epochs,
+        "trainer.default_local_dir": args.output_dir, "trainer.save_freq": args.save_freq,
+        "trainer.test_freq": args.test_freq, "trainer.val_before_train": bool(val),
+    }  # fmt: skip
     optional = {
-        "actor_rollout_ref.model.tokenizer_path": args.tokenizer,
-        "spd.adapter_path": args.adapter,
-        "spd.target_path": args.target,
-        "spd.rollout.store_path": args.store,
+        "actor_rollout_ref.model.tokenizer_path": args.tokenizer, "spd.adapter_path": args.adapter,
+        "spd.target_path": args.target, "spd.rollout.store_path": args.store,
         "trainer.total_training_steps": args.steps,
-    }
-    # Written into the config too: the environment does not travel to the workers of a remote cluster.
-    for key, option, variable in (
-        ("spd.reward.alpha", args.reward_alpha, "REWARD_ALPHA"),
-        ("spd.reward.penalty_break", args.reward_penalty_break, "REWARD_PENALTY_BREAK"),
-        ("spd.reward.useless", args.reward_useless, "REWARD_USELESS"),
-        ("spd.reward.correct_base", args.reward_correct_base, "REWARD_CORRECT_BASE"),
-        ("spd.sample_temperature", args.sample_temperature, "SPD_SAMPLE_TEMPERATURE"),
-        ("spd.rollout.servers", None, "SPD_VLLM_URLS"),
-    ):
+    }  # fmt: skip
+    for variable, key in REWARD_VARIABLES.items():
+        option = getattr(args, variable.lower())
         optional[key] = option if option is not None else os.environ.get(variable) or None
+    optional["spd.rollout.servers"] = os.environ.get("SPD_VLLM_URLS") or None
     settings.update({key: value for key, value in optional.items() if value is not None})
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
     command += ["--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
@@ -237,36 +199,28 @@ def _hydra_text(value: Any) -> str:
 def _create_training_env(args: argparse.Namespace) -> dict[str, str]:
     """The environment of the training process: this one, with what the options say over it."""
     env = dict(os.environ)
-    env["MODEL_PATH"] = str(args.model)
-    for variable, value in (("TOKENIZER_PATH", args.tokenizer), ("ADAPTER_PATH", args.adapter)):
-        if value is not None:
-            env[variable] = str(value)
-    for variable, value in (
-        ("REWARD_ALPHA", args.reward_alpha),
-        ("REWARD_PENALTY_BREAK", args.reward_penalty_break),
-        ("REWARD_USELESS", args.reward_useless),
-        ("REWARD_CORRECT_BASE", args.reward_correct_base),
-        ("SPD_SAMPLE_TEMPERATURE", args.sample_temperature),
-    ):
-        if value is not None:
-            env[variable] = str(value)
+    given = {"MODEL_PATH": args.model, "TOKENIZER_PATH": args.tokenizer, "ADAPTER_PATH": args.adapter}
+    given.update({variable: getattr(args, variable.lower()) for variable in REWARD_VARIABLES})
+    env.update({variable: str(value) for variable, value in given.items() if value is not None})
     # Ray's workers import spd_scorer by name.
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env["TOKENIZERS_PARALLELISM"] = "false"
     for variable in ("VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
         env.setdefault(variable, str(Path(args.output_dir) / "logs"))
     env.setdefault("LOGURU_LEVEL", "INFO")
-    logger.debug("environment of the training: {}", {name: env[name] for name in FORWARDED if name in env})
+    shown = [*given, "SPD_SEP_TOKEN_ID", "SPD_VLLM_URLS", "LOGURU_LEVEL"]
+    logger.debug("environment of the training: {}", {name: env[name] for name in shown if name in env})
     return env
 
 
 def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run the trainer; SIGTERM and Ctrl-C go on to it, which then saves and stops. Gives its exit code."""
+    """Run the trainer; SIGTERM, SIGHUP and Ctrl-C go on to it, once each: it saves and stops. Gives its exit code."""
     logger.info("starts {}", " ".join(command))
-    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT)
+    # In a group of its own: a terminal's Ctrl-C would reach it twice, and a second signal ends it without saving.
+    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT, process_group=0)
     previous = {}
-    for sign in (signal.SIGTERM, signal.SIGINT):
-        previous[sign] = signal.signal(sign, lambda number, frame: child.send_signal(number))
+    for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        previous[sign] = signal.signal(sign, lambda number, frame: child.send_signal(signal.SIGTERM))
     try:
         return child.wait()
     finally:
@@ -282,9 +236,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--val-blocks", help="blocks of held-out questions")
     parser.add_argument("--val-metadata", help="their questions (default: --metadata)")
     parser.add_argument("--output-dir", required=True, help="checkpoints, metrics, report, prepared data")
-    parser.add_argument(
-        "--model", default=os.environ.get("MODEL_PATH"), help="the target, or the own backbone (MODEL_PATH)"
-    )
+    model = os.environ.get("MODEL_PATH")
+    parser.add_argument("--model", default=model, help="the target, or the own backbone (MODEL_PATH)")
     parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER_PATH"), help="default: the model's")
     parser.add_argument("--adapter", default=os.environ.get("ADAPTER_PATH"), help="saved scorer to start from")
     parser.add_argument("--target", help="the target that completes, where --model is another model")
@@ -308,7 +261,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--test-freq", type=int, default=-1)
     for name in ("alpha", "penalty-break", "useless", "correct-base"):
         parser.add_argument(f"--reward-{name}", type=float)
-    parser.add_argument("--sample-temperature", type=float)
+    parser.add_argument("--sample-temperature", type=float, dest="spd_sample_temperature")
     args, overrides = parser.parse_known_args(argv)
     for text in overrides:
         if text.startswith("-") or "=" not in text:

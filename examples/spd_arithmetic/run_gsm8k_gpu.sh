@@ -25,7 +25,8 @@ done
 "$PYTHON" train_spd_scorer.py --device cuda --backbone target --model "$OUT/testbed/target" \
     --blocks "$OUT/testbed/blocks_train.parquet" --metadata "$OUT/testbed/metadata_train.parquet" \
     --val-blocks "$OUT/testbed/blocks_val.parquet" --val-metadata "$OUT/testbed/metadata_val.parquet" \
-    --output-dir "$OUT/run" --store "$OUT/completions.sqlite3" --max-tokens 400 --steps "$STEPS" --epochs 1000
+    --output-dir "$OUT/run" --store "$OUT/completions.sqlite3" --max-tokens 400 --steps "$STEPS" --save-freq "$STEPS" \
+    --epochs 1000
 "$PYTHON" scripts/eval_spd_scorer.py --device cuda --out "$OUT" --max-new-tokens 400 \
     --target "$OUT/testbed/target" --draft "$OUT/testbed/draft" \
     --scorer "$OUT/run/global_step_$STEPS/actor/huggingface" \

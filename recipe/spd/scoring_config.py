@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -65,8 +66,7 @@ class ScoringModelConfig:
         if not file.is_file():
             raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is no saved scorer.")
         values = json.loads(file.read_text())
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
         return cls(**values)
 
@@ -76,8 +76,6 @@ def model_fingerprint(model: nn.Module) -> str:
 
     The language-model head does not count, so that a model with and without it agree.
     """
-    import hashlib
-
     digest = hashlib.sha256()
     prefix = f"{model.base_model_prefix}."
     for name, parameter in sorted((n.removeprefix(prefix), p) for n, p in model.named_parameters()):

@@ -77,12 +77,9 @@ class ScoringActor(nn.Module):
         return self
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
         spd_layout: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """input_ids, attention_mask (1 = text), position_ids [B, P]; spd_layout [B, 5] -> z [B, gamma] float32.
 
         gamma is the longest draft of the batch; matches and the padding of shorter drafts get mismatch_logit_value.
@@ -111,13 +108,9 @@ class ScoringActor(nn.Module):
         return z.float().masked_fill(draft_ids == target_ids, self.config.mismatch_logit_value)
 
     def _own_hidden(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        spd_layout: torch.Tensor,
-        gamma: int,
-    ) -> torch.Tensor:
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
+        spd_layout: torch.Tensor, gamma: int,
+    ) -> torch.Tensor:  # fmt: skip
         """[B, gamma, H]: the own backbone's hidden state at the target tokens t_1..t_gamma."""
         mask = attention_mask
         if self.config.attention != "causal":
@@ -263,11 +256,9 @@ class AutoModelForSPDScoring:
 
     @staticmethod
     def from_config(
-        config: ScoringModelConfig,
-        torch_dtype: torch.dtype = torch.float32,
-        base_model: PreTrainedModel | None = None,
+        config: ScoringModelConfig, torch_dtype: torch.dtype = torch.float32, base_model: PreTrainedModel | None = None,
         **backbone_kwargs: Any,
-    ) -> ScoringActor:
+    ) -> ScoringActor:  # fmt: skip
         """A scorer with a new head on config.base_model_path, or on `base_model` (loaded already, shared)."""
         if base_model is None:
             backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
@@ -286,24 +277,16 @@ class AutoModelForSPDScoring:
             from peft import LoraConfig, get_peft_model
 
             torch.manual_seed(config.seed)
-            backbone = get_peft_model(
-                backbone,
-                LoraConfig(
-                    r=config.lora_rank,
-                    lora_alpha=config.lora_alpha,
-                    target_modules=config.lora_target_modules,
-                    bias="none",
-                ),
-            )
+            rank, alpha, modules = config.lora_rank, config.lora_alpha, config.lora_target_modules
+            lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, bias="none")
+            backbone = get_peft_model(backbone, lora)
         return ScoringActor(config, backbone)
 
     @staticmethod
     def from_pretrained(
-        directory: str | Path,
-        base_model_path: str | None = None,
-        base_model: PreTrainedModel | None = None,
+        directory: str | Path, base_model_path: str | None = None, base_model: PreTrainedModel | None = None,
         torch_dtype: torch.dtype = torch.float32,
-    ) -> ScoringActor:
+    ) -> ScoringActor:  # fmt: skip
         """The scorer saved in `directory`, on the model it names, on `base_model_path`, or on a loaded `base_model`."""
         directory = Path(directory)
         config = ScoringModelConfig.load(directory)

@@ -23,6 +23,7 @@ from verl.utils.report_plots import Curve, draw_panel
 
 TEMPLATE = Path(__file__).with_name("report_template.html.jinja")
 
+_DRIFT = ("actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
 # Panels shown first when the run has their metrics: (title, what it tells, metric names or prefixes ending in "/").
 HEADLINES = (
     ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
@@ -32,7 +33,7 @@ HEADLINES = (
     ("Policy loss", "", ("actor/pg_loss", "train/loss")),
     ("Entropy", "nats per decision", ("actor/entropy",)),
     ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
-    ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", ("spd/drift/", "actor/ppo_kl")),
+    ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
     ("Response length", "tokens", ("response_length/mean", "response_length/max")),
     ("Validation", "", ("val-core/", "val/loss")),
     ("Learning rate", "", ("actor/lr", "train/lr")),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,9 @@ def build_spd_input(
     ids = [*context_ids, sep_token_id, *draft_ids, sep_token_id, *target_ids, sep_token_id]
     draft_start = len(context_ids) + 1
     return ids, {
-        "context_len": len(context_ids),
-        "draft_start": draft_start,
-        "draft_len": len(draft_ids),
-        "target_start": draft_start + len(draft_ids) + 1,
-        "target_len": len(target_ids),
-    }
+        "context_len": len(context_ids), "draft_start": draft_start, "draft_len": len(draft_ids),
+        "target_start": draft_start + len(draft_ids) + 1, "target_len": len(target_ids),
+    }  # fmt: skip
 
 
 def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
@@ -46,6 +44,34 @@ def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
     draft_start = offsets["draft_start"] + padding
     context_start = draft_start - 1 - offsets["context_len"]
     return [context_start, offsets["context_len"], draft_start, offsets["draft_len"], offsets["target_start"] + padding]
+
+
+@dataclass
+class SPDInputData:
+    """One batch as the scorer reads it; every field is a tensor of the same first dimension."""
+
+    input_ids: torch.Tensor  # [B, P] int64, left-padded
+    attention_mask: torch.Tensor  # [B, P], 1 = text
+    position_ids: torch.Tensor  # [B, P], counted from the context's first token, 0 at padding
+    spd_layout: torch.Tensor  # [B, 5] = context_start, context_len, draft_start, draft_len, target_start
+
+    @classmethod
+    def from_blocks(
+        cls, contexts: Sequence[list[int]], drafts: Sequence[list[int]], targets: Sequence[list[int]], *,
+        sep_token_id: int, pad_token_id: int, device: torch.device | str = "cpu",
+    ) -> SPDInputData:  # fmt: skip
+        """Blocks as ids (each target one longer than its draft), left-padded to the longest."""
+        built = [build_spd_input(c, d, t, sep_token_id) for c, d, t in zip(contexts, drafts, targets, strict=True)]
+        width = max(len(ids) for ids, _ in built)
+        texts = [[pad_token_id] * (width - len(ids)) + ids for ids, _ in built]
+        layout = [left_padded_layout(offsets, width - len(ids)) for ids, offsets in built]
+        layout = torch.tensor(layout, device=device)
+        places = torch.arange(width, device=device) - layout[:, :1]
+        return cls(torch.tensor(texts, device=device), (places >= 0).long(), places.clamp(min=0), layout)
+
+    def as_kwargs(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of ScoringActor.forward."""
+        return dict(vars(self))
 
 
 def resolve_sep_token_id(tokenizer: Any) -> int:
@@ -75,13 +101,9 @@ class SPDRLHFDataset(Dataset):
     """
 
     def __init__(
-        self,
-        data_files: str | list[str],
-        tokenizer: Any,
-        config: DictConfig,
-        processor: Any = None,
+        self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
         max_samples: int = -1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
         self.tokenizer = tokenizer
         self.config = config
@@ -122,12 +144,8 @@ class SPDRLHFDataset(Dataset):
     def _check(self, item: int) -> bool:
         """Refuse a row whose ids, offsets or lengths do not fit together; True if its context will be cut."""
         row = self.rows[item]
-        for column, kind in (
-            ("input_ids", list),
-            ("extra_info", Mapping),
-            ("rollout_info", Mapping),
-            ("reward_model", Mapping),
-        ):
+        for column in ("input_ids", "extra_info", "rollout_info", "reward_model"):
+            kind = list if column == "input_ids" else Mapping
             if column not in row or not isinstance(row[column], kind):
                 raise self.error(
                     item, f"column '{column}' is missing or no {kind.__name__.lower()}; columns: {', '.join(row)}."
@@ -139,14 +157,10 @@ class SPDRLHFDataset(Dataset):
             raise self.error(item, f"reward_model has no 'ground_truth'; it has {sorted(row['reward_model'])}.")
         context, draft, target = (extra[name] for name in IDS)
         if len(target) != len(draft) + 1 or not draft or not context:
-            raise self.error(
-                item,
-                f"{len(context)} context, {len(draft)} draft and {len(target)} target ids; at least one, one, and one "
-                "target id more than draft ids are needed.",
-            )
-        expected, offsets = build_spd_input(
-            context, draft, target, ids[len(context)] if len(ids) > len(context) else -1
-        )
+            counts = f"{len(context)} context, {len(draft)} draft and {len(target)} target ids"
+            raise self.error(item, f"{counts}; at least one, one, and one target id more than draft ids are needed.")
+        sep = ids[len(context)] if len(ids) > len(context) else -1
+        expected, offsets = build_spd_input(context, draft, target, sep)
         if ids != expected:
             raise self.error(item, "input_ids is not [context_ids] SEP [draft_ids] SEP [target_ids] SEP of extra_info.")
         for where in ("extra_info", "rollout_info"):
@@ -154,17 +168,15 @@ class SPDRLHFDataset(Dataset):
                 if row[where].get(name) != value:
                     raise self.error(item, f"{where}.{name} is {row[where].get(name)!r}; input_ids says {value}.")
         if len(draft) > self.gamma:
-            raise self.error(
-                item,
-                f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}. Raise it to {len(draft)}.",
+            what = (
+                f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}. Raise it to {len(draft)}."
             )
+            raise self.error(item, what)
         needed = len(ids) - len(context) + 1  # one context token must stay: it predicts t_1
         if needed > self.max_prompt_length:
-            raise self.error(
-                item,
-                f"draft and target with their separators and one context token need {needed} tokens, "
-                f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it.",
-            )
+            limit = f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it."
+            parts = "draft and target with their separators and one context token"
+            raise self.error(item, f"{parts} need {needed} tokens, {limit}")
         return len(ids) > self.max_prompt_length
 
     def __len__(self) -> int:
@@ -175,22 +187,16 @@ class SPDRLHFDataset(Dataset):
         ids = row.pop("input_ids")
         shift = self.max_prompt_length - len(ids)  # below 0: the first -shift context tokens are cut
         cut = max(0, -shift)
-        input_ids, attention_mask, position_ids = left_pad(
-            ids[cut:], self.max_prompt_length, self.tokenizer.pad_token_id
-        )
+        width, pad = self.max_prompt_length, self.tokenizer.pad_token_id
+        input_ids, attention_mask, position_ids = left_pad(ids[cut:], width, pad)
         offsets = {name: row["extra_info"][name] for name in OFFSETS}
         offsets["context_len"] -= cut
         offsets["draft_start"] += shift
         offsets["target_start"] += shift
         extra = {**row["extra_info"], **offsets, "ground_truth": row["reward_model"]["ground_truth"]}
         return {
-            **row,
-            "extra_info": extra,
-            "rollout_info": {**row["rollout_info"], **offsets},
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
+            **row, "extra_info": extra, "rollout_info": {**row["rollout_info"], **offsets}, "input_ids": input_ids,
+            "attention_mask": attention_mask, "position_ids": position_ids,
             "spd_layout": torch.tensor(left_padded_layout(offsets, 0)),
-            "index": extra["index"] if extra.get("index") is not None else item,
-            "sample_index": torch.tensor(item),
-        }
+            "index": extra["index"] if extra.get("index") is not None else item, "sample_index": torch.tensor(item),
+        }  # fmt: skip

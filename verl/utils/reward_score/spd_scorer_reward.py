@@ -13,11 +13,9 @@ LENGTHS = ("effective", "gain")
 ZERO_LENGTHS = ("neutral", "mask")
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
-    "REWARD_ALPHA": "alpha",
-    "REWARD_PENALTY_BREAK": "penalty_break",
-    "REWARD_USELESS": "useless",
+    "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
     "REWARD_CORRECT_BASE": "correct_base",
-}
+}  # fmt: skip
 SCENARIOS = ("A", "B", "C", "D", "zero")
 
 
@@ -26,7 +24,7 @@ class SPDRewardConfig:
     """The coefficients; the recipe's yaml (group spd.reward) holds the same defaults."""
 
     alpha: float = 0.125
-    penalty_break: float = -32.0
+    penalty_break: float = -16.0
     useless: float = 0.0
     correct_base: float = 1.0
     # effective: every leading accept counts; gain: only those beyond what exact match accepts anyway.
@@ -47,12 +45,16 @@ class SPDRewardConfig:
             raise ValueError(f"spd.reward.length_penalty={self.length_penalty} is negative; it is a cost: 0 or above.")
 
 
-def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
-    """Settings by name, with REWARD_* environment variables over them; an unknown name is refused."""
-    known = [f.name for f in fields(SPDRewardConfig)]
+def refuse_unknown(group: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
+    """An error with the nearest known name for the first setting of a config group that is not known."""
     for name in settings:
         if name not in known:
-            raise ValueError(f"spd.reward.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
+            raise ValueError(f"{group}.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
+
+
+def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
+    """Settings by name, with REWARD_* environment variables over them; an unknown name is refused."""
+    refuse_unknown("spd.reward", settings, [f.name for f in fields(SPDRewardConfig)])
     values = dict(settings)
     for variable, name in VARIABLES.items():
         if variable in os.environ:
@@ -99,12 +101,9 @@ def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, 
     }[scenario]
     cost = _length_cost(extra_info, config.length_penalty) if scenario in ("A", "D") else 0.0
     return {
-        "score": score - cost,
-        "acc": float(hybrid),
-        "accepted_len": float(accepted),
-        "length_cost": cost,
+        "score": score - cost, "acc": float(hybrid), "accepted_len": float(accepted), "length_cost": cost,
         **{f"scenario_{name}": float(name == scenario) for name in SCENARIOS},
-    }
+    }  # fmt: skip
 
 
 def _length_cost(extra_info: Mapping[str, Any], penalty: float) -> float:
@@ -132,12 +131,9 @@ def compute_score(
 
 
 def compute_score_batch(
-    data_sources: Sequence[str],
-    solution_strs: Sequence[str],
-    ground_truths: Sequence[Any],
-    extra_infos: Sequence[Mapping[str, Any]],
-    **settings: Any,
-) -> list[dict[str, float]]:
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]], **settings: Any,
+) -> list[dict[str, float]]:  # fmt: skip
     """`compute_score` of every row; an error names the row."""
     offered = ("prompt_ids", "response_ids", "attention_mask", "batch_tensors")  # of the batch manager: not needed
     config = reward_config({name: value for name, value in settings.items() if name not in offered})

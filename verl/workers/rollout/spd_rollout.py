@@ -24,6 +24,7 @@ from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.spd.answers import is_correct
 from verl.workers.rollout.spd.client import VllmEngineServer, preferred_first, server_urls
 from verl.workers.rollout.spd.completer import Completer, CompletionCounts
+from verl.workers.rollout.spd.decode import end_ids
 from verl.workers.rollout.spd.hybrid import (
     Hybrid,
     action_log_probs,
@@ -88,8 +89,7 @@ class SPDRollout(BaseRollout):
         self._completer: Completer | None = None
         target = self.settings.target_path
         generation = get_generation_config(target)
-        eos = generation.eos_token_id if generation is not None else None
-        self.eos = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+        self.eos = end_ids(self.tokenizer.eos_token_id) | end_ids(generation.eos_token_id if generation else None)
         self._urls = server_urls(self.settings.rollout.servers)
         if not self._urls and int(os.environ.get("LOCAL_RANK", "0")) == 0:
             # Loading vLLM takes half a minute: it goes on while the actor is built.
@@ -123,13 +123,9 @@ class SPDRollout(BaseRollout):
         options, target = self.settings.rollout, self.settings.target_path
         urls = self._urls or [self._share_local_url()]
         client = VllmEngineServer(
-            preferred_first(urls, _rank()),
-            target,
-            max_tokens=options.max_tokens,
-            eos_token_ids=sorted(self.eos),
-            settings=options.client(),
-            served_model=options.served_model,
-        )
+            preferred_first(urls, _rank()), target, max_tokens=options.max_tokens, eos_token_ids=sorted(self.eos),
+            settings=options.client(), served_model=options.served_model,
+        )  # fmt: skip
         client.check_model()
         if Path(target).expanduser().is_dir():
             fingerprint = model_dir_fingerprint(target)
@@ -185,7 +181,7 @@ class SPDRollout(BaseRollout):
         counts, error = self._settle(list(distinct.values()))
         samples = [distinct[key] for key in keys]
         metrics = self._metrics(samples, counts, error)
-        output = self._output(prompts, samples, actions, log_probs, masks_zero=not validate)
+        output = self._output(prompts, samples, actions, log_probs, drop_zero=not validate)
         output.meta_info["metrics"] = metrics
         return output
 
@@ -252,11 +248,9 @@ class SPDRollout(BaseRollout):
         return counts, error
 
     def _read(
-        self,
-        sample: _Sample,
-        done: dict[tuple[int, ...], Completion],
+        self, sample: _Sample, done: dict[tuple[int, ...], Completion],
         verdicts: dict[tuple[tuple[int, ...], str], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Whether the sample's answer is right, and how long it is; `verdicts` keeps what was checked in this batch."""
         info, hybrid = sample.info, sample.hybrid
         if hybrid.on_target_path:  # L = 0 too: then H is the target's own next token
@@ -304,26 +298,22 @@ class SPDRollout(BaseRollout):
             )
         kept = max(1.0, total["kept"])
         metrics = {f"spd/completions/{name}": total[f"completions/{name}"] for name in asdict(CompletionCounts())}
-        metrics["spd/dropped_samples"] = lost
-        metrics["spd/accepted_len/mean"] = total["accepted"] / kept
-        metrics["spd/accepted_len/max"] = float(max(rank.longest for rank in ranks))
-        metrics["spd/hit_limit"] = total["limit"] / kept
+        metrics |= {
+            "spd/dropped_samples": lost, "spd/accepted_len/mean": total["accepted"] / kept,
+            "spd/accepted_len/max": float(max(rank.longest for rank in ranks)), "spd/hit_limit": total["limit"] / kept,
+        }  # fmt: skip
         metrics.update({f"spd/scenario/{name}": total[f"scenario/{name}"] / kept for name in SCENARIOS})
         if total["ratios"]:
             metrics["spd/output_length_ratio"] = total["ratio_sum"] / total["ratios"]
         return metrics
 
     def _output(
-        self,
-        prompts: DataProto,
-        samples: list[_Sample],
-        actions: torch.Tensor,
-        log_probs: torch.Tensor,
-        masks_zero: bool,
-    ) -> DataProto:
+        self, prompts: DataProto, samples: list[_Sample], actions: torch.Tensor, log_probs: torch.Tensor,
+        drop_zero: bool,
+    ) -> DataProto:  # fmt: skip
         """The [B*n] rows that the trainer goes on with; actions and log_probs are [B, n, R]."""
         _, n, width = actions.shape
-        masks_zero &= self.settings.reward.zero_length == "mask"
+        drop_zero &= self.settings.reward.zero_length == "mask"
         described: dict[int, tuple] = {}
         for sample in samples:
             if id(sample) not in described:
@@ -332,18 +322,15 @@ class SPDRollout(BaseRollout):
         columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")}
         columns["extra_info"][:] = [dict(extra) for extra in extras]
         columns["spd_text"][:] = texts
-        lost = [s.correct is None or (masks_zero and s.hybrid.effective_len == 0) for s in samples]
+        lost = [s.correct is None or (drop_zero and s.hybrid.effective_len == 0) for s in samples]
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
         positions, is_drafted = tensors["position_ids"], torch.tensor(drafted)
         after = positions[:, -1:] + torch.arange(1, width + 1)
         tensors.update(
-            prompts=tensors["input_ids"],
-            attention_mask=torch.cat([tensors["attention_mask"], is_drafted], dim=1),
-            position_ids=torch.cat([positions, after], dim=1),
-            responses=actions.reshape(-1, width),
-            response_mask=torch.tensor(counted),
-            rollout_log_probs=log_probs.reshape(-1, width) * is_drafted,
-        )
+            prompts=tensors["input_ids"], attention_mask=torch.cat([tensors["attention_mask"], is_drafted], dim=1),
+            position_ids=torch.cat([positions, after], dim=1), responses=actions.reshape(-1, width),
+            response_mask=torch.tensor(counted), rollout_log_probs=log_probs.reshape(-1, width) * is_drafted,
+        )  # fmt: skip
         if "sample_index" in prompts.batch:
             tensors["sample_index"] = _sample_index(prompts).repeat_interleave(n)
         return DataProto.from_dict(tensors=tensors, non_tensors={**columns, "__lost__": np.array(lost)})
@@ -355,14 +342,11 @@ class SPDRollout(BaseRollout):
         padding = [0] * (width - len(draft))
         counted = counted_positions(draft, target, hybrid.reached, self.settings.loss_positions)
         extra = {
-            **info,
-            "effective_len": hybrid.effective_len,
+            **info, "effective_len": hybrid.effective_len,
             "is_correct_hybrid": None if sample.correct is None else int(sample.correct),
-            "hybrid_length": sample.length,
-            "baseline_length": sample.baseline,
-            "hit_limit": sample.completion.hit_limit,
-            "asked": sample.context is not None,
-        }
+            "hybrid_length": sample.length, "baseline_length": sample.baseline,
+            "hit_limit": sample.completion.hit_limit, "asked": sample.context is not None,
+        }  # fmt: skip
         text = spd_segments(self.tokenizer, draft, target, sample.actions, hybrid, sample.completion.token_ids)
         return counted + padding, [1] * len(draft) + padding, extra, text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,9 @@ class VllmEngineServer:
     """
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        model_path: str,
-        *,
-        max_tokens: int,
-        eos_token_ids: Sequence[int],
-        settings: ClientSettings,
-        served_model: str | None = None,
-    ) -> None:
+        self, urls: Sequence[str], model_path: str, *, max_tokens: int, eos_token_ids: Sequence[int],
+        settings: ClientSettings, served_model: str | None = None,
+    ) -> None:  # fmt: skip
         if not urls:
             raise ValueError(f"no server: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
@@ -98,26 +92,27 @@ class VllmEngineServer:
 
         `on_chunk(positions, completions)` is called as soon as a request is answered, in the client's thread.
         """
-        size = self.settings.prompts_per_request
         # Small chunks when there is little to do, so that several servers work side by side.
-        size = max(1, min(size, -(-len(contexts) // self.settings.concurrency)))
+        size = max(1, min(self.settings.prompts_per_request, -(-len(contexts) // self.settings.concurrency)))
         chunks = [list(range(i, min(i + size, len(contexts)))) for i in range(0, len(contexts), size)]
-        future = asyncio.run_coroutine_threadsafe(self._complete(contexts, chunks, on_chunk), self._loop)
-        return future.result()
+        return self._run(self._complete(contexts, chunks, on_chunk))
 
     def check_model(self) -> None:
         """Ask every server that answers what it serves; another model than ours is an error."""
-        asyncio.run_coroutine_threadsafe(self._check_all(), self._loop).result()
+        self._run(self._check_all())
 
     def close(self) -> None:
         """Close the connections and end the thread."""
         if self._loop.is_closed():
             return
         if self._session is not None:
-            asyncio.run_coroutine_threadsafe(self._session.close(), self._loop).result()
+            self._run(self._session.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _pool(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -175,12 +170,9 @@ class VllmEngineServer:
 
     async def _ask(self, url: str, prompts: list[list[int]]) -> list[Completion]:
         body = {
-            "model": await self._model_name(url),
-            "prompt": prompts,
-            "max_tokens": self.max_tokens,
-            "temperature": 0.0,
+            "model": await self._model_name(url), "prompt": prompts, "max_tokens": self.max_tokens, "temperature": 0.0,
             "return_token_ids": True,
-        }
+        }  # fmt: skip
         async with self._pool().post(f"{url}/v1/completions", json=body) as reply:
             if 400 <= reply.status < 500 and reply.status not in (408, 429):
                 raise RequestRefused(
@@ -217,17 +209,14 @@ class VllmEngineServer:
         return self._names[url]
 
     def _matching(self, models: list[dict[str, Any]], url: str) -> str:
-        wanted = self.served_model or self.model_path
         for model in models:
-            if self.served_model is not None:
-                if model["id"] == self.served_model:
-                    return model["id"]
-            elif same_model(str(model.get("root") or model["id"]), self.model_path):
+            named = model["id"] == self.served_model
+            if named or (self.served_model is None and same_model(model.get("root") or model["id"], self.model_path)):
                 return model["id"]
         served = ", ".join(f"{model['id']} ({model.get('root')})" for model in models)
         raise WrongModelError(
-            f"SPD server {url} serves {served}, but the target is {wanted!r}. Start it with that model, or say under "
-            "which name it serves it in spd.rollout.served_model."
+            f"SPD server {url} serves {served}, but the target is {self.served_model or self.model_path!r}. Start it "
+            "with that model, or say under which name it serves it in spd.rollout.served_model."
         )
 
     async def _check_all(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from verl.workers.rollout.spd.hybrid import effective_lengths
 from verl.workers.rollout.spd.kv_cache import RowCache
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
@@ -56,13 +57,8 @@ class SpecResult:
 
     @classmethod
     def empty(cls, questions: int) -> SpecResult:
-        def zeros() -> list[int]:
-            return [0] * questions
-
-        def lists() -> list[list[int]]:
-            return [[] for _ in range(questions)]
-
-        return cls(lists(), lists(), zeros(), zeros(), zeros(), zeros(), [False] * questions)
+        counts = ([0] * questions for _ in range(4))
+        return cls([[] for _ in range(questions)], [[] for _ in range(questions)], *counts, [False] * questions)
 
 
 @dataclass
@@ -92,17 +88,10 @@ class _Rows:
 
 
 def speculative_generate(
-    target: nn.Module,
-    draft: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    judge: Judge,
-    *,
-    gamma: int = 8,
-    max_new_tokens: int,
-    eos_token_id: int | Sequence[int] | None,
-    batch_size: int = 256,
+    target: nn.Module, draft: nn.Module, prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int = 8,
+    max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
     on_block: Callable[[Block, torch.Tensor], None] | None = None,
-) -> SpecResult:
+) -> SpecResult:  # fmt: skip
     """Continue every prompt by rounds of: draft proposes gamma tokens, target checks them in one forward, judge rules.
 
     Both models are greedy. Each round commits the leading accepted draft tokens and the target's token after them.
@@ -121,7 +110,7 @@ def speculative_generate(
             while rows.question.numel():
                 block = _propose_and_verify(target, draft, rows, contexts, gamma)
                 verdict = _check_verdict(judge(block), block)
-                accepted = (verdict | ~block.mismatch).long().cumprod(dim=1).sum(dim=1)
+                accepted = effective_lengths(verdict | ~block.mismatch)
                 if on_block is not None:
                     on_block(block, accepted)
                 _commit(block, accepted, contexts, result, max_new_tokens, ends)
@@ -132,13 +121,9 @@ def speculative_generate(
 
 
 def greedy_generate(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    eos_token_id: int | Sequence[int] | None,
-    batch_size: int = 256,
-) -> SpecResult:
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
+) -> SpecResult:  # fmt: skip
     """Continue every prompt with the model's own greedy tokens, one forward a token."""
     _check_prompts(prompts, 1, max_new_tokens)
     ends = end_ids(eos_token_id)
@@ -161,13 +146,9 @@ def greedy_generate(
 
 
 def replay_blocks(
-    target: nn.Module,
-    draft: nn.Module,
-    context_ids: Sequence[Sequence[int]],
-    draft_ids: Sequence[Sequence[int]],
-    *,
+    target: nn.Module, draft: nn.Module, context_ids: Sequence[Sequence[int]], draft_ids: Sequence[Sequence[int]], *,
     batch_size: int = 256,
-) -> Iterator[Block]:
+) -> Iterator[Block]:  # fmt: skip
     """Show recorded blocks to a judge again: yields Blocks whose `rows` are places in the given lists.
 
     The target's tokens are computed anew, so they are right for these models whatever the record says. Blocks of
@@ -249,15 +230,10 @@ def _verify(
     logits, hidden = _forward(target, rows.caches[0], *_verification_input(rows, draft_ids), with_hidden=True)
     target_ids = logits.argmax(-1)
     return Block(
-        context_ids=[list(contexts[question]) for question in rows.question.tolist()],
-        draft_ids=draft_ids,
-        target_ids=target_ids,
-        target_logits=logits,
-        draft_logits=draft_logits,
-        target_hidden=hidden,
-        mismatch=draft_ids != target_ids[:, :-1],
-        rows=rows.question.clone(),
-    )
+        context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
+        target_ids=target_ids, target_logits=logits, draft_logits=draft_logits, target_hidden=hidden,
+        mismatch=draft_ids != target_ids[:, :-1], rows=rows.question.clone(),
+    )  # fmt: skip
 
 
 def _forward(
@@ -268,24 +244,16 @@ def _forward(
     # A draft may run past the last position that can be committed; its tokens there are dropped, so any index will do.
     limit = model.config.get_text_config().max_position_embeddings - 1
     output = model(
-        input_ids=tokens,
-        attention_mask=mask,
-        position_ids=positions.clamp(max=limit),
-        past_key_values=cache,
-        use_cache=True,
-        output_hidden_states=with_hidden,
-    )
+        input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
+        use_cache=True, output_hidden_states=with_hidden,
+    )  # fmt: skip
     return output.logits.float(), output.hidden_states[-1] if with_hidden else None
 
 
 def _commit(
-    block: Block,
-    accepted: torch.Tensor,
-    contexts: dict[int, list[int]],
-    result: SpecResult,
-    max_new_tokens: int,
+    block: Block, accepted: torch.Tensor, contexts: dict[int, list[int]], result: SpecResult, max_new_tokens: int,
     ends: frozenset[int],
-) -> None:
+) -> None:  # fmt: skip
     """Write each row's leading accepts [B] and the target's next token into the result and the contexts."""
     columns = (block.rows, accepted, block.draft_ids, block.target_ids, block.mismatch)
     for question, count, drafted, chosen, mismatch in zip(*(column.tolist() for column in columns), strict=True):

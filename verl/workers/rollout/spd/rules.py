@@ -6,10 +6,13 @@ accepted; the decoder keeps the leading accepts and accepts matches whatever the
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import nn
 
-from verl.utils.dataset.spd_dataset import build_spd_input, left_padded_layout
+from verl.utils.dataset.spd_dataset import SPDInputData
 from verl.workers.rollout.spd.decode import Block, Judge
 
 
@@ -101,19 +104,12 @@ def text_scorer(
     return judge
 
 
-def scorer(
-    model: nn.Module, threshold: float, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
-) -> Judge:
-    """The judge that fits a loaded scorer's backbone (`model.config.backbone`)."""
-    judges = {
-        "target": lambda: head_scorer(model, threshold),
-        "own": lambda: text_scorer(
-            model, threshold, sep_token_id=sep_token_id, pad_token_id=pad_token_id, end_ids=end_ids
-        ),
-    }
+def scorer(model: nn.Module, threshold: float, **tokens: Any) -> Judge:
+    """The judge that fits a loaded scorer's backbone (`model.config.backbone`); `tokens` as text_scorer takes them."""
+    judges = {"target": head_scorer, "own": partial(text_scorer, **tokens)}
     if model.config.backbone not in judges:
         raise ValueError(f"the scorer's config says backbone={model.config.backbone!r}; known: {sorted(judges)}")
-    return judges[model.config.backbone]()
+    return judges[model.config.backbone](model, threshold)
 
 
 def scorer_inputs(
@@ -121,27 +117,19 @@ def scorer_inputs(
 ) -> dict[str, torch.Tensor]:
     """[Context] SEP [Draft] SEP [Target] SEP of every row, left-padded to the longest.
 
-    A draft is shown up to its first end token, as in the training data: nobody reads what follows. Returns input_ids,
-    attention_mask (1 = text) and position_ids [B, P] and spd_layout [B, 5] = context_start, context_len, draft_start,
-    draft_len, target_start in columns of input_ids.
+    A draft is shown up to its first end token, as in the training data: nobody reads what follows. Returns the fields
+    of SPDInputData.
     """
-    built = []
-    columns = (block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist())
-    for context, drafted, chosen in zip(*columns, strict=True):
-        end = next((i + 1 for i, token in enumerate(drafted) if token in end_ids), len(drafted))
-        built.append(build_spd_input(context, drafted[:end], chosen[: end + 1], sep_token_id))
-    device = block.draft_ids.device
-    width = max(len(ids) for ids, _ in built)
-    padding = [width - len(ids) for ids, _ in built]
-    texts = [[pad_token_id] * pad + ids for pad, (ids, _) in zip(padding, built, strict=True)]
-    layout = [left_padded_layout(offsets, pad) for pad, (_, offsets) in zip(padding, built, strict=True)]
-    places = torch.arange(width, device=device) - torch.tensor(padding, device=device)[:, None]
-    return {
-        "input_ids": torch.tensor(texts, device=device),
-        "attention_mask": (places >= 0).long(),
-        "position_ids": places.clamp(min=0),
-        "spd_layout": torch.tensor(layout, device=device),
-    }
+    drafts, targets = block.draft_ids.tolist(), block.target_ids.tolist()
+    shown = [next((i + 1 for i, token in enumerate(ids) if token in end_ids), len(ids)) for ids in drafts]
+    return SPDInputData.from_blocks(
+        block.context_ids,
+        [ids[:end] for ids, end in zip(drafts, shown, strict=True)],
+        [ids[: end + 1] for ids, end in zip(targets, shown, strict=True)],
+        sep_token_id=sep_token_id,
+        pad_token_id=pad_token_id,
+        device=block.draft_ids.device,
+    ).as_kwargs()
 
 
 def _at(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

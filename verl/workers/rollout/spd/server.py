@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -64,13 +63,9 @@ class LocalVllmServer:
             log.write(" ".join(command) + "\n")
             log.flush()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), *command], stdin=subprocess.PIPE,
+                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+            )  # fmt: skip
         logger.info("local vLLM server for {} starts at {}; log: {}", self.model_path, self.url, self.log_file)
 
     def wait_ready(self, timeout_s: float) -> str:
@@ -89,8 +84,11 @@ class LocalVllmServer:
             time.sleep(0.5)
         # /health answers 200 also where the engine dies at the first request.
         request = {"model": self.model_path, "prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
+        head = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(request).encode(), headers=head)
         try:
-            self._post("/v1/completions", request, timeout_s=120.0)
+            with urllib.request.urlopen(asked, timeout=120.0) as reply:
+                json.load(reply)
         except (OSError, ValueError) as error:
             raise ServerError(f"the local vLLM server failed its first completion: {error}.{self._tail()}") from error
         logger.info("local vLLM server is ready after {:.0f} s", time.monotonic() - self.started)
@@ -111,15 +109,8 @@ class LocalVllmServer:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
                 return reply.status == 200
-        except (urllib.error.URLError, OSError):
+        except OSError:
             return False
-
-    def _post(self, path: str, body: dict, timeout_s: float) -> dict:
-        request = urllib.request.Request(
-            f"{self.url}{path}", json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
-            return json.loads(reply.read())
 
     def _tail(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL:]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.utils.registry import nearest
-from verl.utils.reward_score.spd_scorer_reward import SPDRewardConfig, reward_config
+from verl.utils.reward_score.spd_scorer_reward import SPDRewardConfig, refuse_unknown, reward_config
 from verl.workers.rollout.spd.client import ClientSettings
 
 LOSS_POSITIONS = ("judged", "all")
@@ -33,15 +33,9 @@ class SPDRolloutSettings:
     concurrency: int
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("rounds", 1),
-            ("max_tokens", 1),
-            ("attempts", 1),
-            ("prompts_per_request", 1),
-            ("concurrency", 1),
-        ):
-            if getattr(self, name) < low:
-                raise ValueError(f"spd.rollout.{name}={getattr(self, name)} is too small; use {low} or more.")
+        for name in ("rounds", "max_tokens", "attempts", "prompts_per_request", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"spd.rollout.{name}={getattr(self, name)} is too small; use 1 or more.")
         if not 0 <= self.lost_share_max <= 1:
             raise ValueError(f"spd.rollout.lost_share_max={self.lost_share_max} is a share: from 0 to 1.")
         if self.rounds > 1:
@@ -50,10 +44,7 @@ class SPDRolloutSettings:
     def client(self) -> ClientSettings:
         """The part that the HTTP client needs."""
         return ClientSettings(
-            timeout_s=self.timeout_s,
-            attempts=self.attempts,
-            prompts_per_request=self.prompts_per_request,
-            concurrency=self.concurrency,
+            self.timeout_s, self.attempts, prompts_per_request=self.prompts_per_request, concurrency=self.concurrency
         )
 
 
@@ -78,28 +69,18 @@ class SPDSettings:
     def from_custom(cls, custom: Mapping[str, Any] | None) -> SPDSettings:
         """Read the mapping in actor_rollout_ref.rollout.custom; a missing or unknown key of spd.rollout is named."""
         custom = dict(custom or {})
-        if missing := [
-            name for name in ("target_path", "loss_positions", "seed", "reward", "rollout") if name not in custom
-        ]:
+        if missing := [f.name for f in fields(cls) if f.name not in custom]:
             raise ValueError(
                 f"actor_rollout_ref.rollout.custom lacks {', '.join(missing)}: rollout.name=spd needs the group "
                 "spd there (recipe/spd/config/spd_trainer.yaml sets rollout.custom=${spd})."
             )
         given = dict(custom["rollout"])
         known = [f.name for f in fields(SPDRolloutSettings)]
-        for name in given:
-            if name not in known:
-                raise ValueError(
-                    f"spd.rollout.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}."
-                )
+        refuse_unknown("spd.rollout", given, known)
         if missing := [name for name in known if name not in given]:
             raise ValueError(
                 f"spd.rollout lacks {', '.join(missing)}; recipe/spd/config/spd_trainer.yaml has the defaults."
             )
-        return cls(
-            target_path=custom["target_path"],
-            loss_positions=custom["loss_positions"],
-            seed=int(custom["seed"]),
-            reward=reward_config(custom["reward"]),
-            rollout=SPDRolloutSettings(**given),
-        )
+        values = {f.name: custom[f.name] for f in fields(cls)}
+        values["seed"] = int(values["seed"])
+        return cls(**{**values, "reward": reward_config(custom["reward"]), "rollout": SPDRolloutSettings(**given)})

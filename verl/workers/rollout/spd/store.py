@@ -135,12 +135,9 @@ def _unpack(value: bytes) -> Completion:
 def model_dir_fingerprint(directory: str | Path) -> str:
     """Hash of a model directory's configs with size and samples of its weight files: a retrained model differs."""
     directory = Path(directory).expanduser()
-    files = sorted(
-        f
-        for f in directory.glob("*")
-        if f.suffix in (".safetensors", ".bin") or f.name in ("config.json", "generation_config.json")
-    )
-    if not any(f.suffix in (".safetensors", ".bin") for f in files):
+    weights, configs = (".safetensors", ".bin"), ("config.json", "generation_config.json")
+    files = sorted(f for f in directory.glob("*") if f.suffix in weights or f.name in configs)
+    if not any(f.suffix in weights for f in files):
         raise StoreError(
             f"{directory} holds no weight file (*.safetensors, *.bin): name a Hugging Face model directory."
         )

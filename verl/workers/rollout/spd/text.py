@@ -9,13 +9,9 @@ from verl.workers.rollout.spd.hybrid import Hybrid
 
 
 def spd_segments(
-    tokenizer: Any,
-    draft_ids: Sequence[int],
-    target_ids: Sequence[int],
-    actions: Sequence[int],
-    hybrid: Hybrid,
+    tokenizer: Any, draft_ids: Sequence[int], target_ids: Sequence[int], actions: Sequence[int], hybrid: Hybrid,
     completion: Sequence[int],
-) -> list[dict[str, str]]:
+) -> list[dict[str, str]]:  # fmt: skip
     """{text, kind} of each draft token (match, accepted, rejected, unused), then what the target wrote after it.
 
     A mismatch shows the target's own choice beside the draft's.
