@@ -28,11 +28,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.spd_evaluation import harm, measures  # noqa: E402
+from scripts.spd_evaluation import (  # noqa: E402
+    harm,
+    measures,
+    rules,  # noqa: E402
+)
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
-from verl.workers.rollout.spd import rules  # noqa: E402
 from verl.workers.rollout.spd.answers import is_correct  # noqa: E402
 from verl.workers.rollout.spd.decode import Judge, SpecResult, end_ids, greedy_generate, speculative_generate  # noqa: E402
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from examples.spd_arithmetic.questions import Question
+from scripts.spd_evaluation.rules import exact
 from verl.workers.rollout.spd.answers import extract_answer
 from verl.workers.rollout.spd.decode import Block, Judge, SpecResult, greedy_generate, speculative_generate
-from verl.workers.rollout.spd.rules import exact
 
 Progress = Callable[[int, int], None]
 """Called with (done, in all)."""

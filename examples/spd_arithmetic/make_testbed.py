@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from examples.spd_arithmetic import train_pair
 from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, Pair, drifted_blocks, harm_labels, own_path
 from examples.spd_arithmetic.questions import SPLITS, Question, Splits, draw_questions, read_gsm8k, write_questions
-from verl.workers.rollout.spd.rules import accept_all, random_share
+from scripts.spd_evaluation.rules import accept_all, random_share
 
 HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "blocks.py", "make_testbed.py")

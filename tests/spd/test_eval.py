@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.spd_evaluation import harm, measures
+from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from tests.helpers.models import make_tokenizer, save_tiny_llama
-from verl.workers.rollout.spd import rules
 from verl.workers.rollout.spd.decode import SpecResult
 
 KEYS = [

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.workers.rollout.spd import rules
+from scripts.spd_evaluation import rules
 from verl.workers.rollout.spd.decode import Block
 
 

@@ -15,8 +15,8 @@ from examples.spd_arithmetic import blocks, corpus, make_testbed, questions, tra
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.muon import Muon, orthogonalise
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
+from scripts.spd_evaluation.rules import exact
 from verl.workers.rollout.spd.decode import greedy_generate
-from verl.workers.rollout.spd.rules import exact
 
 NUMBER = r"(\d+)"
 CHANGES = (  # pattern of a sentence, value before -> value after
