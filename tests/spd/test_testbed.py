@@ -311,8 +311,8 @@ def test_harm_is_counterfactual():
 
     object.__setattr__(pair, "greedy", complete)
     draft, target = encoder.encode("she twice half pens".split()), encoder.encode("kim twice twice pens so".split())
-    rows = [blocks.DraftedBlock("b", "q", [10], draft, target, True),
-            blocks.DraftedBlock("never right", "q", [10], draft, target, False)]
+    rows = [blocks.DraftedBlock("b", "q", [10], draft, target, True, 7),
+            blocks.DraftedBlock("never right", "q", [10], draft, target, False, 7)]
     labels = blocks.harm_labels(pair, rows, {"q": question}, lambda *_: None)
     assert calls == [[10, *draft[:1]], [10, *draft[:3]]]
     assert [(x.block_id, x.position, x.harmful, x.already_broken) for x in labels] == [
