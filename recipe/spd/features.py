@@ -26,14 +26,14 @@ class FeatureStore:
         """The states of each block, None where they are not known; `width` is H."""
         unknown = list(dict.fromkeys(block for block in blocks if block not in self._memory))
         for i, value in self._disk.get_many(unknown).items():
-            self._memory[unknown[i]] = torch.from_numpy(np.frombuffer(value, dtype="<f4").reshape(-1, width).copy())
+            self._remember(unknown[i], value, width)
         return [self._memory.get(block) for block in blocks]
 
-    def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Keep the states [g, H] of distinct blocks; gives what the store holds (the first writer wins)."""
-        values = [state.detach().float().cpu().contiguous().numpy() for state in states]
-        held = self._disk.put_many(blocks, [value.tobytes() for value in values])
-        for block, value, stored in zip(blocks, values, held, strict=True):
-            kept = np.frombuffer(stored, dtype="<f4").reshape(value.shape).copy()
-            self._memory[block] = torch.from_numpy(kept)
-        return [self._memory[block] for block in blocks]
+    def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
+        """Keep the states [g, H] of distinct blocks; where another process was first, its states are the ones kept."""
+        values = [state.detach().float().cpu().contiguous().numpy().tobytes() for state in states]
+        for block, state, held in zip(blocks, states, self._disk.put_many(blocks, values), strict=True):
+            self._remember(block, held, state.shape[-1])
+
+    def _remember(self, block: tuple[int, ...], value: bytes, width: int) -> None:
+        self._memory[block] = torch.from_numpy(np.frombuffer(value, dtype="<f4").reshape(-1, width).copy())

@@ -29,7 +29,7 @@ class Backend:
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Take the metrics of one step."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no log(data, step); a logger must have one.")
 
     def finish(self) -> None:
         """Flush, then close."""
