@@ -1,6 +1,7 @@
 # Each target makes .venv itself when it is missing or out of date.
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
+#   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about two hours on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make lint                     ruff
@@ -11,13 +12,16 @@ SPD_BACKBONE ?= target
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo test bench lint clean
+.PHONY: env demo frontier test bench lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
 
 demo: env
 	@$(PY) -m examples.spd_arithmetic.demo --backbone $(SPD_BACKBONE)
+
+frontier: env
+	@$(PY) -m examples.spd_arithmetic.frontier
 
 test: env
 	@echo "[test] the whole suite; -m 'not slow' leaves out the long ones"

@@ -1,6 +1,6 @@
 """The whole SPD chain from nothing, with a time budget a phase: test bed, data, GRPO training, evaluation, report.
 
-    python -m examples.spd_arithmetic.demo [--backbone target|own] [--steps 300] [--questions 1000] [--out DIR]
+    python -m examples.spd_arithmetic.demo [--backbone target|own] [--steps N] [--questions 1000] [--out DIR]
 
 Ends with the evaluation table and OUT/evaluation.json. Everything is made here from --seed; a test bed that the same
 arguments made before is reused.
@@ -26,11 +26,11 @@ from verl.utils.report import write_report
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_S = {"test bed": 330.0, "training": 200.0, "evaluation": 190.0}
 OWN_EXTRA_S = {"training": 400.0, "evaluation": 200.0}
-STEPS = {"target": 400, "own": 140}
+STEPS = {"target": 110, "own": 140}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
-SCORER_THRESHOLDS = {"target": ("-1", "0", "1", "2"), "own": ("-1", "0", "2", "4")}
-MARGINS = ("2", "3", "4", "5", "6")
-OWN_TRAINING = ("--lr", "2e-4", "--batch-size", "48")
+SCORER_THRESHOLDS = ("-1", "0", "0.5", "1")
+MARGINS = ("3", "3.5", "4", "5", "6")
+OWN_TRAINING = ("--lr", "2e-4", "--batch-size", "64")
 console = Console()
 
 
@@ -138,7 +138,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
-    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone], "--margins", *MARGINS]
+    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS, "--margins", *MARGINS]
     return {"test bed": make, "training": train, "evaluation": evaluate}
 
 
@@ -185,7 +185,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", choices=("target", "own"), default="target")
-    parser.add_argument("--steps", type=int, help="GRPO steps (default: 300 for target, 140 for own)")
+    parser.add_argument("--steps", type=int, help=f"GRPO steps (default: {STEPS})")
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_arithmetic")

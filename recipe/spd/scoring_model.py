@@ -38,19 +38,22 @@ class ScoreHead(nn.Module):
 
 
 class TargetHead(nn.Module):
-    """3H -> W -> W -> 1 over [the target's last hidden state, embedding of d_i, embedding of t_i]."""
+    """4H -> W -> W -> 1 over [h, d, t, h * (d - t)]: the target's last hidden state, embeddings of d_i and t_i.
+
+    With tied embeddings the product sums to the target's logit of d_i over t_i, which a sum of layers learns slowly.
+    """
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.first = nn.Linear(3 * hidden_size, width)
+        self.first = nn.Linear(4 * hidden_size, width)
         self.second = nn.Linear(width, width)
         self.out = nn.Linear(width, 1)
 
     def forward(self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Three of [B, g, H] -> [B, g]. Each part at unit scale: embeddings may be far smaller than states."""
         dtype = self.first.weight.dtype
-        parts = [F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target)]
-        return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat(parts, dim=-1)))))).squeeze(-1)
+        h, d, t = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target))
+        return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat([h, d, t, h * (d - t)], dim=-1)))))).squeeze(-1)
 
 
 class ScoringActor(nn.Module):

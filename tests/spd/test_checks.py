@@ -3,13 +3,17 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from transformers import AutoConfig
 
 import recipe.spd.config
 from recipe.spd.checks import check_servers_and_separator
+from spd_scorer import load_spd_scorer
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from tests.helpers.models import make_tokenizer
 from verl.utils.config_effect import settings_without_effect
+from verl.utils.memory_estimate import estimate_memory, measure_loaded
 from verl.utils.problems import CHECKS
 
 RECIPE = CONFIG_DIR.parents[2] / "recipe" / "spd" / "config"
@@ -62,3 +66,23 @@ def test_a_tokenizer_without_separator_is_wrong(monkeypatch):
     assert problem.kind == "wrong" and problem.key == "SPD_SEP_TOKEN_ID"
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", "3")
     assert found(tokenizer) == []
+
+
+@pytest.mark.parametrize("backbone", ["target", "own"])
+def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone):
+    settings = (f"spd.backbone={backbone}", "spd.head_size=16", "data.max_prompt_length=92")
+    config = OmegaConf.to_container(compose(*settings))
+    hf_config = AutoConfig.from_pretrained(tiny_llama)
+    size, exact = measure_loaded(hf_config, config)
+    model = load_spd_scorer(
+        SimpleNamespace(local_path=tiny_llama, path=tiny_llama, trust_remote_code=False, override_config={}),
+        torch.float32, backbone=backbone, head_size=16,
+    )  # fmt: skip
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert exact and size.trainable == trained
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    parts = estimate_memory(size, config, ranks=1, micro=64, samples=64)
+    # 64 samples of n = 16 are 4 forwards of 92 + 8 tokens; a frozen target keeps one layer, the own one both.
+    layers = 1 if backbone == "target" else hf_config.num_hidden_layers
+    assert parts["activations of a micro-batch"] == 4 * 100 * hf_config.hidden_size * 34 * layers * 2
+    assert parts["logits of a micro-batch"] == 64 * 8 * 4 * 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData, load_spd_scorer
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData, TargetHead, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
 from verl.utils.model import create_huggingface_actor
 from verl.workers.policy import get_policy
@@ -79,6 +79,20 @@ def test_what_each_mask_lets_the_first_score_see(tiny_llama):
         later = SPDInputData.from_blocks(CONTEXTS, [[11, 12, 41], DRAFTS[1]], TARGETS, sep_token_id=3, pad_token_id=0)
         # causal reads the whole draft before the target; spd hides draft tokens behind i
         assert bool((model(**later.as_kwargs())[0, 1] - before).abs() > 1e-7) is (attention != "spd")
+
+
+def test_the_logit_gap_is_one_of_the_head_s_inputs():
+    head = TargetHead(hidden_size=4, width=4)
+    for p in head.parameters():
+        torch.nn.init.zeros_(p)
+    head.first.weight.data[0, 12:] = 1.0  # reads the product alone
+    head.first.bias.data[0] = head.second.bias.data[0] = 100.0  # GELU is the identity up there
+    head.second.weight.data[0, 0] = head.out.weight.data[0, 0] = 1.0
+    # Layer norm takes (3, 1, 1, 3) to +-1 and (1, 1, 1, 5) to (-1, -1, -1, 3) / sqrt 3.
+    h, d, t = ([3.0, 1.0, 1.0, 3.0], [1.0, 3.0, 1.0, 3.0], [1.0, 1.0, 1.0, 5.0])
+    z = head(*(torch.tensor([[x]]) for x in (h, d, t)))
+    # h = (1, -1, -1, 1), d = (-1, 1, -1, 1): h.d = 0; h.t = (-1 + 1 + 1 + 3) / sqrt 3 = 4 / sqrt 3
+    assert z.item() == pytest.approx(200.0 - 4 / 3**0.5, abs=1e-3)
 
 
 def test_only_the_head_of_a_target_scorer_is_trained(tiny_llama):

@@ -12,7 +12,7 @@ from verl.trainer.dry_run_checks import Findings, look_around
 from verl.utils.batch_arithmetic import BatchPlan, plan_batches
 from verl.utils.config_check import ARITHMETIC, find_problems
 from verl.utils.config_effect import settings_without_effect
-from verl.utils.memory_estimate import estimate_memory, measure_model
+from verl.utils.memory_estimate import estimate_memory, measure_loaded
 from verl.utils.problems import CHECKS, TITLES, WRONG, Problem, wrong
 from verl.utils.redact import redact_text, redacted_yaml
 
@@ -81,13 +81,14 @@ def _print_plan(console: Console, config: DictConfig, found: Findings, problems:
 
 
 def _memory_table(config: DictConfig, found: Findings, plan: BatchPlan) -> Table:
-    size = measure_model(found.hf_config, config.actor_rollout_ref.model.lora_rank)
     plain = OmegaConf.to_container(config, resolve=True)
+    size, exact = measure_loaded(found.hf_config, plain)
     parts = estimate_memory(size, plain, plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
     table = Table(title=f"Memory of one rank, roughly ({size.parameters:,} parameters, {size.trainable:,} trained)")
     table.add_column("part")
     table.add_column("MiB", justify="right")
-    if (loader := config.actor_rollout_ref.model.loader.name) != "auto":
+    if not exact:
+        loader = config.actor_rollout_ref.model.loader.name
         table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
     for name, count in parts.items():
         table.add_row(name, f"{count / 2**20:,.1f}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.utils.registry import Registry
 from verl.workers.config.rollout import ROLLOUTS_OF_THE_ACTOR
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
@@ -14,7 +15,10 @@ LOSS_COPIES = 3  # logits in the computation's type, their float32 copy counted 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache."""
+    """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache.
+
+    `trained_layers` keep activations for the backward; `group_forward`: the samples of a prompt are forwarded once.
+    """
 
     parameters: int
     trainable: int
@@ -23,15 +27,31 @@ class ModelSize:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    trained_layers: int
+    group_forward: bool = False
 
 
-def measure_model(hf_config: Any, lora_rank: int = 0) -> ModelSize:
+MEASURES: Registry[Callable[[Any, Mapping[str, Any]], ModelSize]] = Registry(
+    "actor_rollout_ref.model.loader.name", "Register a measure beside the loader."
+)  # what a loader makes of (hf_config, the resolved config); a loader without one is taken for the plain model
+
+
+def measure_loaded(hf_config: Any, config: Mapping[str, Any]) -> tuple[ModelSize, bool]:
+    """Sizes of the model that the config's loader makes, and whether the loader has its own measure."""
+    model = config["actor_rollout_ref"]["model"]
+    name = model["loader"]["name"]
+    if name in MEASURES:
+        return MEASURES.get(name)(hf_config, config), True
+    return measure_model(hf_config, model["lora_rank"]), name == "auto"
+
+
+def measure_model(hf_config: Any, lora_rank: int = 0, with_lm_head: bool = True) -> ModelSize:
     """Sizes of the model that a Hugging Face config describes, built on the meta device: no weight is allocated."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = (AutoModelForCausalLM if with_lm_head else AutoModel).from_config(hf_config)
     parameters = sum(p.numel() for p in model.parameters())
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -46,6 +66,7 @@ def measure_model(hf_config: Any, lora_rank: int = 0) -> ModelSize:
         kv_heads=settings.get("num_key_value_heads") or heads,
         head_dim=settings.get("head_dim") or text.hidden_size // heads,
         vocabulary=text.vocab_size,
+        trained_layers=text.num_hidden_layers,
     )
 
 
@@ -57,10 +78,11 @@ def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micr
     shards = ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
     master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
-    tokens = micro * length
+    tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
     # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
-    # unit); without it every layer keeps those.
-    kept = size.layers + 34 if roles["model"]["enable_gradient_checkpointing"] else 34 * size.layers
+    # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
+    checkpointed = roles["model"]["enable_gradient_checkpointing"]
+    kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
     parts = {
         "weights": size.parameters * master // shards,
         "gradients": size.trainable * master // shards,

@@ -1,0 +1,163 @@
+"""The frontier: every rule and the scorer, swept, over several seeds of target, draft and scorer.
+
+    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2] [--softness 0 0.2] [--questions 1000] [--out DIR]
+
+Each seed is a test bed, a training and an evaluation of its own below OUT; what is there already is reused. Ends with
+a table and a picture for each softness, and OUT/frontier.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.spd_arithmetic.demo import LIMIT, ROOT, PhaseFailed, run_logged
+from scripts.spd_evaluation.measures import EvaluationRow
+from scripts.spd_evaluation.plot import CURVES, save_plot
+
+MARGINS = ("2", "2.5", "3", "3.5", "4", "4.5", "5", "6", "8", "12")
+SCORER_THRESHOLDS = ("-2", "-1", "0", "0.5", "1", "1.25", "1.5", "1.75", "2", "2.5", "3")
+DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
+SCORER = "trained scorer, swept"
+console = Console()
+
+
+def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) -> dict[str, list[str]]:
+    """Test bed, training and evaluation of one seed."""
+    python, testbed, run = sys.executable, out / "testbed", out / "run"
+    make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(seed)]
+    make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
+    make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
+    train = [python, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
+    train += ["--blocks", str(testbed / "blocks_train.parquet"), "--metadata", str(testbed / "metadata_train.parquet")]
+    train += ["--store", str(out / "completions.sqlite3"), "--steps", str(args.steps), "--seed", str(seed)]
+    train += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT), "--save-freq", str(args.steps)]
+    train += ["trainer.logger=[file]", "trainer.val_before_train=false"]
+    evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
+    evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
+    evaluate += ["--scorer", str(run / f"global_step_{args.steps}" / "actor" / "huggingface")]
+    evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
+    evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
+    evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
+    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS, "--margins", *MARGINS]
+    return {"test bed": make, "training": train, "evaluation": evaluate}
+
+
+def one_seed(args: argparse.Namespace, seed: int, softness: float) -> list[EvaluationRow]:
+    """The rows of one seed, made here or by an earlier run with the same commands."""
+    out = args.out / f"u{softness:g}-seed{seed}"
+    planned = commands(args, seed, softness, out)
+    record, evaluation = out / "commands.json", out / "evaluation.json"
+    if not (evaluation.exists() and record.exists() and json.loads(record.read_text()) == planned):
+        for name, command in planned.items():
+            with console.status(f"u = {softness:g}, seed {seed}: {name}"):
+                run_logged(command, out / f"{name.replace(' ', '_')}.log")
+        record.write_text(json.dumps(planned, indent=1))
+    console.print(f"u = {softness:g}, seed {seed}: {evaluation}")
+    return [EvaluationRow(**row) for row in json.loads(evaluation.read_text())["rows"]]
+
+
+def pool(seeds: Sequence[Sequence[EvaluationRow]]) -> list[EvaluationRow]:
+    """Mean over seeds of every rule and threshold that all of them ran; errors of independent means.
+
+    The threshold that validation chose differs between seeds, so the row `scorer` counts as one of its sweep.
+    """
+    tables = []
+    for rows in seeds:
+        renamed = [replace(row, rule="scorer_sweep" if row.rule == "scorer" else row.rule) for row in rows]
+        tables.append({(row.rule, None if row.rule == "random" else row.threshold): row for row in renamed})
+    pooled = []
+    for key in tables[0]:
+        same = [table[key] for table in tables if key in table]
+        if len(same) < len(tables):
+            continue
+        values = {name: _mean([getattr(row, name) for row in same]) for name in asdict(same[0]) if name != "rule"}
+        for name in ("accuracy_se", "drop_se"):
+            values[name] = math.sqrt(sum(getattr(row, name) ** 2 for row in same)) / len(same)
+        pooled.append(EvaluationRow(rule=key[0], **values))
+    return pooled
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if any(v is None for v in values) else sum(values) / len(values)
+
+
+def speed_at(curve: Sequence[EvaluationRow], drop: float) -> float:
+    """Most accepted tokens a forward on a swept rule's curve at a drop of at most `drop`; -inf where it has none.
+
+    Between neighbouring thresholds a straight line: what flipping a coin between the two for each question gives.
+    """
+    ordered = sorted(curve, key=lambda row: row.accepted_per_forward)
+    best = max((row.accepted_per_forward for row in ordered if row.drop <= drop), default=-math.inf)
+    for a, b in zip(ordered, ordered[1:], strict=False):
+        low, high = sorted((a, b), key=lambda row: row.drop)
+        if low.drop <= drop < high.drop:
+            part = (drop - low.drop) / (high.drop - low.drop)
+            speed = low.accepted_per_forward + part * (high.accepted_per_forward - low.accepted_per_forward)
+            best = max(best, speed)
+    return best
+
+
+def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, object]]:
+    """For each drop: the scorer's speed, and the best training-free rule with its own."""
+    exact = [row for row in rows if row.rule == "exact"]
+    curves = {legend: exact + [row for row in rows if row.rule in rules] for rules, legend, *_ in CURVES}
+    found = []
+    for drop in DROPS:
+        speeds = {legend: speed_at(curve, drop) for legend, curve in curves.items()}
+        rule = max((legend for legend in speeds if legend != SCORER), key=lambda legend: speeds[legend])
+        found.append({"drop": drop, "scorer": speeds[SCORER], "best_rule": rule, "rule": speeds[rule],
+                      "ratio": speeds[SCORER] / speeds[rule]})
+    return found
+
+
+def show(found: Sequence[dict[str, object]], title: str) -> Table:
+    """The comparison as people read it."""
+    table = Table("drop, points", "scorer", "best rule", "", "ratio", title=title)
+    for row in found:
+        table.add_row(f"{100 * row['drop']:.1f}", f"{row['scorer']:.2f}", f"{row['rule']:.2f}", str(row["best_rule"]),
+                      f"{row['ratio']:.2f}")
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run all seeds; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--softness", type=float, nargs="+", default=[0.0, 0.2])
+    parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
+    parser.add_argument("--train-questions", type=int, default=2000)
+    parser.add_argument("--blocks", type=int, default=8000, help="blocks a scorer is trained on")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()
+    result = {}
+    for softness in args.softness:
+        try:
+            rows = pool([one_seed(args, seed, softness) for seed in args.seeds])
+        except PhaseFailed as failure:
+            console.print(f"[red]{failure}[/red]")
+            return 1
+        found = compare(rows)
+        questions = args.questions * len(args.seeds)
+        console.print(show(found, f"Accepted draft tokens per target forward, u = {softness:g}, {questions} questions"))
+        picture = args.out / f"frontier-u{softness:g}.png"
+        save_plot(rows, questions, picture)
+        console.print(f"picture {picture}")
+        result[f"u={softness:g}"] = {"questions": questions, "seeds": args.seeds, "comparison": found,
+                                     "rows": [asdict(row) for row in rows]}
+    (args.out / "frontier.json").write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
