@@ -14,12 +14,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
+from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).resolve().parent
 # Options that are written into the config too: the environment does not travel to the workers of a remote cluster.
@@ -70,7 +72,7 @@ def prepare_spd_data_from_real_source(
     from verl.utils.dataset.rl_dataset import read_rows
     from verl.utils.dataset.spd_dataset import build_spd_input, resolve_sep_token_id
 
-    questions = _read_metadata(Path(metadata_path), read_rows(metadata_path))
+    questions = _read_metadata(metadata_path, read_rows(metadata_path))
     blocks = read_rows(blocks_path)
     sep, eos = resolve_sep_token_id(tokenizer), tokenizer.eos_token_id
     rows, skipped = [], 0
@@ -88,7 +90,7 @@ def prepare_spd_data_from_real_source(
             "index": len(rows), "question_id": str(block["question_id"]), **offsets,
             "context_ids": context, "draft_ids": draft, "target_ids": target,
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
-            "baseline_length": block.get("baseline_length"),
+            "baseline_length": None if (length := block.get("baseline_length")) is None else int(length),
         }  # fmt: skip
         rows.append(
             {
@@ -102,39 +104,51 @@ def prepare_spd_data_from_real_source(
     output = Path(output_path)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
+    pq.write_table(pa.Table.from_pylist(rows), partial, write_page_checksum=True)
     os.replace(partial, output)
     logger.info("{}: {} blocks to judge; {} without a mismatch are skipped", output, len(rows), skipped)
     longest, gamma = max(len(row["input_ids"]) for row in rows), max(row["extra_info"]["draft_len"] for row in rows)
     return PreparedData(output, len(rows), skipped, longest, gamma)
 
 
-def _read_metadata(path: Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
+def _read_metadata(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
+    """The rows by question_id; one that lacks something, holds what it must not, or comes twice is refused."""
+    from verl.utils.dataset.spd_dataset import facts_error, truth_error
+
     found: dict[Any, Mapping[str, Any]] = {}
     for number, row in enumerate(rows):
-        needed = ("question_id", "question", "ground_truth", "is_correct_baseline")
-        if missing := [name for name in needed if row.get(name) is None]:
-            raise DataError(f"{path}, row {number}: lacks {', '.join(missing)}; it has {', '.join(row)}.")
+        where = f"{path}, row {number}"
+        _refuse_missing(where, row, ("question_id", "question", "ground_truth", "is_correct_baseline"))
+        if not isinstance(row["question"], str):
+            raise DataError(f"{where}: question must be a text, not {str(row['question'])[:80]}.")
+        if wrong := facts_error(row) or truth_error(row["ground_truth"]):
+            raise DataError(f"{where}: {wrong}")
         if row["question_id"] in found:
-            raise DataError(f"{path}, row {number}: question_id {row['question_id']!r} stands there twice; keep one.")
+            raise DataError(f"{where}: question_id {row['question_id']!r} stands there twice; keep one.")
         found[row["question_id"]] = row
     return found
+
+
+def _refuse_missing(where: str, row: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Every needed column must hold something, and question_id what can be looked up."""
+    if missing := [name for name in needed if row.get(name) is None]:
+        raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(map(str, row))}. Add or rename it.")
+    if not isinstance(row["question_id"], str | int):
+        raise DataError(f"{where}: question_id must be a text or a whole number, not {str(row['question_id'])[:80]}.")
 
 
 def _check_block(
     where: str, block: Mapping[str, Any], questions: Mapping[Any, Any], vocabulary: int, metadata_path: str | Path
 ) -> None:
     """Refuse a block with missing, empty or impossible ids, or of an unknown question."""
-    if missing := [n for n in ("question_id", "context_ids", "draft_ids", "target_ids") if block.get(n) is None]:
-        raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(block)}.")
+    from verl.utils.dataset.spd_dataset import IDS, facts_error, ids_error, spelling_error
+
+    _refuse_missing(where, block, ("question_id", *IDS))
     if block["question_id"] not in questions:
         raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
-    for name in ("context_ids", "draft_ids", "target_ids"):
-        ids = block[name]
-        if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 0 <= i < vocabulary for i in ids):
-            raise DataError(
-                f"{where}: {name} must be a list of token ids from 0 to {vocabulary - 1}, not {str(ids)[:80]}."
-            )
+    wrong = [ids_error(name, block[name], vocabulary) for name in IDS]
+    if told := next(filter(None, [*wrong, facts_error(block), spelling_error(tuple(block))]), ""):
+        raise DataError(f"{where}: {told}")
     if len(block["target_ids"]) != len(block["draft_ids"]) + 1:
         raise DataError(
             f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more "
@@ -213,6 +227,47 @@ def _create_training_env(args: argparse.Namespace) -> dict[str, str]:
     return env
 
 
+@contextmanager
+def local_server(command: Sequence[str], env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """`env` for the training, with a vLLM server of ours in it that loads while Ray and the ranks start.
+
+    It ends with the block. No server where some are named, for a cluster, several nodes, a dry run, or a config that
+    the trainer is going to refuse.
+    """
+    from verl.workers.rollout.spd.server import LOCAL_VARIABLE, server_of
+    from verl.workers.rollout.spd.settings import SPDSettings
+
+    config = None if env.get("SPD_VLLM_URLS") or env.get("RAY_ADDRESS") else _sound_config(command)
+    if config is None or config.spd.rollout.servers or config.trainer.nnodes > 1 or config.trainer.dry_run:
+        yield dict(env)
+        return
+    settings = SPDSettings.from_custom(OmegaConf.to_container(config.spd, resolve=True))
+    server = server_of(settings, config.data.max_prompt_length, config.data.max_response_length)
+    try:
+        yield {**env, LOCAL_VARIABLE: server.handle()}
+    finally:
+        server.stop()
+
+
+def _sound_config(command: Sequence[str]) -> DictConfig | None:
+    """The config of a training command; None when the trainer will refuse it, and say why."""
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+
+    from verl.trainer.dry_run_checks import refuse_bad_input
+    from verl.utils.config_check import find_problems
+    from verl.utils.problems import ConfigError, raise_if_any
+
+    try:
+        with initialize_config_module("recipe.spd.config", version_base=None):
+            config = compose("spd_trainer", list(command[command.index("--config-name") + 2 :]))
+        raise_if_any(find_problems(config))
+        refuse_bad_input(config)
+    except (HydraException, ConfigError):
+        return None
+    return config
+
+
 def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the trainer; SIGTERM, SIGHUP and Ctrl-C go on to it, once each: it saves and stops. Gives its exit code."""
     logger.info("starts {}", " ".join(command))
@@ -280,16 +335,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, train; gives the exit code."""
-    setup_loguru_rank0()
     args = parse_args(argv)
-    import torch
-
+    from verl.trainer.dry_run_checks import load_model_part
     from verl.utils.tokenizer import hf_tokenizer
+    from verl.workers.rollout.spd.server import sees_gpu
 
     if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args.device = "cuda" if sees_gpu() else "cpu"
     try:
-        tokenizer = hf_tokenizer(args.tokenizer or args.model)
+        setup_loguru_rank0()
+        option = "--tokenizer" if args.tokenizer else "--model"
+        tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
         data_dir = Path(args.output_dir) / "data"
         train = prepare_spd_data_from_real_source(args.blocks, args.metadata, data_dir / "train.parquet", tokenizer)
         val = None
@@ -297,9 +353,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             metadata = args.val_metadata or args.metadata
             val = prepare_spd_data_from_real_source(args.val_blocks, metadata, data_dir / "val.parquet", tokenizer)
     except (ValueError, OSError) as error:
-        logger.error("{}", error)
+        sys.stderr.write(f"{error}\n")
         return 1
-    return run_training(build_training_command(args, train, val), _create_training_env(args))
+    command = build_training_command(args, train, val)
+    with local_server(command, _create_training_env(args)) as env:
+        return run_training(command, env)
 
 
 if __name__ == "__main__":

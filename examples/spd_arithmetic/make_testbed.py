@@ -15,24 +15,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import torch
 from loguru import logger
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from examples.spd_arithmetic import train_pair
-from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, Pair, drifted_blocks, harm_labels, own_path
+from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, drifted_blocks, harm_labels, own_path
+from examples.spd_arithmetic.pair import Pair, PairFiles, open_pair
 from examples.spd_arithmetic.questions import SPLITS, Question, Splits, draw_questions, read_gsm8k, write_questions
-from scripts.spd_evaluation.rules import accept_all, random_share
+from examples.spd_arithmetic.workers import Workers
+from scripts.spd_evaluation.rules import accept_all, margin
 
 HERE = Path(__file__).parent
-CODE = (*train_pair.CODE, "questions.py", "blocks.py", "make_testbed.py")
-DRIFT_ACCEPT_SHARE = 0.5
+CODE = (*train_pair.CODE, "questions.py", "pair.py", "blocks.py", "make_testbed.py")
 SANITY_QUESTIONS = 200
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -69,7 +70,6 @@ class Phases:
 def main(argv: list[str] | None = None) -> Path:
     """Make the test bed, or say that the one at --out was made by the same command; returns its folder."""
     args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
     console = Console()
     key = fingerprint(args)
     if made_by(args.out, key):
@@ -77,16 +77,17 @@ def main(argv: list[str] | None = None) -> Path:
         console.print(figures_table(json.loads((args.out / "testbed.json").read_text())["figures"]))
         return args.out
     refuse_foreign_folder(args.out)
-    partial = args.out.with_name(args.out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    unfinished = args.out.with_name(args.out.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        figures = build(args, partial, Phases(progress), key)
+    start = "fork" if args.device == "cpu" else "spawn"
+    with Workers(args.processes, start) as workers, Progress(*columns, console=console) as progress:
+        figures = build(args, unfinished, workers, Phases(progress), key)
     if args.out.exists():
         shutil.rmtree(args.out)
-    os.replace(partial, args.out)
+    os.replace(unfinished, args.out)
     console.print(figures_table(figures))
     return args.out
 
@@ -99,12 +100,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--softness", type=float, default=0.2, help="u: how much the target tolerates other wordings, 0 to 1")
     add("--n-train-questions", type=int, default=1000)
-    add("--n-val-questions", type=int, default=400)
+    add("--n-val-questions", type=int, default=600)
     add("--n-test-questions", type=int, default=1200)
-    add("--n-train-blocks", type=int, default=5000)
+    add("--n-train-blocks", type=int, default=4000)
     add("--n-val-blocks", type=int, default=1000)
     add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
-    add("--drift-share", type=float, default=0.0, help="share of the train blocks met after accepted mismatches")
+    add("--drift-share", type=float, default=0.5, help="share of the train blocks met on a lenient rule's path")
+    add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
+        "logit of its own token is larger by at most this")
     add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
     add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens a round")
@@ -114,7 +117,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
     add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
     add("--device", default="cpu", help="cpu or cuda: where blocks are made")
-    add("--threads", type=int, default=1, help="CPU threads of the decoding; another number may change last digits")
+    add("--threads", type=int, default=1, help="CPU threads of a process that decodes; may change last digits")
+    add("--processes", type=int, help="processes that share the work, each with both models in its memory (default: "
+        "one a core, and one in all on a GPU); changes no result")
     args = parser.parse_args(argv)
     given = [args.questions is not None, args.target is not None, args.draft is not None]
     if any(given) and not all(given):
@@ -122,16 +127,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("softness", "drift_share"):
         if not 0.0 <= getattr(args, name) <= 1.0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
+    if args.processes is not None and args.processes < 1:
+        parser.error(f"--processes {args.processes}: expected 1 or more")
+    if args.processes is None:
+        args.processes = len(os.sched_getaffinity(0)) if args.device == "cpu" else 1
     return args
 
 
 def fingerprint(args: argparse.Namespace) -> str:
     """Hash of everything the result depends on: the arguments and the code."""
-    wanted = {k: str(v) for k, v in sorted(vars(args).items()) if k != "out"}
-    digest = hashlib.sha256(json.dumps(wanted).encode())
+    digest = hashlib.sha256(json.dumps(recorded(args)).encode())
     for source in CODE:
         digest.update((HERE / source).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def recorded(args: argparse.Namespace) -> dict[str, str]:
+    """The arguments that the result depends on."""
+    return {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("out", "processes")}
 
 
 def made_by(out: Path, key: str) -> bool:
@@ -146,10 +159,10 @@ def refuse_foreign_folder(out: Path) -> None:
         raise FileExistsError(f"--out {out} holds files but no testbed.json; name an empty folder or an older test bed")
 
 
-def build(args: argparse.Namespace, out: Path, phases: Phases, key: str) -> dict[str, float]:
+def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases, key: str) -> dict[str, float]:
     """Write all files of the test bed to `out`; returns its figures."""
     with phases.phase("models") as report:
-        place_models(args, out, report)
+        place_models(args, out, workers, report)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
     counts = {split: getattr(args, f"n_{split}_questions") for split in SPLITS}
     with phases.phase("questions"):
@@ -157,17 +170,20 @@ def build(args: argparse.Namespace, out: Path, phases: Phases, key: str) -> dict
                   else read_gsm8k(args.questions, counts, args.seed, tokenizer))
         for split in SPLITS:
             write_questions(out / f"questions_{split}.jsonl", splits[split])
-    pair = load_pair(args, out, tokenizer)
-    paths = {}
+    files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size)
+    pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
+    paths, written = {}, {}
     for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
         with phases.phase(f"blocks of {split} questions") as report:
             n_drifted = round(args.drift_share * n_blocks) if split == "train" else 0
             paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report)
             blocks = list(paths[split].blocks)
             if n_drifted:
-                judge = random_share(DRIFT_ACCEPT_SHARE, args.seed)
-                blocks += drifted_blocks(pair, splits[split], judge, n_drifted, args.seed, report)
+                # In use a scorer judges behind mismatches it let through, where the answer is mostly still right.
+                rule = partial(margin, args.drift_margin)
+                blocks += drifted_blocks(pair, splits[split], rule, n_drifted, args.seed, report)
             write_split(out, split, splits[split], blocks, paths[split])
+            written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
         questions = splits["test"]
         found = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
@@ -178,7 +194,7 @@ def build(args: argparse.Namespace, out: Path, phases: Phases, key: str) -> dict
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)
     reached = [label for label in labels if not label.already_broken]
-    figures |= {
+    figures |= written | {
         "mismatches_labelled": len(labels),
         "mismatches_harmful": sum(label.harmful for label in labels) / max(1, len(labels)),
         "mismatches_harmful_first": sum(label.harmful for label in reached) / max(1, len(reached)),
@@ -187,14 +203,14 @@ def build(args: argparse.Namespace, out: Path, phases: Phases, key: str) -> dict
     record = {
         "fingerprint": key, "seed": args.seed, "softness": args.softness, "gamma": args.gamma,
         "max_new_tokens": args.max_new_tokens, "source": "corpus" if args.questions is None else str(args.questions),
-        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"}, "figures": figures,
+        "arguments": recorded(args), "figures": figures,
     }
     (out / "timings.json").write_text(json.dumps({"phases": phases.seconds}, indent=1))
     (out / "testbed.json").write_text(json.dumps(record, indent=1))
     return figures
 
 
-def place_models(args: argparse.Namespace, out: Path, report: train_pair.Report) -> None:
+def place_models(args: argparse.Namespace, out: Path, workers: Workers, report: train_pair.Report) -> None:
     """Put target/ and draft/ into the test bed: trained here, or links to the given pair."""
     if args.target is not None:
         for name, given in (("target", args.target), ("draft", args.draft)):
@@ -202,20 +218,7 @@ def place_models(args: argparse.Namespace, out: Path, report: train_pair.Report)
         return
     jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness),
             train_pair.Job("draft", args.draft_steps, args.seed, 0.0)]
-    train_pair.train_pair(out, args.out.parent / "models", jobs, report)
-
-
-def load_pair(args: argparse.Namespace, out: Path, tokenizer: PreTrainedTokenizerBase) -> Pair:
-    """Both models on the device; float32 on a CPU, bfloat16 on a GPU."""
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    target, draft = (AutoModelForCausalLM.from_pretrained(out / name, dtype=dtype).to(args.device).eval()
-                     for name in ("target", "draft"))
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise ValueError(f"target has {target.config.vocab_size} tokens and draft {draft.config.vocab_size}; "
-                         "speculative decoding needs one vocabulary")
-    ends = target.generation_config.eos_token_id
-    return Pair(target, draft, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-                tokenizer.eos_token_id if ends is None else ends, args.gamma, args.max_new_tokens, args.batch_size)
+    train_pair.train_pair(out, args.out.parent / "models", jobs, workers, report)
 
 
 def write_split(out: Path, split: str, questions: list[Question], blocks: list[DraftedBlock], path: OwnPath) -> None:
@@ -231,9 +234,9 @@ def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train
     """The figures that tell a good test bed from a bad one; none of them uses test questions."""
     val = splits["val"]
     right = [r for path in paths.values() for r in path.correct.values()]
-    drafted = pair.greedy(pair.draft, [q.prompt_ids for q in val], report)
+    drafted = pair.greedy("draft", [q.prompt_ids for q in val], report)
     lenient = val[:SANITY_QUESTIONS]
-    everything = pair.speculative(lenient, accept_all())
+    everything = pair.speculative(lenient, accept_all, report)
     return {
         "target_accuracy": sum(right) / len(right),
         "draft_accuracy": sum(pair.is_right(ids, q) for ids, q in zip(drafted, val, strict=True)) / len(val),
@@ -242,8 +245,6 @@ def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train
         "accept_all_accuracy":
             sum(pair.is_right(ids, q) for ids, q in zip(everything.tokens, lenient, strict=True)) / len(lenient),
         "accept_all_accepted_per_forward": sum(everything.accepted) / sum(everything.rounds),
-        "train_blocks": len(paths["train"].blocks),
-        "val_blocks": len(paths["val"].blocks),
     }
 
 

@@ -1,15 +1,14 @@
-"""Target and draft trained side by side, each in a process with one thread of its own, and kept for the next time."""
+"""Target and draft trained side by side in worker processes, and kept for the next time."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import queue
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from loguru import logger
 from examples.spd_arithmetic import train_models
 from examples.spd_arithmetic.model import export
 from examples.spd_arithmetic.tokenizer import Encoder
+from examples.spd_arithmetic.workers import Workers, say
 
 HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
@@ -45,59 +45,25 @@ class Job:
         return f"{self.role}-{digest.hexdigest()[:12]}"
 
 
-def train_pair(out: Path, cache: Path, jobs: list[Job], report: Report) -> None:
+def train_pair(out: Path, cache: Path, jobs: list[Job], workers: Workers, report: Report) -> None:
     """Write out/<role> for every job, from the cache where it holds that model, else trained."""
     missing = [job for job in jobs if not (cache / job.fingerprint).exists()]
     for job in jobs:
         if job not in missing:
             logger.info("{} was trained before with the same settings and code: reused", job.fingerprint)
-    if missing:
-        _train(missing, cache, report)
+    workers.run([partial(train_one, job, cache) for job in missing],
+                lambda job, done: report(done, job.steps, job.role))
     for job in jobs:
         shutil.copytree(cache / job.fingerprint, out / job.role)
 
 
-def _train(jobs: list[Job], cache: Path, report: Report) -> None:
-    context = multiprocessing.get_context("spawn")
-    messages = context.Queue()
-    workers = {job: context.Process(target=train_one, args=(job, cache, messages), daemon=True) for job in jobs}
-    for worker in workers.values():
-        worker.start()
-    try:
-        while any(worker.is_alive() for worker in workers.values()):
-            _raise_if_failed(workers)
-            try:
-                job, done = messages.get(timeout=1.0)
-            except queue.Empty:
-                continue
-            report(done, job.steps, job.role)
-    finally:
-        for worker in workers.values():
-            if worker.is_alive():
-                worker.terminate()
-            worker.join()
-    _raise_if_failed(workers)
-
-
-def _raise_if_failed(workers: dict[Job, multiprocessing.process.BaseProcess]) -> None:
-    for job, worker in workers.items():
-        if worker.exitcode not in (None, 0):
-            raise RuntimeError(f"training of the {job.role} ended with exit code {worker.exitcode}; "
-                               "its own error stands above")
-
-
-def train_one(job: Job, cache: Path, messages: multiprocessing.queues.Queue) -> None:
-    """Body of one process: train the job's model and publish it in the cache."""
-    torch.set_num_threads(1)
+def train_one(job: Job, cache: Path) -> None:
+    """In a worker: train the job's model and publish it in the cache."""
     encoder = Encoder()
 
-    parent = multiprocessing.parent_process()
-
     def tell(step: int, loss: float) -> None:
-        if parent is not None and not parent.is_alive():
-            raise SystemExit(f"training of the {job.role} ends at step {step}: its parent process is gone")
         if step % REPORT_EVERY == 0 or step == job.steps:
-            messages.put((job, step))
+            say(job, step)
 
     if job.role == "target":
         config = train_models.target_config(len(encoder.tokens), job.steps)

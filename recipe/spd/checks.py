@@ -1,19 +1,26 @@
-"""What a dry run asks of the SPD recipe beyond the config: its servers, its separator token, the scorer's size."""
+"""What the SPD recipe asks of a run before it starts: servers, token ids, the saved scorer; and the scorer's size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from loguru import logger
+from omegaconf import OmegaConf
+
 from verl.utils.memory_estimate import MEASURES, ModelSize, measure_model
-from verl.utils.problems import Problem, register_check, wrong
+from verl.utils.problems import Problem, one_line, register_check, wrong
+from verl.utils.redact import redact_text
 
 
 @register_check
 def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]:
     """Settings of group spd and a missing separator are wrong anywhere; a server that does not answer is absent."""
-    from verl.trainer.dry_run_checks import check_url
+    from transformers import AutoConfig
+
+    from verl.trainer.dry_run_checks import ModelError, load_model_part
     from verl.utils.dataset.spd_dataset import SEP_VARIABLE, resolve_sep_token_id
     from verl.workers.rollout.spd.client import URLS_VARIABLE, server_urls
     from verl.workers.rollout.spd.settings import SPDSettings
@@ -27,13 +34,105 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
-    for url in urls:
-        yield from check_url(f"spd.rollout.servers ({URLS_VARIABLE})", f"{url}/v1/models")
+    yield from _check_servers(urls, settings, f"spd.rollout.servers ({URLS_VARIABLE})")
+    if settings.target_path != config.actor_rollout_ref.model.path:
+        try:
+            load_model_part("spd.target_path", settings.target_path, AutoConfig.from_pretrained)
+        except ModelError as e:
+            yield e.problem
     if findings.tokenizer is not None:
         try:
             resolve_sep_token_id(findings.tokenizer)
         except ValueError as e:
             yield wrong(SEP_VARIABLE, str(e))
+
+
+def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
+    """One that serves another model is wrong; that none answers is absent (a single one that does not is survived)."""
+    from verl.trainer.dry_run_checks import check_url
+    from verl.workers.rollout.spd.client import URLS_VARIABLE, ClientSettings, VllmEngineServer
+
+    silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
+    answering = [url for url in urls if url not in silent]
+    for problem in sum(silent.values(), []):
+        if answering:
+            logger.warning("{}", problem.message)
+        else:
+            mend = f"Start it, or unset {URLS_VARIABLE} and spd.rollout.servers: then a local one is started."
+            yield replace(problem, message=f"{problem.message} {mend}")
+    if not answering:
+        return
+    client = VllmEngineServer(
+        answering, settings.target_path, max_tokens=1, eos_token_ids=[], settings=ClientSettings(timeout_s=10.0),
+        served_model=settings.rollout.served_model,
+    )  # fmt: skip
+    try:
+        client.check_model()
+    except (RuntimeError, OSError) as e:
+        yield wrong(key, f"{key}: {redact_text(str(e))}")
+    except (KeyError, TypeError, ValueError) as e:
+        shown = redact_text(", ".join(answering))
+        yield wrong(key, f"{key}={shown} answers /v1/models otherwise than vLLM does ({one_line(repr(e))}).")
+    finally:
+        client.close()
+
+
+@register_check
+def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
+    """Prepared blocks must hold ids that the model has embeddings for, and the separator of this tokenizer."""
+    from verl.utils.dataset.spd_dataset import SEP_VARIABLE, SPDRLHFDataset, resolve_sep_token_id
+
+    blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
+    if not blocks or findings.hf_config is None or findings.tokenizer is None:
+        return
+    path = config.actor_rollout_ref.model.path
+    vocabulary = findings.hf_config.get_text_config().vocab_size
+    try:
+        separator = resolve_sep_token_id(findings.tokenizer)
+    except ValueError:
+        return  # told by check_servers_and_separator
+    for key, data in blocks.items():
+        for item, row in enumerate(data.rows):
+            ids, separating = row["input_ids"], row["input_ids"][-1]
+            if max(ids) >= vocabulary:
+                mend = "Name the tokenizer that belongs to the model, and prepare the blocks with it."
+                what = f"token id {max(ids)} is beyond the {vocabulary} of the model {path}. {mend}"
+            elif separating != separator:
+                mend = f"Prepare it again, or set {SEP_VARIABLE}={separating}."
+                what = f"its parts are separated by token id {separating}, the tokenizer says {separator}. {mend}"
+            else:
+                continue
+            yield wrong(key, f"{key}: {data.error(item, what)}")
+            break
+
+
+@register_check
+def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
+    """The scorer's settings, and the saved scorer that training starts from: whole files, made for this target."""
+    from recipe.spd.scoring_config import ScoringModelConfig, folder_fingerprint
+    from recipe.spd.scoring_model import check_trained
+
+    model = config.actor_rollout_ref.model
+    if model.loader.name != "spd_scorer":
+        return
+    settings = OmegaConf.to_container(model.loader.kwargs, resolve=True)
+    adapter = settings.pop("adapter_path", None)
+    settings.pop("feature_store", None)
+    try:
+        scorer = ScoringModelConfig(base_model_path=model.path, **settings)
+    except (TypeError, ValueError) as e:
+        yield wrong("spd", str(e))
+        return
+    if not adapter or findings.hf_config is None:
+        return
+    folder = Path(model.path).expanduser()
+    scorer.hidden_size = findings.hf_config.get_text_config().hidden_size
+    if scorer.backbone == "target" and folder.is_dir():
+        scorer.target_fingerprint = folder_fingerprint(folder, findings.hf_config) or ""
+    try:
+        check_trained(Path(adapter), scorer)
+    except (OSError, ValueError, TypeError) as e:
+        yield wrong("spd.adapter_path", f"spd.adapter_path={adapter}: {e}")
 
 
 @MEASURES.register("spd_scorer")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
+from transformers import AutoModel, PretrainedConfig
 
 from verl.utils.registry import nearest
+from verl.utils.weight_files import safetensors_of
 
 CONFIG_FILE = "spd_config.json"
 BACKBONES = ("own", "target")
@@ -61,11 +65,16 @@ class ScoringModelConfig:
 
     @classmethod
     def load(cls, directory: Path) -> ScoringModelConfig:
-        """Read spd_config.json; a missing file or an unknown key is an error that names it."""
+        """Read spd_config.json; a missing or torn file and an unknown key are errors that name it."""
         file = directory / CONFIG_FILE
         if not file.is_file():
             raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is no saved scorer.")
-        values = json.loads(file.read_text())
+        try:
+            values = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is torn ({error}); save the scorer again.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} is no object of keys and values; save the scorer again.")
         if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
         return cls(**values)
@@ -76,14 +85,35 @@ def model_fingerprint(model: nn.Module) -> str:
 
     The language-model head does not count, so that a model with and without it agree.
     """
-    digest = hashlib.sha256()
     prefix = f"{model.base_model_prefix}."
-    for name, parameter in sorted((n.removeprefix(prefix), p) for n, p in model.named_parameters()):
+    return _fingerprint({n.removeprefix(prefix): p.detach() for n, p in model.named_parameters()})
+
+
+def folder_fingerprint(folder: str | Path, hf_config: PretrainedConfig) -> str | None:
+    """`model_fingerprint` of the model in a folder, by a glance into its safetensors files.
+
+    None where they do not hold the model's own names and shapes: such a model must be loaded to be known.
+    """
+    with torch.device("meta"):
+        model = AutoModel.from_config(hf_config)
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for file in safetensors_of(folder):
+        with safe_open(file, "pt") as opened:  # maps the file: what is not looked at is not read
+            found.update({name.removeprefix(prefix): opened.get_tensor(name) for name in opened.keys()})
+    named = {n.removeprefix(prefix): p.shape for n, p in model.named_parameters()}
+    if any(name not in found or found[name].shape != shape for name, shape in named.items()):
+        return None
+    return _fingerprint({name: found[name] for name in named})
+
+
+def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
         if name.startswith("lm_head."):
             continue
-        flat = parameter.detach().reshape(-1)
+        flat = weight.reshape(-1)
         step = max(1, flat.numel() // 64)
         sample = flat[::step][:64].to(torch.bfloat16).view(torch.int16).cpu().numpy()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(sample.tobytes())
     return digest.hexdigest()[:32]

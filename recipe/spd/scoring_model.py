@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
+from verl.utils.weight_files import safetensors_of, tensor_shapes
 
 HEAD_FILE = "score_head.safetensors"
 ADAPTER_DIR = "adapter"
@@ -66,11 +67,9 @@ class ScoringActor(nn.Module):
         self.features: FeatureStore | None = None  # set by the training's loader, for the `target` backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            if config.backbone == "target":
-                self.backbone.requires_grad_(False)
-                self.head: nn.Module = TargetHead(config.hidden_size, config.head_size)
-            else:
-                self.head = ScoreHead(config.hidden_size)
+            self.head = make_head(config)
+        if config.backbone == "target":
+            self.backbone.requires_grad_(False)
 
     def train(self, mode: bool = True) -> ScoringActor:
         """As usual, but a frozen target never leaves evaluation mode."""
@@ -197,22 +196,52 @@ class ScoringActor(nn.Module):
     def load_trained(self, directory: str | Path) -> None:
         """Read the trained part that `save_pretrained` wrote into this model; a foreign target is refused."""
         directory = Path(directory)
-        saved = ScoringModelConfig.load(directory)
-        if saved.backbone != self.config.backbone or saved.lora_rank != self.config.lora_rank:
-            raise ValueError(
-                f"{directory} holds a scorer with backbone={saved.backbone!r}, lora_rank={saved.lora_rank}; this one "
-                f"has backbone={self.config.backbone!r}, lora_rank={self.config.lora_rank}. Set spd.backbone and the "
-                "LoRA rank alike."
-            )
-        if saved.backbone == "target" and saved.target_fingerprint != self.config.target_fingerprint:
-            raise ValueError(
-                f"the head in {directory} belongs to the target {saved.base_model_path!r} (fingerprint "
-                f"{saved.target_fingerprint}); the target here, {self.config.base_model_path!r}, has "
-                f"{self.config.target_fingerprint}. A head reads the states of its own target only: name that one."
-            )
+        saved = check_trained(directory, self.config)
         self.head.load_state_dict(load_file(directory / HEAD_FILE))
         if saved.backbone == "own":
             _load_backbone(self.backbone, directory, saved)
+
+
+def check_trained(directory: Path, config: ScoringModelConfig) -> ScoringModelConfig:
+    """The config of the scorer saved in `directory`; an OSError or ValueError unless it fits into one of `config`.
+
+    Reads the heads of the files, no weights. An empty config.target_fingerprint leaves the target unchecked.
+    """
+    saved = ScoringModelConfig.load(directory)
+    if saved.backbone != config.backbone or saved.lora_rank != config.lora_rank:
+        raise ValueError(
+            f"{directory} holds a scorer with backbone={saved.backbone!r}, lora_rank={saved.lora_rank}; this one "
+            f"has backbone={config.backbone!r}, lora_rank={config.lora_rank}. Set spd.backbone and the "
+            "LoRA rank alike."
+        )
+    if saved.backbone == "target" and config.target_fingerprint not in ("", saved.target_fingerprint):
+        raise ValueError(
+            f"the head in {directory} belongs to the target {saved.base_model_path!r} (fingerprint "
+            f"{saved.target_fingerprint}); the target here, {config.base_model_path!r}, has "
+            f"{config.target_fingerprint}. A head reads the states of its own target only: name that one."
+        )
+    with torch.device("meta"):
+        needed = {name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()}
+    found = tensor_shapes([directory / HEAD_FILE])
+    if odd := sorted(name for name in {*found, *needed} if found.get(name) != needed.get(name)):
+        raise ValueError(
+            f"{directory / HEAD_FILE} has {odd[0]} of shape {found.get(odd[0])}; with hidden_size={config.hidden_size} "
+            f"and spd.head_size={config.head_size} it is {needed.get(odd[0])}. Set spd.head_size={saved.head_size}, or "
+            "train the head anew."
+        )
+    if saved.backbone == "own":
+        files = [directory / ADAPTER_DIR / "adapter_model.safetensors"]
+        if not saved.lora_rank:
+            files = safetensors_of(directory / BACKBONE_DIR) or [directory / BACKBONE_DIR / "model.safetensors"]
+        tensor_shapes(files)
+    return saved
+
+
+def make_head(config: ScoringModelConfig) -> nn.Module:
+    """A head of the kind and widths that `config` names."""
+    if config.backbone == "target":
+        return TargetHead(config.hidden_size, config.head_size)
+    return ScoreHead(config.hidden_size)
 
 
 def _load_backbone(backbone: nn.Module, directory: Path, saved: ScoringModelConfig) -> None:

@@ -9,7 +9,9 @@ import time
 import psutil
 import pytest
 
-from verl.workers.rollout.spd.server import SUPERVISOR, LocalVllmServer, ServerError
+from verl.workers.rollout.spd.completer import Completer
+from verl.workers.rollout.spd.server import SUPERVISOR, LocalVllmServer, RunningServer, ServerError
+from verl.workers.rollout.spd.store import Completion, CompletionStore
 
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """
@@ -52,11 +54,45 @@ def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
     assert gone(family, 10)
 
 
+@pytest.mark.parametrize("reaped", [True, False])
+def test_another_process_is_told_of_a_server_that_has_ended_by_its_log(tmp_path, reaped):
+    log = tmp_path / "a log"
+    log.write_text("no such model\n")
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and a zombie still
+    if reaped:
+        process.wait(10)
+    handle = RunningServer(process.pid, "http://127.0.0.1:9", log).handle()
+    with pytest.raises(ServerError, match="has ended.*Last lines of .*a log:\nno such model"):
+        RunningServer.from_handle(handle).wait_ready(60)
+    process.wait(10)
+
+
+def test_a_server_that_is_never_ready_is_told_after_its_time_counted_from_its_start(tmp_path):
+    (tmp_path / "log").write_text("still loading\n")
+    with pytest.raises(ServerError, match="not ready after 0 s .*\nstill loading"):
+        RunningServer(os.getpid(), "http://127.0.0.1:9", tmp_path / "log").wait_ready(0)
+
+
+def test_only_what_is_not_stored_waits_for_the_server(tmp_path):
+    class Client:
+        def complete(self, contexts, on_chunk):
+            on_chunk(list(range(len(contexts))), [Completion((len(ids),), False) for ids in contexts])
+
+    waits = []
+    completer = Completer(CompletionStore(tmp_path / "c", "model", {}), Client(), lambda: waits.append(1))
+    for contexts, waited in (([(5, 6), (7,)], 1), ([(7,)], 1), ([(7,), (8, 9, 10)], 2)):
+        done, _ = completer.complete(contexts)
+        assert {ids: made.token_ids for ids, made in done.items()} == {ids: (len(ids),) for ids in contexts}
+        assert len(waits) == waited
+    completer.store.close()
+
+
 @pytest.mark.slow
 def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
     server = LocalVllmServer(str(tmp_path / "no_model"), tmp_path / "log", 64, ["--no-such-option"])
     try:
-        with pytest.raises(ServerError, match="ended with .*Last lines of"):
+        with pytest.raises(ServerError, match="has ended.*Last lines of"):
             server.wait_ready(120)
     finally:
         server.stop()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import re
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pandas as pd
 import pytest
 import torch
 
-from examples.spd_arithmetic import blocks, corpus, make_testbed, questions, train_models
+from examples.spd_arithmetic import blocks, corpus, make_testbed, pair, questions, train_models, workers
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.muon import Muon, orthogonalise
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
-from scripts.spd_evaluation.rules import exact
+from scripts.spd_evaluation.rules import accept_all, exact, margin
 from verl.workers.rollout.spd.decode import greedy_generate
 
 NUMBER = r"(\d+)"
@@ -173,6 +178,13 @@ def test_hugging_face_export_gives_the_same_logits(tmp_path):
     torch.testing.assert_close(loaded(input_ids=ids).logits, model(ids), atol=1e-5, rtol=1e-5)
 
 
+def test_kept_places_have_the_hidden_states_of_the_whole():
+    torch.manual_seed(0)
+    model = SmallLlama(Shape(vocab=20, dim=64, layers=2, heads=2, ff=96))
+    ids, keep = torch.randint(0, 20, (3, 40)), torch.rand(3, 40) < 0.4
+    torch.testing.assert_close(model.hidden(ids, keep), model.hidden(ids)[keep], atol=1e-5, rtol=1e-5)
+
+
 def test_muon_agrees_with_torch_up_to_its_bfloat16():
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(64, 32)), torch.nn.Parameter(torch.randn(32, 64))]
@@ -238,8 +250,8 @@ def test_gsm8k_file_is_read_and_split(tmp_path):
 
 
 def test_a_draft_is_cut_behind_its_end_token():
-    assert blocks.cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
-    assert blocks.cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
+    assert pair.cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
+    assert pair.cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +271,7 @@ def tiny_testbed(tmp_path_factory):
     arguments = ["--out", str(out), "--questions", str(gsm8k), "--target", str(root / "target"), "--draft",
                  str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
                  "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
-                 "--gamma", "4"]
+                 "--gamma", "4", "--processes", "2", "--batch-size", "2"]
     make_testbed.main(arguments)
     return out, arguments
 
@@ -301,29 +313,134 @@ def test_harm_is_counterfactual():
     encoder = Encoder()
     end = encoder.encode(["answer", "is"])
     question = questions.Question("q", "", [10], "3")
-    pair = blocks.Pair(torch.nn.Identity(), torch.nn.Identity(), encoder.decode, EOS_ID, 4, 16, 8)
+    scripted = pair.Pair(None, encoder.decode, frozenset([EOS_ID]), None)
     calls = []
 
-    def complete(model, prompts, progress):
+    def complete(role, prompts, progress):
+        assert role == "target"
         calls.extend(prompts)
         said = ["4" if encoder.ids["half"] in prompt else "3" for prompt in prompts]
         return [[*end, encoder.ids[number], EOS_ID] for number in said]
 
-    object.__setattr__(pair, "greedy", complete)
+    object.__setattr__(scripted, "greedy", complete)
     draft, target = encoder.encode("she twice half pens".split()), encoder.encode("kim twice twice pens so".split())
     rows = [blocks.DraftedBlock("b", "q", [10], draft, target, True, 7),
             blocks.DraftedBlock("never right", "q", [10], draft, target, False, 7)]
-    labels = blocks.harm_labels(pair, rows, {"q": question}, lambda *_: None)
+    labels = blocks.harm_labels(scripted, rows, {"q": question}, lambda *_: None)
     assert calls == [[10, *draft[:1]], [10, *draft[:3]]]
     assert [(x.block_id, x.position, x.harmful, x.already_broken) for x in labels] == [
         ("b", 0, False, False), ("b", 2, True, False)]
 
 
-def test_own_path_is_the_targets_greedy_text(tiny_testbed):
-    out, _ = tiny_testbed
-    arguments = make_testbed.parse_arguments(["--out", str(out), "--max-new-tokens", "20"])
-    pair = make_testbed.load_pair(arguments, out, build_tokenizer())
-    asked = questions.draw_questions({"train": 5, "val": 0, "test": 0}, 0, build_tokenizer())["train"]
-    own = pair.greedy(pair.target, [q.prompt_ids for q in asked], lambda *_: None)
-    assert pair.speculative(asked, exact()).tokens == own
-    assert greedy_generate(pair.target, [asked[0].prompt_ids], max_new_tokens=20, eos_token_id=EOS_ID).tokens == own[:1]
+@pytest.fixture(scope="module")
+def shared_work():
+    with workers.Workers(2) as shared:
+        yield shared
+
+
+@pytest.fixture
+def asked():
+    return questions.draw_questions({"train": 5, "val": 0, "test": 0}, 0, build_tokenizer())["train"]
+
+
+def quiet(*_):
+    pass
+
+
+def tiny_pair(out, work, batch_size=2):
+    return pair.open_pair(pair.PairFiles(out, "cpu", 1, 4, 20, batch_size), Encoder().decode, work)
+
+
+def test_own_path_is_the_targets_greedy_text(tiny_testbed, shared_work, asked):
+    both = tiny_pair(tiny_testbed[0], shared_work)
+    own = both.greedy("target", [q.prompt_ids for q in asked], quiet)
+    assert both.speculative(asked, exact, quiet).tokens == own
+    target = pair._load(both.files).target
+    assert greedy_generate(target, [asked[0].prompt_ids], max_new_tokens=20, eos_token_id=EOS_ID).tokens == own[:1]
+
+
+def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
+    both = tiny_pair(tiny_testbed[0], shared_work)
+    everything = both.speculative(asked, accept_all, quiet)
+    found = blocks.drifted_blocks(both, asked, partial(margin, 1e9), 1000, 0, quiet)
+    prompts = {q.question_id: q.prompt_ids for q in asked}
+    said = {q.question_id: tokens for q, tokens in zip(asked, everything.tokens, strict=True)}
+    own = blocks.own_path(both, asked, 1000, 0, quiet).blocks
+    assert len(found) == len(everything.blocks) and len({b.block_id for b in [*found, *own]}) == len(found) + len(own)
+    for block in found:
+        behind = len(block.context_ids) - len(prompts[block.question_id])
+        assert behind % 5 == 0  # all 4 drafted tokens and one of the target a round
+        assert block.context_ids == prompts[block.question_id] + said[block.question_id][:behind]
+
+
+def test_half_of_the_train_blocks_are_drifted(tiny_testbed):
+    rows = pd.read_parquet(tiny_testbed[0] / "blocks_train.parquet")
+    assert rows.block_id.str.split("/").str[1].value_counts().to_dict() == {"own": 10, "drifted": 10}
+    assert rows.block_id.is_unique
+
+
+def test_number_of_processes_changes_nothing(tiny_testbed, shared_work, asked):
+    with workers.Workers(1) as alone:
+        one, two = (tiny_pair(tiny_testbed[0], work).speculative(asked, exact, quiet) for work in (alone, shared_work))
+    assert one == two and len(one.blocks) > 5
+
+
+def test_two_vocabularies_are_refused(tiny_testbed, shared_work, tmp_path):
+    (tmp_path / "target").symlink_to(tiny_testbed[0] / "target")
+    export(SmallLlama(Shape(7, dim=32, layers=1, heads=1, ff=32)), tmp_path / "draft")
+    with pytest.raises(ValueError, match="draft 7; speculative decoding needs one vocabulary"):
+        tiny_pair(tmp_path, shared_work)
+
+
+@pytest.mark.parametrize(("rows", "most", "sizes"), [
+    (1000, 200, [166, 167, 167, 166, 167, 167]), (400, 200, [200, 200]), (5, 200, [2, 3]), (1, 4, [1]), (0, 4, [])])
+def test_parts_are_equal_and_even_in_number(rows, most, sizes):
+    cut = workers.parts(range(rows), most)
+    assert [len(part) for part in cut] == sizes
+    assert [row for part in cut for row in part] == list(range(rows))
+
+
+def slowest_first(part):
+    time.sleep(0.02 * (4 - part[0]))
+    return sum(part)
+
+
+def test_results_come_in_order_and_progress_reaches_the_end(shared_work):
+    seen = []
+    assert shared_work.map(slowest_first, [1, 2, 3, 4], 1, lambda *at: seen.append(at)) == [1, 2, 3, 4]
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def fail(number):
+    if number == 2:
+        raise KeyError("part 2 is bad")
+
+
+def test_a_workers_error_ends_the_command():
+    with workers.Workers(2) as work, pytest.raises(KeyError, match="part 2 is bad"):
+        work.run([partial(fail, 1), partial(fail, 2), *[partial(time.sleep, 0.1)] * 100], quiet)
+
+
+def test_a_killed_worker_is_named():
+    with workers.Workers(2) as work, pytest.raises(RuntimeError, match="a worker process was killed.*--processes"):
+        work.run([partial(os._exit, 9)], quiet)
+
+
+def hold_workers(pids):
+    with workers.Workers(2) as work:
+        pids.put(work.run([os.getpid], quiet) + list(work._pool._processes))
+        time.sleep(60)
+
+
+def test_workers_end_with_a_killed_parent():
+    context = multiprocessing.get_context("fork")
+    pids = context.SimpleQueue()
+    parent = context.Process(target=hold_workers, args=(pids,))
+    parent.start()
+    left = set(pids.get())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in left):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)

@@ -120,3 +120,36 @@ def test_the_exit_code_of_the_training_is_handed_on():
     import sys
 
     assert entry.run_training([sys.executable, "-c", "raise SystemExit(7)"], os.environ) == 7
+
+
+def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
+    from tests.helpers.models import save_tiny_llama
+    from verl.workers.rollout.spd import server
+
+    class Started:
+        stopped = 0
+
+        def handle(self):
+            return "7 http://127.0.0.1:9 log"
+
+        def stop(self):
+            Started.stopped += 1
+
+    asked = []
+    monkeypatch.setattr(server, "server_of", lambda settings, *lengths: asked.append((settings, *lengths)) or Started())
+    data = prepare(tmp_path, [BLOCK] * 2)
+    base = ["--blocks", "b", "--metadata", "m", "--model", save_tiny_llama(tmp_path / "t"), "--device", "cpu"]
+    base += ["--output-dir", str(tmp_path / "o"), "--batch-size", "2"]
+
+    def named(*more, **env):
+        command = entry.build_training_command(entry.parse_args([*base, *more]), data, None)
+        with entry.local_server(command, env) as given:
+            return given == {**env, server.LOCAL_VARIABLE: "7 http://127.0.0.1:9 log"}
+
+    assert named(LOGURU_LEVEL="INFO") and Started.stopped == 1
+    (settings, *lengths), log = asked[0], tmp_path / "o" / "vllm_server.log"
+    assert lengths == [10, 2] and settings.rollout.server_log == str(log)
+    assert not named(SPD_VLLM_URLS="http://a:1") and not named(RAY_ADDRESS="a:1")
+    for refused in ("trainer.totl_epochs=1", "data.max_prompt_length=3", "trainer.dry_run=true", "trainer.nnodes=2"):
+        assert not named(refused), refused
+    assert len(asked) == Started.stopped == 1

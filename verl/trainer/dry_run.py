@@ -13,7 +13,7 @@ from verl.utils.batch_arithmetic import BatchPlan, plan_batches
 from verl.utils.config_check import ARITHMETIC, find_problems
 from verl.utils.config_effect import settings_without_effect
 from verl.utils.memory_estimate import estimate_memory, measure_loaded
-from verl.utils.problems import CHECKS, TITLES, WRONG, Problem, wrong
+from verl.utils.problems import CHECKS, TITLES, WRONG, Problem
 from verl.utils.redact import redact_text, redacted_yaml
 
 
@@ -46,14 +46,10 @@ def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
     return 0
 
 
-def _count_steps(config: DictConfig, prompts: int | None, problems: list[Problem]) -> tuple[int | None, int | None]:
-    """(steps per epoch, steps in all), None where unknown; fewer prompts than one batch is a problem."""
+def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, int | None]:
+    """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
     batch = config.data.gen_batch_size
-    if prompts is None or not isinstance(batch, int) or batch < 1:
-        return None, None
-    if prompts < batch:
-        rule = f"data.train_files has {prompts} prompts, which do not fill one batch of {batch}."
-        problems.append(wrong("data.train_batch_size", f"{rule} Set data.train_batch_size={prompts} or less."))
+    if prompts is None or not isinstance(batch, int) or not 1 <= batch <= prompts:
         return None, None
     per_epoch = prompts // batch
     return per_epoch, config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
@@ -61,7 +57,7 @@ def _count_steps(config: DictConfig, prompts: int | None, problems: list[Problem
 
 def _print_plan(console: Console, config: DictConfig, found: Findings, problems: list[Problem]) -> None:
     console.rule("Plan")
-    per_epoch, steps = _count_steps(config, found.train_prompts, problems)
+    per_epoch, steps = _count_steps(config, found.train_prompts)
     sound = not any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in problems)
     plan = plan_batches(OmegaConf.to_container(config, resolve=True)) if sound else None
     table = Table(show_header=False)

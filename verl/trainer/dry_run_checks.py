@@ -1,8 +1,10 @@
-"""What a dry run looks at beyond the config itself: data, tokenizer, models, plug-ins, this machine."""
+"""What a run needs beyond its config: data, tokenizer, models, plug-ins, this machine."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,10 +15,12 @@ from urllib.error import HTTPError
 
 from omegaconf import DictConfig, ListConfig
 
-from verl.utils.problems import Problem, absent, wrong
+from verl.utils.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
+from verl.utils.weight_files import safetensors_of, tensor_shapes
 
 ROWS_CHECKED = 20_000
+ROWS_AT_START = 200  # of each data set: a real run meets the others soon enough
 ROW_ERRORS_SHOWN = 5
 LOGGER_PACKAGES = {"wandb", "tensorboard", "trackio", "mlflow", "swanlab", "clearml"}
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
@@ -26,10 +30,13 @@ _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
 class Findings:
     """Facts that the plan is made of (None where unknown), with the problems met on the way."""
 
+    to_start: bool = False  # a run, not a plan: the hub may be asked, and weights must be there
+    tokenizer: Any = None
+    processor: Any = None
+    hf_config: Any = None
+    datasets: dict[str, Any] = field(default_factory=dict)  # data.train_files, data.val_files -> its data set
     train_prompts: int | None = None
     val_prompts: int | None = None
-    tokenizer: Any = None
-    hf_config: Any = None
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -43,43 +50,90 @@ def look_around(config: DictConfig) -> Findings:
     return found
 
 
+def refuse_bad_input(config: DictConfig) -> None:
+    """Raise one ConfigError with whatever would stop this run on its way: model, data, the registered checks.
+
+    For a start on this machine, where absent is as bad as wrong. With a cluster elsewhere (RAY_ADDRESS) nothing is
+    looked at: its nodes have the files.
+    """
+    settings = config.ray_kwargs.ray_init
+    if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
+        return
+    found = Findings(to_start=True)
+    check_models(config, found)
+    check_data(config, found, rows=ROWS_AT_START)
+    for check in CHECKS:
+        found.problems += check(config, found)
+    if fatal := list(dict.fromkeys(p for p in found.problems if p.kind in (WRONG, ABSENT))):
+        raise ConfigError(fatal)
+
+
 def check_models(config: DictConfig, found: Findings) -> None:
-    """Tokenizer and config.json of the model; no weights."""
+    """Tokenizer, processor and config.json of the model, and whether the weights in its folder are whole files."""
     from transformers import AutoConfig
 
-    from verl.utils.tokenizer import hf_tokenizer
+    from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
     model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model"
-    trust = {"trust_remote_code": model.trust_remote_code, "local_files_only": True}
+    trust = {"trust_remote_code": model.trust_remote_code, "local_files_only": not found.to_start}
     tokenizer_key = f"{key}.tokenizer_path" if model.tokenizer_path else f"{key}.path"
 
     def load_config(path: str) -> Any:
+        files = safetensors_of(path)
+        tensor_shapes(files)
+        if found.to_start and Path(path).is_dir() and not files and not any(Path(path).glob("*.bin")):
+            raise FileNotFoundError("the folder holds no weights (*.safetensors, *.bin)")
         return AutoConfig.from_pretrained(path, **trust, **(model.override_config or {}))
+
+    def load_tokenizer(path: str) -> tuple[Any, Any]:
+        tokenizer = hf_tokenizer(path, **trust)
+        if model.custom_chat_template is not None:
+            tokenizer.chat_template = model.custom_chat_template
+        return tokenizer, hf_processor(path, **trust)
+
+    def load_adapter(path: str) -> None:
+        if (folder := Path(path)).is_dir():  # else a name of the hub
+            json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
 
     found.hf_config = _load(found, f"{key}.path", model.path, load_config)
     if found.hf_config is not None or model.tokenizer_path:
-        path = model.tokenizer_path or model.path
-        found.tokenizer = _load(found, tokenizer_key, path, lambda p: hf_tokenizer(p, **trust))
+        loaded = _load(found, tokenizer_key, model.tokenizer_path or model.path, load_tokenizer)
+        found.tokenizer, found.processor = loaded or (None, None)
     if model.lora_adapter_path:
-        _load(found, f"{key}.lora_adapter_path", model.lora_adapter_path, lambda p: p)
+        _load(found, f"{key}.lora_adapter_path", model.lora_adapter_path, load_adapter)
 
 
 def _load(found: Findings, key: str, path: str, load: Callable[[str], Any]) -> Any:
-    """What `load` makes of a local folder; a hub name that is not in the cache is absent here, not wrong."""
-    local = Path(path).expanduser()
+    """What `load` makes of a model folder or hub name; None, with the problem noted, where it cannot."""
+    try:
+        return load_model_part(key, path, load)
+    except ModelError as e:
+        found.problems.append(e.problem)
+        return None
+
+
+class ModelError(ValueError):
+    """Something cannot be loaded from a model folder (wrong) or by a name of the hub (absent here)."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def load_model_part(key: str, path: str, load: Callable[[str], Any]) -> Any:
+    """What `load` makes of a model folder, or of a name of the hub; `key` is what the ModelError tells to change."""
+    local, named = Path(path).expanduser(), f"{key}={path}"
     is_hub_name = not local.exists() and bool(_HUB_NAME.match(path))
     if not local.exists() and not is_hub_name:
-        found.problems.append(wrong(key, f"{key}={path}: no such folder. Name a model folder, or a model of the hub."))
-        return None
+        raise ModelError(wrong(key, f"{named}: no such folder. Name a model folder, or a model of the hub."))
     try:
         return load(path if is_hub_name else str(local))
-    except (OSError, ValueError, KeyError, ImportError) as e:
-        reason = next(iter(str(e).strip().splitlines()), type(e).__name__)
-        here = f"{key}={path} is neither a folder nor in the cache of the hub, which is not asked here."
-        found.problems.append(
-            absent(key, here) if is_hub_name else wrong(key, f"{key}={path} cannot be loaded: {reason}")
-        )
-        return None
+    except Exception as e:  # the readers of a model's files raise almost anything; its text is the finding
+        if not is_hub_name:
+            raise ModelError(wrong(key, f"{named} cannot be loaded: {one_line(e)}")) from e
+        here = f"{named} is neither a folder nor in the cache of the hub"
+        raise ModelError(absent(key, f"{here} ({one_line(str(e).strip().partition(chr(10))[0])}).")) from e
 
 
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
@@ -108,13 +162,14 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
             yield wrong(key, f"{key}: {e}" if key not in str(e) else str(e))
 
 
-def check_data(config: DictConfig, found: Findings) -> None:
-    """Files, columns and rows of both data sets, read by the data set class of the run."""
+def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) -> None:
+    """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
+    from verl.trainer.ppo.data import create_rl_dataset
     from verl.utils.dataset.rl_dataset import get_dataset_class, read_rows
 
-    data = config.data
+    data, parts = config.data, (config.data, found.tokenizer, found.processor)
     try:
-        dataset_class = get_dataset_class(data)
+        get_dataset_class(data)
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as e:
         found.problems.append(wrong("data.custom_cls", f"data.custom_cls: {e}"))
         return
@@ -131,24 +186,29 @@ def check_data(config: DictConfig, found: Findings) -> None:
             if found.tokenizer is None:  # rows cannot be tokenised, but can be counted
                 count = sum(len(read_rows(f)) for f in files)
             else:
-                dataset = dataset_class(files, found.tokenizer, data, max_samples=data[f"{split}_max_samples"])
-                count = len(dataset)
-                found.problems += _row_problems(dataset, key, data)
+                dataset = create_rl_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
+                found.datasets[key], count = dataset, len(dataset)
+                found.problems += _row_problems(dataset, key, data, rows)
         except Exception as e:  # a class of the user's may raise anything; its text is the finding
-            found.problems.append(wrong(key, f"{key}: {e}"))
+            found.problems.append(wrong(key, f"{key}: {one_line(e)}"))
             continue
         setattr(found, f"{split}_prompts", count)
+    batch, prompts = data.gen_batch_size, found.train_prompts
+    if prompts is not None and isinstance(batch, int) and prompts < batch:
+        rule = f"data.train_files has {prompts} prompts, which do not fill one batch of {batch}."
+        problem = wrong("data.train_batch_size", f"{rule} Set data.train_batch_size={prompts} or less.")
+        found.problems.append(problem)
 
 
-def _row_problems(dataset: Any, key: str, data: DictConfig) -> Iterator[Problem]:
+def _row_problems(dataset: Any, key: str, data: DictConfig, rows: int) -> Iterator[Problem]:
     broken = 0
-    for i in range(min(len(dataset), ROWS_CHECKED)):
+    for i in range(min(len(dataset), rows)):
         try:
             row = dataset[i]
         except Exception as e:  # a class of the user's may raise anything; its text is the finding
             broken += 1
             if broken <= ROW_ERRORS_SHOWN:
-                yield wrong(key, f"{key}: {e}")
+                yield wrong(key, f"{key}: {one_line(e)}")
             continue
         lost = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
         if lost:

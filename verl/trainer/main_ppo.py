@@ -41,9 +41,12 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         from verl.trainer.dry_run import dry_run
 
         sys.exit(dry_run(config))
+    from verl.trainer.dry_run_checks import refuse_bad_input
+
     try:
         validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
         refuse_missing_parts(config)
+        refuse_bad_input(config)
     except (ValueError, NotImplementedError) as e:
         sys.exit(str(e))
     runner_class = ray.remote(num_cpus=1)(TaskRunner) if task_runner_class is None else task_runner_class

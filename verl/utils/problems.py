@@ -48,6 +48,12 @@ def absent(key: str, message: str) -> Problem:
     return Problem(ABSENT, key, message)
 
 
+def one_line(value: Any) -> str:
+    """A value, or the text of an error, short enough to stand in a sentence."""
+    text = " ".join(str(value).split()) or type(value).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def raise_if_any(problems: Iterable[Problem]) -> None:
     """One ConfigError with everything that is wrong on every machine, if anything is."""
     if fatal := [p for p in problems if p.kind == WRONG]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from verl.trainer.config.data import DataConfig
 from verl.utils.import_utils import load_extern_object
+from verl.utils.problems import one_line
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
@@ -51,7 +52,10 @@ def collate_fn(data_list: list[dict]) -> dict:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object a line) as plain Python."""
+    """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object a line) as plain Python.
+
+    A file that cannot be read is a DatasetError, as is a parquet page that its checksum (where it has one) belies.
+    """
     path = Path(path).expanduser()
     if not path.is_file():
         raise DatasetError(f"{path}: no such file. Set data.train_files / data.val_files to existing files.")
@@ -62,18 +66,21 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            return pq.read_table(path).to_pylist()
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            return json.loads(text)
-        rows = []
-        for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 (splitlines cuts at U+2028 too)
-            if line.strip():
-                rows.append(json.loads(line))
-        return rows
-    except (OSError, ValueError) as error:
+            rows = pq.read_table(path, page_checksum_verification=True).to_pylist()
+        elif (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
+            rows = json.loads(text)
+        else:
+            rows = []
+            for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 (splitlines cuts at U+2028 too)
+                if line.strip():
+                    rows.append(json.loads(line))
+    except Exception as error:  # a torn file makes its reader raise almost anything; the text is the finding
         where = "" if number is None else f"line {number}: "
-        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {where}{error}") from error
+        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {where}{one_line(error)}") from error
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DatasetError(f"{path}, row {number}: {one_line(row)} is no object of column: value pairs.")
+    return rows
 
 
 def truncate_ids(ids: list[int], limit: int, how: str) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.rl_dataset import DatasetError, left_pad, read_rows
+from verl.utils.problems import one_line
 
 OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
 IDS = ("context_ids", "draft_ids", "target_ids")
+OPTIONAL = ("is_correct_baseline", "baseline_length")  # of a block; the first then comes from the metadata
 SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
 
 
@@ -74,6 +78,45 @@ class SPDInputData:
         return dict(vars(self))
 
 
+def ids_error(name: str, ids: Any, vocabulary: int) -> str:
+    """What is wrong with a column of token ids; empty if they are ids of a tokenizer with `vocabulary` entries."""
+    if isinstance(ids, list) and not ids:
+        return f"{name} is empty; it needs at least one token id."
+    rule = f"{name} must be a list of token ids from 0 to {vocabulary - 1}, those of the tokenizer"
+    if not isinstance(ids, list):
+        return f"{rule}, not {one_line(ids)}."
+    if bad := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
+        return f"{rule}, but holds {one_line(bad[0])}. Name the tokenizer that the ids were made with."
+    return ""
+
+
+def facts_error(facts: Mapping[str, Any]) -> str:
+    """What is wrong with is_correct_baseline and baseline_length (None: not known); empty if nothing is."""
+    for name, low, high, rule in (
+        ("is_correct_baseline", 0, 1, "0 or 1"), ("baseline_length", 0, 2**31 - 1, "a number of tokens"),
+    ):  # fmt: skip
+        value = facts.get(name)
+        if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):
+            return f"{name} must be {rule}, not {one_line(value)}."
+    return ""
+
+
+def truth_error(truth: Any) -> str:
+    """What is wrong with a ground truth: it must be a text with something in it, or a number; empty if it is."""
+    if (isinstance(truth, str) and truth.strip()) or (type(truth) in (int, float) and abs(truth) < float("inf")):
+        return ""
+    return f"ground_truth must be a text or a number, not {one_line(repr(truth))}."
+
+
+@functools.cache
+def spelling_error(names: tuple[str, ...]) -> str:
+    """A name that is nearly one of the columns which may be left out: a slip there would go unseen."""
+    for name in names:
+        if name not in OPTIONAL and (close := difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)):
+            return f"'{name}' is no known column; did you mean '{close[0]}'? Rename it."
+    return ""
+
+
 def resolve_sep_token_id(tokenizer: Any) -> int:
     """SPD_SEP_TOKEN_ID, else the tokenizer's sep token, else its first reserved special token; else an error."""
     if SEP_VARIABLE in os.environ:
@@ -107,6 +150,7 @@ class SPDRLHFDataset(Dataset):
         self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
         self.tokenizer = tokenizer
         self.config = config
+        self.vocabulary = len(tokenizer)
         self.max_prompt_length = config.max_prompt_length
         self.gamma = config.max_response_length
         if tokenizer.pad_token_id is None:
@@ -155,17 +199,22 @@ class SPDRLHFDataset(Dataset):
             raise self.error(item, f"extra_info lacks {', '.join(missing)}; make the file with train_spd_scorer.py.")
         if "ground_truth" not in row["reward_model"]:
             raise self.error(item, f"reward_model has no 'ground_truth'; it has {sorted(row['reward_model'])}.")
+        lists = {"input_ids": ids, **{name: extra[name] for name in IDS}}
+        wrong = [ids_error(name, given, self.vocabulary) for name, given in lists.items()]
+        wrong += [facts_error(extra), truth_error(row["reward_model"]["ground_truth"]), spelling_error(tuple(extra))]
+        if told := next(filter(None, wrong), ""):
+            raise self.error(item, told)
         context, draft, target = (extra[name] for name in IDS)
-        if len(target) != len(draft) + 1 or not draft or not context:
-            counts = f"{len(context)} context, {len(draft)} draft and {len(target)} target ids"
-            raise self.error(item, f"{counts}; at least one, one, and one target id more than draft ids are needed.")
+        if len(target) != len(draft) + 1:
+            counts = f"{len(draft)} draft and {len(target)} target ids"
+            raise self.error(item, f"{counts}; one target id (the bonus token) more than draft ids is needed.")
         sep = ids[len(context)] if len(ids) > len(context) else -1
         expected, offsets = build_spd_input(context, draft, target, sep)
         if ids != expected:
             raise self.error(item, "input_ids is not [context_ids] SEP [draft_ids] SEP [target_ids] SEP of extra_info.")
         for where in ("extra_info", "rollout_info"):
             for name, value in offsets.items():
-                if row[where].get(name) != value:
+                if type(row[where].get(name)) is not int or row[where][name] != value:
                     raise self.error(item, f"{where}.{name} is {row[where].get(name)!r}; input_ids says {value}.")
         if len(draft) > self.gamma:
             what = (

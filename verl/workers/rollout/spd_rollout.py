@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from verl.workers.rollout.spd.hybrid import (
     sample_actions,
     uniform_draws,
 )
-from verl.workers.rollout.spd.server import LocalVllmServer
+from verl.workers.rollout.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, server_of
 from verl.workers.rollout.spd.settings import SPDSettings
 from verl.workers.rollout.spd.store import Completion, CompletionStore, model_dir_fingerprint
 from verl.workers.rollout.spd.text import spd_segments
@@ -91,11 +92,9 @@ class SPDRollout(BaseRollout):
         generation = get_generation_config(target)
         self.eos = end_ids(self.tokenizer.eos_token_id) | end_ids(generation.eos_token_id if generation else None)
         self._urls = server_urls(self.settings.rollout.servers)
-        if not self._urls and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            # Loading vLLM takes half a minute: it goes on while the actor is built.
-            self.local_server = LocalVllmServer(
-                target, self.settings.rollout.server_log, self._max_model_len(), self.settings.rollout.server_args
-            )
+        starts = not self._urls and LOCAL_VARIABLE not in os.environ and int(os.environ.get("LOCAL_RANK", "0")) == 0
+        if starts:  # loading vLLM takes half a minute: it goes on while the actor is built
+            self.local_server = server_of(self.settings, config.prompt_length, config.response_length)
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.engine = engine
@@ -111,42 +110,33 @@ class SPDRollout(BaseRollout):
 
     # ---- servers --------------------------------------------------------------------------------------------------
 
-    def _max_model_len(self) -> int:
-        """Context, block and completion together, as far as the target reaches."""
-        limit = self.settings.rollout.max_model_len
-        return limit or self.config.prompt_length + self.config.response_length + 1 + self.settings.rollout.max_tokens
-
     def _completions(self) -> Completer:
-        """The completer, built at the first use; every rank takes part, since the local server's address is shared."""
+        """The completer, built at the first use; every rank takes part, since a rank's server is shared."""
         if self._completer is not None:
             return self._completer
         options, target = self.settings.rollout, self.settings.target_path
-        urls = self._urls or [self._share_local_url()]
+        server = None if self._urls else self._shared_server()
         client = VllmEngineServer(
-            preferred_first(urls, _rank()), target, max_tokens=options.max_tokens, eos_token_ids=sorted(self.eos),
-            settings=options.client(), served_model=options.served_model,
+            preferred_first(self._urls or [server.url], _rank()), target, max_tokens=options.max_tokens,
+            eos_token_ids=sorted(self.eos), settings=options.client(), served_model=options.served_model,
         )  # fmt: skip
-        client.check_model()
+        if server is None:
+            client.check_model()
         if Path(target).expanduser().is_dir():
             fingerprint = model_dir_fingerprint(target)
         else:  # a hub name: the servers hold the weights
             fingerprint = hashlib.sha256(f"{target}@{options.served_model}".encode()).hexdigest()[:32]
         sampling = {"temperature": 0.0, "max_tokens": options.max_tokens, "eos": sorted(self.eos)}
-        self._completer = Completer(CompletionStore(options.store_path, fingerprint, sampling), client)
+        store = CompletionStore(options.store_path, fingerprint, sampling)
+        self._completer = Completer(store, client, server and partial(server.wait_ready, options.start_timeout_s))
         return self._completer
 
-    def _share_local_url(self) -> str:
-        """The address of this node's local server, once it is ready; a failure is raised on every rank."""
-        mine: dict[str, str | None] = {"host": socket.gethostname(), "url": None, "error": None}
-        if self.local_server is not None:
-            try:
-                mine["url"] = self.local_server.wait_ready(self.settings.rollout.start_timeout_s)
-            except RuntimeError as error:
-                mine["error"] = str(error)
-        shared = _gather(mine)
-        if errors := [rank["error"] for rank in shared if rank["error"]]:
-            raise RuntimeError(errors[0])
-        return next(rank["url"] for rank in shared if rank["host"] == mine["host"] and rank["url"])
+    def _shared_server(self) -> RunningServer:
+        """The local server that the run's entry started, else the one of this node's first rank."""
+        if LOCAL_VARIABLE in os.environ:
+            return RunningServer.from_handle(os.environ[LOCAL_VARIABLE])
+        shared = _gather((socket.gethostname(), self.local_server and self.local_server.handle()))
+        return RunningServer.from_handle(next(h for host, h in shared if h and host == socket.gethostname()))
 
     # ---- one batch ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from verl.workers.rollout.spd.client import VllmEngineServer
@@ -20,11 +20,17 @@ class CompletionCounts:
 
 
 class Completer:
-    """Asks for each distinct context once; every completion is committed before it is used."""
+    """Asks for each distinct context once; every completion is committed before it is used.
 
-    def __init__(self, store: CompletionStore, client: VllmEngineServer) -> None:
+    `before_asking` waits for a server that may still be loading; what is stored needs none.
+    """
+
+    def __init__(
+        self, store: CompletionStore, client: VllmEngineServer, before_asking: Callable[[], object] | None = None
+    ) -> None:
         self.store = store
         self.client = client
+        self._before_asking = before_asking
 
     def complete(
         self, contexts: Sequence[tuple[int, ...]]
@@ -40,6 +46,8 @@ class Completer:
             done.update(zip(asked, self.store.put_many(asked, completions), strict=True))
 
         if missing:
+            if self._before_asking is not None:
+                self._before_asking()
             self.client.complete(missing, on_chunk=commit)
         counts.failed = len(distinct) - len(done)
         return done, counts

@@ -1,0 +1,142 @@
+"""Target and draft of a test bed, decoded in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from examples.spd_arithmetic.questions import Question
+from examples.spd_arithmetic.workers import Progress, Workers
+from verl.workers.rollout.spd.answers import extract_answer
+from verl.workers.rollout.spd.decode import Block, Judge, end_ids, greedy_generate, speculative_generate
+
+Rule = Callable[[], Judge]
+"""Makes a judge in the worker that needs it; picklable."""
+Recorded = tuple[Question, list[int], list[int], list[int]]
+"""Question, context, draft and target ids of a block."""
+
+
+@dataclass(frozen=True)
+class PairFiles:
+    """A folder with target/ and draft/, and how they are decoded."""
+
+    folder: Path
+    device: str
+    threads: int
+    gamma: int
+    max_new_tokens: int
+    batch_size: int
+
+
+@dataclass
+class Decoding:
+    """Speculative decoding of some questions: an entry a question, and every block with a mismatch that was met."""
+
+    tokens: list[list[int]]
+    rounds: list[int]  # target forwards
+    accepted: list[int]  # draft tokens that stand in `tokens`
+    blocks: list[Recorded]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the two models say; the same whatever the number of workers."""
+
+    files: PairFiles
+    decode: Callable[[Sequence[int]], str]
+    ends: frozenset[int]  # ids of the end tokens
+    workers: Workers
+
+    def is_right(self, answer_ids: Sequence[int], question: Question) -> bool:
+        """Whether an ended answer names the right number; one cut at the limit is wrong."""
+        ended = bool(answer_ids) and answer_ids[-1] in self.ends
+        return ended and extract_answer(self.decode(answer_ids)) == question.ground_truth
+
+    def spoken(self, ids: Sequence[int]) -> int:
+        """Number of tokens before the end token."""
+        return len(ids) - (bool(ids) and ids[-1] in self.ends)
+
+    def greedy(self, role: str, prompts: Sequence[list[int]], progress: Progress) -> list[list[int]]:
+        """Greedy continuation of every prompt by `target` or `draft`."""
+        return list(chain(*self._map(partial(_complete, self.files, role), prompts, progress)))
+
+    def speculative(self, questions: Sequence[Question], rule: Rule, progress: Progress) -> Decoding:
+        """Speculative decoding of every question under a rule's judge."""
+        found = self._map(partial(_decode, self.files, rule), questions, progress)
+        return Decoding(*(list(chain(*(getattr(part, name) for part in found)))
+                          for name in Decoding.__dataclass_fields__))
+
+    def _map(self, task: Callable[[Sequence], Sequence], rows: Sequence, progress: Progress) -> list:
+        return self.workers.map(task, rows, self.files.batch_size, progress)
+
+
+def open_pair(files: PairFiles, decode: Callable[[Sequence[int]], str], workers: Workers) -> Pair:
+    """The pair in these files; two vocabularies are a ValueError."""
+    (ends,) = workers.run([partial(_ends, files)], lambda *_: None)
+    return Pair(files, decode, ends, workers)
+
+
+def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Drop what a draft says after its own end token: nobody ever reads it."""
+    end = next((i for i, token in enumerate(draft) if token in ends), None)
+    return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    target: nn.Module
+    draft: nn.Module
+    ends: frozenset[int]
+
+
+@cache
+def _load(files: PairFiles) -> _Loaded:
+    """Both models on the device, once a process; float32 on a CPU, bfloat16 on a GPU."""
+    torch.set_num_threads(files.threads)
+    disable_progress_bar()  # its lines would cross those of the command
+    dtype = torch.float32 if files.device == "cpu" else torch.bfloat16
+    target, draft = (AutoModelForCausalLM.from_pretrained(files.folder / name, dtype=dtype).to(files.device).eval()
+                     for name in ("target", "draft"))
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise ValueError(f"target has {target.config.vocab_size} tokens and draft {draft.config.vocab_size}; "
+                         "speculative decoding needs one vocabulary")
+    ends = end_ids(target.generation_config.eos_token_id)
+    if not ends:
+        ends = end_ids(AutoTokenizer.from_pretrained(files.folder / "target").eos_token_id)
+    return _Loaded(target, draft, ends)
+
+
+def _ends(files: PairFiles) -> frozenset[int]:
+    return _load(files).ends
+
+
+def _complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list[list[int]]:
+    loaded = _load(files)
+    model = {"target": loaded.target, "draft": loaded.draft}[role]
+    return greedy_generate(model, prompts, max_new_tokens=files.max_new_tokens, eos_token_id=loaded.ends,
+                           batch_size=files.batch_size).tokens
+
+
+def _decode(files: PairFiles, rule: Rule, questions: Sequence[Question]) -> Decoding:
+    loaded = _load(files)
+    blocks: list[Recorded] = []
+
+    def keep(block: Block, accepted: torch.Tensor) -> None:
+        columns = (block.rows.tolist(), block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist())
+        for row, context, draft, target in zip(*columns, strict=True):
+            draft, target = cut_at_end(draft, target, loaded.ends)
+            if draft != target[:-1]:
+                blocks.append((questions[row], list(context), draft, target))
+
+    result = speculative_generate(
+        loaded.target, loaded.draft, [q.prompt_ids for q in questions], rule(), gamma=files.gamma,
+        max_new_tokens=files.max_new_tokens, eos_token_id=loaded.ends, batch_size=files.batch_size, on_block=keep)
+    return Decoding(result.tokens, result.rounds, result.accepted, blocks)

@@ -1,0 +1,430 @@
+"""Decode prompts speculatively under a judge, beside plain greedy decoding of the target.
+
+    python scripts/spd_decode.py --target DIR --draft DIR --scorer DIR --prompt "how many pens ?"
+    python scripts/spd_decode.py --target DIR --draft DIR --rule margin --threshold 2 --prompts questions.jsonl
+
+Without --prompt and --prompts each line of standard input is a prompt. The text shows where each token comes from; the
+figures below it compare both ways of decoding, on the same prompts in the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.spd_evaluation import rules  # noqa: E402
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
+from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
+from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
+from verl.workers.rollout.spd.answers import extract_answer, is_correct  # noqa: E402
+from verl.workers.rollout.spd.decode import (  # noqa: E402
+    FROM_MATCH,
+    FROM_MISMATCH,
+    FROM_TARGET,
+    Block,
+    Judge,
+    SpecResult,
+    end_ids,
+    greedy_generate,
+    speculative_generate,
+)
+
+STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
+MARKERS = {FROM_TARGET: "{}", FROM_MATCH: "[={}=]", FROM_MISMATCH: "[~{}~]"}
+PROMPT_COLUMNS = ("prompt_ids", "prompt", "question")
+
+
+@dataclass
+class Request:
+    """One prompt as the models read it."""
+
+    text: str
+    ids: list[int]
+    ground_truth: str | None = None
+
+
+@dataclass
+class Segment:
+    """A stretch of an answer from one origin; the pieces of all segments add up to the decoded text."""
+
+    origin: int
+    text: str
+    wanted: str | None = None  # what the target would have said, beside an accepted mismatch
+
+
+class WantedTokens:
+    """Collects the target's choice at every drafted mismatch: `at[question][position]`, 0 = the answer's first token.
+
+    Positions past a cut (an end token, the token limit) are kept too; nobody asks for them.
+    """
+
+    def __init__(self, requests: Sequence[Request]):
+        self.prompt_lengths = [len(request.ids) for request in requests]
+        self.at: list[dict[int, int]] = [{} for _ in requests]
+
+    def __call__(self, block: Block, accepted: torch.Tensor) -> None:
+        questions, mismatch, chosen = block.rows.tolist(), block.mismatch.tolist(), block.target_ids.tolist()
+        for k, (question, count) in enumerate(zip(questions, accepted.tolist(), strict=True)):
+            start = len(block.context_ids[k]) - self.prompt_lengths[question]
+            self.at[question].update({start + i: chosen[k][i] for i in range(count) if mismatch[k][i]})
+
+
+class Session:
+    """Target, draft and judge, loaded and checked against each other; a user's mistake ends the process."""
+
+    def __init__(self, args: argparse.Namespace):
+        for option in ("target", "draft", "scorer"):
+            directory = getattr(args, option)
+            if directory is not None and not Path(directory).is_dir():
+                raise SystemExit(f"--{option} {directory}: there is no such directory.")
+        self.args = args
+        self.tokenizer = hf_tokenizer(args.target)
+        check_vocabularies(self.tokenizer, hf_tokenizer(args.draft), args)
+        self.target = load_model(args.target, args.device)
+        self.draft = load_model(args.draft, args.device)
+        ends = self.target.generation_config.eos_token_id  # chat models have several
+        self.eos = self.tokenizer.eos_token_id if ends is None else ends
+        self.judge = self._make_judge()
+
+    def _make_judge(self) -> Judge:
+        args = self.args
+        if args.rule != "scorer":
+            makers = {"exact": rules.exact, "all": rules.accept_all, "margin": lambda: rules.margin(args.threshold)}
+            return makers[args.rule]()
+        model = load_scorer(args, self.target)
+        tokens = {}
+        if model.config.backbone == "own":
+            sep = resolve_sep_token_id(self.tokenizer)
+            tokens = {"sep_token_id": sep, "pad_token_id": self.tokenizer.pad_token_id, "end_ids": end_ids(self.eos)}
+        return rules.scorer(model, args.threshold, **tokens)
+
+    def speculative(self, requests: Sequence[Request], on_block: Any = None, **changed: int) -> SpecResult:
+        """Continue every request by draft, target and judge."""
+        return speculative_generate(
+            self.target, self.draft, [r.ids for r in requests], self.judge, gamma=self.args.gamma, on_block=on_block,
+            **self._limits(changed),
+        )  # fmt: skip
+
+    def greedy(self, requests: Sequence[Request], **changed: int) -> SpecResult:
+        """Continue every request by the target alone."""
+        return greedy_generate(self.target, [r.ids for r in requests], **self._limits(changed))
+
+    def _limits(self, changed: dict[str, int]) -> dict[str, Any]:
+        args = self.args
+        limits = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "eos_token_id": self.eos}
+        return {**limits, **changed}
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of an answer, special tokens left out."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def word(self, token: int) -> str:
+        """Text of one token, a special token by its name."""
+        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+
+def load_model(directory: str, device: str) -> torch.nn.Module:
+    """A causal model in float32, or in its own type on a GPU."""
+    dtype = torch.float32 if device == "cpu" else "auto"
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+
+
+def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.Module:
+    """The saved scorer; a `target` head shares the loaded target, an `own` scorer brings its backbone along."""
+    config = ScoringModelConfig.load(Path(args.scorer))
+    if config.backbone == "own" and config.lora_rank and not Path(config.base_model_path).is_dir():
+        raise SystemExit(
+            f"--scorer {args.scorer}: its adapters belong to the model in {config.base_model_path}, which is not "
+            "there; write where it is as base_model_path into its spd_config.json."
+        )
+    shared = (args.target, target) if config.backbone == "target" else ()
+    try:
+        return AutoModelForSPDScoring.from_pretrained(args.scorer, *shared).to(args.device).eval()
+    except (RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
+        raise SystemExit(f"--scorer {args.scorer}: its weights cannot be loaded ({reason}); save it anew.") from error
+
+
+def check_vocabularies(target: Any, draft: Any, args: argparse.Namespace) -> None:
+    """Refuse a draft whose token ids mean something else (ends the process)."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    odd = next(iter(sorted(ours.items() ^ theirs.items())))[0]
+    raise SystemExit(
+        f"--draft {args.draft} has another vocabulary than --target {args.target} ({len(theirs)} and {len(ours)} "
+        f"tokens; {odd!r} is id {theirs.get(odd, 'none')} and {ours.get(odd, 'none')}); take two models of one family."
+    )
+
+
+def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
+    """The prompts of --prompt, --prompts or standard input, as token ids (a bad one ends the process)."""
+    if args.prompts is not None:
+        if not args.prompts.is_file():
+            raise SystemExit(f"--prompts {args.prompts}: there is no such file.")
+        rows = read_rows(args.prompts)
+    elif args.prompt is not None:
+        rows = [{"prompt": text} for text in args.prompt]
+    else:
+        rows = [{"prompt": line} for line in sys.stdin.read().splitlines() if line.strip()]
+    if not rows:
+        raise SystemExit("there is no prompt: give --prompt TEXT, --prompts FILE.jsonl, or lines on standard input.")
+    return [read_request(row, f"prompt {number}", args, tokenizer) for number, row in enumerate(rows, 1)]
+
+
+def read_request(row: Any, where: str, args: argparse.Namespace, tokenizer: Any) -> Request:
+    """One row with prompt_ids (taken as they are), prompt (text or chat messages) or question (text)."""
+    found = [name for name in PROMPT_COLUMNS if isinstance(row, dict) and row.get(name) is not None]
+    if not found:
+        raise SystemExit(f"{where} has none of {', '.join(PROMPT_COLUMNS)}: {json.dumps(row)[:80]}.")
+    content = row[found[0]]
+    if found[0] == "prompt_ids":
+        if not isinstance(content, list) or not all(isinstance(i, int) and 0 <= i < len(tokenizer) for i in content):
+            raise SystemExit(f"{where}: prompt_ids must be a list of token ids from 0 to {len(tokenizer) - 1}.")
+        ids = content
+        text = row.get("question") or tokenizer.decode(ids)
+    else:
+        chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in chat):
+            raise SystemExit(f"{where}: {found[0]} must be a text or a list of {{role, content}} messages.")
+        text = "\n".join(message["content"] for message in chat)
+        if not text.strip():
+            raise SystemExit(f"{where} is empty; write something there.")
+        if args.chat_template or not isinstance(content, str):
+            if tokenizer.chat_template is None:
+                raise SystemExit(f"--target {args.target} has no chat template: leave out --chat-template, messages.")
+            filled = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(filled, add_special_tokens=False)["input_ids"]  # the template brings its own
+        else:
+            ids = tokenizer(content)["input_ids"]
+    if not ids:
+        raise SystemExit(f"{where} is empty; give it at least one token.")
+    truth = row.get("ground_truth")
+    return Request(text, list(ids), None if truth is None else str(truth))
+
+
+def check_positions(requests: Sequence[Request], session: Session) -> None:
+    """Refuse a prompt that leaves no room for the answer, before anything is decoded (ends the process)."""
+    for option, model in (("target", session.target), ("draft", session.draft)):
+        limit = model.config.get_text_config().max_position_embeddings
+        for number, request in enumerate(requests, 1):
+            if len(request.ids) + session.args.max_new_tokens > limit:
+                raise SystemExit(
+                    f"prompt {number} has {len(request.ids)} tokens; with --max-new-tokens "
+                    f"{session.args.max_new_tokens} it does not fit into the {limit} positions of --{option}: "
+                    "shorten it or lower --max-new-tokens."
+                )
+
+
+def token_texts(session: Session, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text; one that ends within a character adds it with the token that completes it."""
+    texts, begin, done = [], 0, 0
+    for i in range(len(tokens)):
+        # The last token that added something is decoded along: it decides on the space between them.
+        before, now = session.decode(tokens[begin:done]), session.decode(tokens[begin : i + 1])
+        whole = not now.endswith("\N{REPLACEMENT CHARACTER}") or i == len(tokens) - 1
+        texts.append(now[len(before) :] if whole else "")
+        if texts[-1]:
+            begin, done = done, i + 1
+    return texts
+
+
+def segments_of(session: Session, result: SpecResult, question: int, wanted: dict[int, int]) -> list[Segment]:
+    """An answer cut where the origin of its tokens changes; every accepted mismatch stands alone."""
+    segments: list[Segment] = []
+    texts = token_texts(session, result.tokens[question])
+    for i, (origin, text) in enumerate(zip(result.origin[question], texts, strict=True)):
+        if origin == FROM_MISMATCH:
+            segments.append(Segment(origin, text, session.word(wanted[i])))
+        elif segments and segments[-1].origin == origin:
+            segments[-1].text += text
+        else:
+            segments.append(Segment(origin, text))
+    return segments
+
+
+def marked(segments: Sequence[Segment], colour: bool) -> Text:
+    """The answer with its origins as colours, or as plain markers."""
+    line = Text()
+    for segment in segments:
+        if colour:
+            line.append(visible(segment.text), style=STYLES[segment.origin])
+            if segment.wanted is not None:
+                line.append(f"({visible(segment.wanted).strip()})", style="dim")
+        elif segment.text or segment.wanted is not None:
+            said = "" if segment.wanted is None else f"|{segment.wanted.strip()}"
+            line.append(visible(MARKERS[segment.origin].format(segment.text + said)))
+    return line
+
+
+def visible(text: str) -> str:
+    """The text without control characters, by which a model could steer the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def records(session: Session, requests: Sequence[Request], fast: SpecResult, plain: SpecResult,
+            wanted: WantedTokens) -> list[dict[str, Any]]:  # fmt: skip
+    """One plain record a prompt, as --json writes them; the answers are None where none is found."""
+    rows = []
+    for k, request in enumerate(requests):
+        text, greedy_text = session.decode(fast.tokens[k]), session.decode(plain.tokens[k])
+        row = {
+            "prompt": request.text, "prompt_ids": request.ids, "text": text, "tokens": fast.tokens[k],
+            "origin": fast.origin[k], "wanted": {i: t for i, t in wanted.at[k].items() if i < len(fast.tokens[k])},
+            "target_forwards": fast.rounds[k], "accepted": fast.accepted[k],
+            "accepted_mismatches": fast.accepted_mismatches[k], "finished": fast.finished[k],
+            "answer": extract_answer(text), "greedy_text": greedy_text, "greedy_tokens": plain.tokens[k],
+            "greedy_finished": plain.finished[k], "greedy_answer": extract_answer(greedy_text),
+        }  # fmt: skip
+        if request.ground_truth is not None:
+            row["ground_truth"] = request.ground_truth
+            for name in ("", "greedy_"):
+                row[f"{name}correct"] = row[f"{name}finished"] and is_correct(row[f"{name}text"], request.ground_truth)
+        rows.append(row)
+    return rows
+
+
+def figures(args: argparse.Namespace, fast: SpecResult, plain: SpecResult) -> Table:
+    """Both ways of decoding side by side, pooled over the prompts."""
+    name = args.rule if args.threshold is None else f"{args.rule} {args.threshold:g}"
+    table = Table("", name, "plain greedy", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    runs = (fast, plain)
+    forwards = [sum(run.rounds) for run in runs]
+    tokens = [sum(map(len, run.tokens)) for run in runs]
+    accepted = [sum(run.accepted) for run in runs]
+    for title, values, form in (
+        ("tokens per target forward", [t / f for t, f in zip(tokens, forwards, strict=True)], ".2f"),
+        ("accepted draft tokens per forward", [a / f for a, f in zip(accepted, forwards, strict=True)], ".2f"),
+        ("target forwards", forwards, "d"),
+        ("tokens", tokens, "d"),
+        ("cut at the token limit", [r.finished.count(False) for r in runs], "d"),
+        ("seconds", [r.seconds for r in runs], ".2f"),
+    ):
+        table.add_row(title, *(format(value, form) for value in values))
+    return table
+
+
+def sentences(rows: Sequence[dict[str, Any]], fast: SpecResult, plain: SpecResult) -> list[str]:
+    """How far the two ways agree."""
+    ratio = sum(map(len, fast.tokens)) / sum(map(len, plain.tokens))
+    lines = [
+        f"output length ratio {ratio:.3f}; {plain.seconds / fast.seconds:.2f} times as fast as plain greedy",
+        f"mismatches let through: {sum(fast.accepted_mismatches)} of {sum(fast.judged_mismatches)} judged",
+        f"same text: {sum(a == b for a, b in zip(fast.tokens, plain.tokens, strict=True))} of {len(rows)}",
+    ]
+    answered = [row for row in rows if row["answer"] is not None or row["greedy_answer"] is not None]
+    agree = sum(row["answer"] == row["greedy_answer"] for row in answered)
+    none = "" if len(answered) == len(rows) else f"; {len(rows) - len(answered)} without any answer"
+    lines.append(f"same answer: {agree} of {len(answered)}{none}" if answered else "no text has an answer to compare")
+    known = [row for row in rows if "ground_truth" in row]
+    if known:
+        right = [sum(row[name] for row in known) for name in ("correct", "greedy_correct")]
+        lines.append(f"correct: {right[0]} of {len(known)}, plain greedy {right[1]}")
+    return lines
+
+
+def show(session: Session, requests: Sequence[Request], rows: Sequence[dict[str, Any]], fast: SpecResult,
+         plain: SpecResult, wanted: WantedTokens) -> None:  # fmt: skip
+    """Print every answer with its marks, then the figures."""
+    colour = sys.stdout.isatty() and not session.args.no_color
+    console = Console(no_color=not colour, highlight=False, soft_wrap=True, markup=False)
+    legend = [
+        Segment(FROM_TARGET, "from the target, "), Segment(FROM_MATCH, "drafted, as the target would have said"),
+        Segment(FROM_TARGET, ", "), Segment(FROM_MISMATCH, "drafted, let through", "what the target would have said"),
+    ]  # fmt: skip
+    for number, request in enumerate(requests, 1):
+        console.print(Text(f"[{number}] {visible(request.text)}", style="bold"))
+        console.print(marked(segments_of(session, fast, number - 1, wanted.at[number - 1]), colour))
+        row = rows[number - 1]
+        if row["answer"] != row["greedy_answer"]:
+            greedy = f"    plain greedy answers {row['greedy_answer']}: {visible(row['greedy_text'])}"
+            console.print(Text(greedy, style="dim"))
+        console.print()
+    console.print(marked(legend, colour))
+    console.print(figures(session.args, fast, plain))
+    for line in sentences(rows, fast, plain):
+        console.print(line)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--target", required=True, help="Hugging Face directory of the target model, with its tokenizer")
+    add("--draft", required=True, help="directory of the draft model (same vocabulary)")
+    add("--scorer", help="directory of a trained scorer, e.g. RUN/global_step_N/actor/huggingface")
+    add("--rule", choices=("scorer", "exact", "margin", "all"), help="default: scorer with --scorer, else exact")
+    add("--threshold", type=float, help="scorer: accept where z lies above (default 0); margin: largest gap of logits")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="one or more prompts")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="jsonl or parquet: prompt_ids, prompt or question")
+    add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--max-new-tokens", type=int, default=256)
+    add("--batch-size", type=int, default=64, help="prompts decoded at once")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--chat-template", action="store_true", help="wrap each prompt as a user's message")
+    add("--json", type=Path, metavar="FILE", help="write one record a prompt")
+    add("--no-color", action="store_true", help="plain markers on a terminal too")
+    args = parser.parse_args(argv)
+    args.rule = args.rule or ("scorer" if args.scorer else "exact")
+    if (args.rule == "scorer") != (args.scorer is not None):
+        parser.error(f"--rule {args.rule} with --scorer {args.scorer}: name a scorer for --rule scorer, and only then")
+    if args.rule in ("exact", "all") and args.threshold is not None:
+        parser.error(f"--rule {args.rule} has no --threshold; leave it out")
+    if args.rule == "margin" and args.threshold is None:
+        parser.error("--rule margin needs --threshold, the largest gap of two logits that may stand (try 2)")
+    if args.rule == "scorer" and args.threshold is None:
+        args.threshold = 0.0
+    for name in ("gamma", "max_new_tokens", "batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Decode both ways, print, give the records."""
+    args = parse(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers.logging.set_verbosity_error()  # a target loaded without its output layer is no news
+    transformers.logging.disable_progress_bar()
+    try:
+        session = Session(args)
+        requests = read_requests(args, session.tokenizer)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
+    check_positions(requests, session)
+    # Unmeasured: the first forwards of a process pay for kernels and memory.
+    session.speculative(requests[:1], max_new_tokens=2)
+    session.greedy(requests[:1], max_new_tokens=2)
+    wanted = WantedTokens(requests)
+    fast = session.speculative(requests, on_block=wanted)
+    plain = session.greedy(requests)
+    rows = records(session, requests, fast, plain, wanted)
+    show(session, requests, rows, fast, plain, wanted)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows
+
+
+if __name__ == "__main__":
+    main()

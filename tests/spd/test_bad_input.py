@@ -1,0 +1,434 @@
+"""What a user gets wrong ends in one sentence and an exit code, before Ray or a server starts.
+
+Not covered: a run on a cluster elsewhere (RAY_ADDRESS), whose files and servers are its nodes' affair.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoModel, AutoModelForCausalLM
+
+import recipe.spd.config
+import train_spd_scorer as entry
+from recipe.spd.scoring_config import folder_fingerprint, model_fingerprint
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
+from tests.helpers.configs import compose_ppo
+from tests.helpers.models import make_tokenizer, save_tiny_llama
+from verl.trainer import main_ppo
+from verl.workers.rollout.spd.server import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = Path(recipe.spd.config.__path__[0])
+VARIABLES = ("SPD_VLLM_URLS", "SPD_SEP_TOKEN_ID", "RAY_ADDRESS", "MODEL_PATH", "TOKENIZER_PATH", "ADAPTER_PATH")
+ROWS = 8
+
+
+def block_rows():
+    """Eight blocks of four drafted tokens; all but the first token are mismatches."""
+    return [
+        {
+            "question_id": f"q{i}", "context_ids": [5 + i, 6, 7], "draft_ids": [10, 11, 12, 13 + i],
+            "target_ids": [10, 21, 22, 23, 24], "is_correct_baseline": i % 2, "baseline_length": 5 + i,
+        }
+        for i in range(ROWS)
+    ]  # fmt: skip
+
+
+def metadata_rows():
+    return [
+        {"question_id": f"q{i}", "question": f"{i} + 1 =", "ground_truth": str(i + 1), "is_correct_baseline": i % 2}
+        for i in range(ROWS)
+    ]
+
+
+def write(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path, write_page_checksum=True)
+    return str(path)
+
+
+class Bed:
+    """A target with blocks prepared for it, a scorer saved for it, and one for another target."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.target = save_tiny_llama(directory / "target")
+        self.blocks = write(directory / "blocks.parquet", block_rows())
+        self.metadata = write(directory / "metadata.parquet", metadata_rows())
+        self.train = str(directory / "train.parquet")
+        entry.prepare_spd_data_from_real_source(self.blocks, self.metadata, self.train, make_tokenizer())
+        for name, model in (("scorer", self.target), ("foreign", save_tiny_llama(directory / "other", seed=1))):
+            config = ScoringModelConfig(base_model_path=model)
+            AutoModelForSPDScoring.from_config(config).save_pretrained(directory / name)
+
+    def scorer(self, tmp_path, file=None, change=None):
+        """A copy of the saved scorer; `change` makes the new bytes of `file` from its bytes (None removes it)."""
+        folder = shutil.copytree(self.directory / "scorer", tmp_path / "scorer")
+        if file is not None:
+            data = (folder / file).read_bytes()
+            (folder / file).unlink()
+            if change is not None:
+                (folder / file).write_bytes(change(data))
+        return str(folder)
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory):
+    return Bed(tmp_path_factory.mktemp("bed"))
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Started(Exception):
+    """The run came as far as starting Ray."""
+
+
+def settings(bed, **more):
+    """key=value settings of a run on `bed` that nothing is wrong with, but for `more` (__ stands for a dot)."""
+    keys = {
+        "data__train_files": bed.train, "data__val_files": bed.train, "data__max_prompt_length": 20,
+        "data__max_response_length": 4, "data__train_batch_size": 4, "actor_rollout_ref__rollout__n": 2,
+        "actor_rollout_ref__model__path": bed.target, "trainer__device": "cpu", "trainer__n_gpus_per_node": 1,
+        "trainer__logger": "[]", "trainer__default_local_dir": f"{bed.directory}/none", **more,
+    }  # fmt: skip
+    return [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
+
+
+def refusal(monkeypatch, bed, **more):
+    """What main_ppo says before it ends; it must end before a Ray session."""
+
+    def started(config):
+        raise Started
+
+    monkeypatch.setattr(main_ppo, "started_session", started)
+    config = compose_ppo(*settings(bed, **more), config_dir=RECIPE, config_name="spd_trainer")
+    with pytest.raises(SystemExit) as ended:
+        main_ppo.run_ppo(config)
+    text = ended.value.code
+    assert isinstance(text, str), text  # Python prints it and exits with 1
+    return text
+
+
+def one_problem(text):
+    """The only problem of a refusal: one line."""
+    head, *told = text.splitlines()
+    assert head == "1 problem in the config:" and len(told) == 1, text
+    return told[0]
+
+
+def test_a_sound_run_is_not_refused(bed, monkeypatch):
+    with pytest.raises(Started):
+        refusal(monkeypatch, bed, spd__adapter_path=f"{bed.directory}/scorer")
+
+
+def test_files_are_not_looked_for_here_where_the_run_goes_to_a_cluster(bed, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
+    with pytest.raises(Started):
+        refusal(monkeypatch, bed, actor_rollout_ref__model__path="/only/there")
+
+
+# ---- train_spd_scorer.py: blocks, metadata, model, tokenizer ----------------------------------------------------
+
+
+def prepare(bed, capsys, monkeypatch, tmp_path, *more, **files):
+    """(exit code, what main said last) of train_spd_scorer.py; its training is not started, but would give 0."""
+    monkeypatch.setattr(entry, "run_training", lambda command, env: 0)
+    given = {"blocks": bed.blocks, "metadata": bed.metadata, "model": bed.target, **files}
+    argv = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    code = entry.main([*argv, "--output-dir", str(tmp_path / "out"), "--device", "cpu", *more])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return code, said.strip().splitlines()[-1] if said.strip() else ""
+
+
+@pytest.mark.parametrize(
+    "file, column",
+    [("blocks", c) for c in ("question_id", "context_ids", "draft_ids", "target_ids")]
+    + [("metadata", c) for c in ("question_id", "question", "ground_truth", "is_correct_baseline")],
+)
+def test_a_missing_column_is_named(bed, capsys, monkeypatch, tmp_path, file, column):
+    rows = [{k: v for k, v in row.items() if k != column} for row in pq.read_table(getattr(bed, file)).to_pylist()]
+    path = write(tmp_path / "lacking.parquet", rows)
+    code, said = prepare(bed, capsys, monkeypatch, tmp_path, **{file: path})
+    assert code == 1 and said.startswith(f"{path}, row 0: lacks {column}; it has ")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"draft_ids": [], "target_ids": [9]}, "row 2: draft_ids is empty; it needs at least one token id."),
+        ({"context_ids": []}, "row 2: context_ids is empty"),
+        ({"draft_ids": [10, 11, 12, 59]}, "row 2: draft_ids must be a list of token ids from 0 to 58, those of the "
+         "tokenizer, but holds 59. Name the tokenizer that the ids were made with."),
+        ({"draft_ids": [10, 11, 12, -1]}, "but holds -1"),
+        ({"target_ids": [10, 21]}, "row 2: 2 target_ids for 4 draft_ids"),
+        ({"baseline_length": -3}, "row 2: baseline_length must be a number of tokens, not -3."),
+        ({"is_correct_baseline": 2}, "row 2: is_correct_baseline must be 0 or 1, not 2."),
+        ({"question_id": "q99"}, "row 2: question_id 'q99' is not in "),
+    ],
+)  # fmt: skip
+def test_a_block_that_cannot_be_is_refused_by_file_and_row(bed, capsys, monkeypatch, tmp_path, changes, message):
+    rows = block_rows()
+    rows[2].update(changes)
+    path = write(tmp_path / "odd.parquet", rows)
+    code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=path)
+    assert code == 1 and said.startswith(f"{path}, ") and message in said
+
+
+def test_a_slip_in_an_optional_column_does_not_go_unseen(bed, capsys, monkeypatch, tmp_path):
+    rows = [{("baseline_lenght" if k == "baseline_length" else k): v for k, v in row.items()} for row in block_rows()]
+    code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=write(tmp_path / "slip.parquet", rows))
+    assert code == 1 and "'baseline_lenght' is no known column; did you mean 'baseline_length'? Rename it." in said
+
+
+def test_a_model_or_tokenizer_folder_that_is_missing_or_torn_is_named(bed, capsys, monkeypatch, tmp_path):
+    none = tmp_path / "none"
+    code, said = prepare(bed, capsys, monkeypatch, tmp_path, model=none)
+    assert (code, said) == (1, f"--model={none}: no such folder. Name a model folder, or a model of the hub.")
+    torn = shutil.copytree(bed.target, tmp_path / "torn")
+    (torn / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    code, said = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)
+    assert code == 1 and said.startswith(f"--tokenizer={torn} cannot be loaded: ")
+    code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=tmp_path / "none.parquet")
+    assert code == 1 and said.startswith(f"{tmp_path}/none.parquet: no such file")
+
+
+# ---- main_ppo: prepared rows, model, scorer, servers, batch sizes ---------------------------------------------
+
+
+def prepared(bed, tmp_path, change, row=3):
+    """A train.parquet of which `change` altered one row in place."""
+    rows = pq.read_table(bed.train).to_pylist()
+    change(rows[row])
+    return write(tmp_path / "train.parquet", rows)
+
+
+# Context 3, draft 4, target 5: draft_start = 3 + 1, target_start = 4 + 4 + 1.
+@pytest.mark.parametrize("where", ["extra_info", "rollout_info"])
+@pytest.mark.parametrize("name, right", [("draft_start", 4), ("target_start", 9), ("draft_len", 4), ("target_len", 5)])
+def test_offsets_outside_the_ids_are_refused(bed, monkeypatch, tmp_path, where, name, right):
+    path = prepared(bed, tmp_path, lambda row: row[where].update({name: 10**12}))
+    told = one_problem(refusal(monkeypatch, bed, data__train_files=path))
+    assert told.endswith(f"data.train_files: {path}, row 3: {where}.{name} is {10**12}; input_ids says {right}.")
+
+
+def test_a_prompt_limit_that_would_cut_the_draft_is_refused(bed, monkeypatch):
+    # 1 context token + 4 drafted + 5 of the target + 3 separators
+    text = refusal(monkeypatch, bed, data__max_prompt_length=12)
+    assert "need 13 tokens, data.max_prompt_length=12 would cut the draft. Raise it." in text
+    text = refusal(monkeypatch, bed, data__max_response_length=3)
+    assert "the draft has 4 tokens, data.max_response_length=3. Raise it to 4." in text
+
+
+def test_an_empty_draft_and_a_lost_column_of_a_prepared_row_are_refused(bed, monkeypatch, tmp_path):
+    path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_ids=[], draft_len=0))
+    assert f"{path}, row 3: draft_ids is empty" in one_problem(refusal(monkeypatch, bed, data__train_files=path))
+    path = prepared(bed, tmp_path, lambda row: row.update(extra_info=None))
+    told = one_problem(refusal(monkeypatch, bed, data__val_files=path))
+    assert f"data.val_files: {path}, row 3: column 'extra_info' is missing or no mapping" in told
+
+
+def test_a_model_folder_without_whole_weights_is_refused(bed, monkeypatch, tmp_path):
+    text = refusal(monkeypatch, bed, actor_rollout_ref__model__path="/no/such/model")
+    assert "actor_rollout_ref.model.path=/no/such/model: no such folder." in text
+    text = refusal(monkeypatch, bed, spd__target_path="/no/such/target")
+    assert one_problem(text).startswith("  - spd.target_path=/no/such/target: no such folder.")
+    model = shutil.copytree(bed.target, tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert f"{weights} is missing or torn" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
+    weights.unlink()
+    assert "the folder holds no weights" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
+
+
+@pytest.mark.parametrize(
+    "file, change, message",
+    [
+        ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or torn"),
+        ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or torn"),
+        ("score_head.safetensors", None, "score_head.safetensors is missing or torn"),
+        ("spd_config.json", lambda data: data[:40], "spd_config.json is torn"),
+        ("spd_config.json", None, "holds no spd_config.json: it is no saved scorer."),
+        ("spd_config.json", lambda data: data.replace(b'"target"', b'"own"'), "holds a scorer with backbone='own'"),
+    ],
+)
+def test_a_scorer_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_path, file, change, message):
+    folder = bed.scorer(tmp_path, file, change)
+    told = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
+    assert told.startswith(f"  - spd.adapter_path={folder}: ") and message in told
+
+
+def test_a_scorer_of_another_target_or_width_is_refused(bed, monkeypatch):
+    folder = bed.directory / "foreign"
+    told = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
+    assert f"the head in {folder} belongs to the target '{bed.directory}/other'" in told and "name that one" in told
+    folder = bed.directory / "scorer"
+    told = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder, spd__head_size=64))
+    assert "has first.bias of shape (128,)" in told and "Set spd.head_size=128" in told
+
+
+def test_a_folder_s_fingerprint_is_that_of_the_loaded_model(bed, tmp_path):
+    model = AutoModel.from_pretrained(bed.target)
+    found = folder_fingerprint(bed.target, model.config)
+    assert found == model_fingerprint(model) == model_fingerprint(model.bfloat16())
+    whole = AutoModelForCausalLM.from_pretrained(bed.target)
+    whole.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert folder_fingerprint(tmp_path / "shards", whole.config) == found
+    whole.config.hidden_size = 32  # such as a config that was overridden: only the loaded model can tell
+    assert folder_fingerprint(bed.target, whole.config) is None
+
+
+def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_path):
+    make_tokenizer(["a", "b"]).save_pretrained(tmp_path / "small")  # ids 0 to 6
+    text = refusal(monkeypatch, bed, actor_rollout_ref__model__tokenizer_path=tmp_path / "small")
+    assert "row 0: input_ids must be a list of token ids from 0 to 6, those of the tokenizer, but holds 7." in text
+    monkeypatch.setenv("SPD_SEP_TOKEN_ID", "4")
+    text = refusal(monkeypatch, bed)
+    assert "are separated by token id 3, the tokenizer says 4. Prepare it again, or set SPD_SEP_TOKEN_ID=3." in text
+    monkeypatch.delenv("SPD_SEP_TOKEN_ID")
+    narrow = save_tiny_llama(tmp_path / "narrow", vocab_size=24)
+    text = refusal(monkeypatch, bed, actor_rollout_ref__model__path=narrow)
+    assert f"row 0: token id 24 is beyond the 24 of the model {narrow}." in text
+
+
+def test_a_lora_adapter_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_path):
+    key = "actor_rollout_ref.model.lora_adapter_path"
+    told = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
+    assert f"{key}={tmp_path} cannot be loaded: " in told and "adapter_config.json" in told
+    (tmp_path / "adapter_config.json").write_text("{}")
+    told = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
+    assert f"{tmp_path}/adapter_model.safetensors is missing or torn" in told
+
+
+@contextmanager
+def server(answer):
+    """A server whose /v1/models gives `answer`; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps(answer).encode()
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.server_port}"
+    finally:
+        listening.shutdown()
+        thread.join()
+        listening.server_close()
+
+
+def models(*paths):
+    return {"object": "list", "data": [{"id": f"m{i}", "object": "model", "root": p} for i, p in enumerate(paths)]}
+
+
+def test_no_server_that_answers_is_refused_and_one_of_two_is_enough(bed, monkeypatch):
+    dead = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("SPD_VLLM_URLS", dead)
+    told = one_problem(refusal(monkeypatch, bed))
+    assert f"spd.rollout.servers (SPD_VLLM_URLS)={dead}/v1/models does not answer from here" in told
+    assert "Start it, or unset SPD_VLLM_URLS" in told
+    with server(models(bed.target)) as alive:
+        monkeypatch.setenv("SPD_VLLM_URLS", f"{dead},{alive}")
+        with pytest.raises(Started):
+            refusal(monkeypatch, bed)
+
+
+def test_a_server_of_another_model_or_of_something_else_is_refused(bed, monkeypatch):
+    other = f"{bed.directory}/other"
+    with server(models(other)) as url:
+        monkeypatch.setenv("SPD_VLLM_URLS", url)
+        told = one_problem(refusal(monkeypatch, bed))
+        assert f"SPD server {url} serves m0 ({other}), but the target is '{bed.target}'. Start it with that" in told
+        with pytest.raises(Started):
+            refusal(monkeypatch, bed, spd__rollout__served_model="m0")
+    with server({"detail": "a wiki"}) as url:
+        monkeypatch.setenv("SPD_VLLM_URLS", url)
+        told = one_problem(refusal(monkeypatch, bed))
+        assert f"={url} answers /v1/models otherwise than vLLM does" in told
+
+
+def test_batch_sizes_that_ranks_or_rows_cannot_give_are_refused(bed, monkeypatch):
+    text = refusal(monkeypatch, bed, data__train_batch_size=3, trainer__n_gpus_per_node=2)
+    assert "data.train_batch_size=3 prompts cannot be shared by 2 ranks evenly. Use a multiple of 2 (2 or 4)." in text
+    told = one_problem(refusal(monkeypatch, bed, data__train_batch_size=ROWS + 1))
+    assert "data.train_files has 8 prompts, which do not fill one batch of 9. Set data.train_batch_size=8 or" in told
+
+
+# ---- the commands themselves ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def said(bed, tmp_path_factory):
+    """Name -> (exit code, output, run folder) of commands as a user types them, run side by side."""
+    dead = {"SPD_VLLM_URLS": f"http://127.0.0.1:{free_port()}"}
+    out = {name: tmp_path_factory.mktemp(name) / "out" for name in ("scorer", "keys", "rows")}
+    blocks = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "--device", "cpu"]
+    train = ["train_spd_scorer.py", *blocks, "--batch-size", "4", "--output-dir"]
+    recipe = ["-m", "verl.trainer.main_ppo", "--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
+    offset = prepared(bed, out["rows"].parent, lambda row: row["extra_info"].update(draft_start=99))
+    sizes = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 3, "trainer__totl_epochs": 1}
+    commands = {
+        "scorer": ([*train, str(out["scorer"]), "--adapter", str(bed.directory / "foreign")], dead),
+        "keys": ([*recipe, *settings(bed, trainer__default_local_dir=out["keys"], spd__reward__alpa=1, **sizes)], {}),
+        "rows": ([*recipe, *settings(bed, trainer__default_local_dir=out["rows"], data__train_files=offset)], {}),
+    }
+    clean = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, env={**clean, "LOGURU_LEVEL": "WARNING", **variables}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for name, (arguments, variables) in commands.items()
+    }  # fmt: skip
+    try:
+        texts = {name: process.communicate(timeout=300)[0] for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+    assert not any("Traceback" in text for text in texts.values()), texts
+    return {name: (running[name].returncode, text, out[name]) for name, text in texts.items()}
+
+
+def test_the_training_command_says_what_the_trainer_refuses(said):
+    code, text, out = said["scorer"]
+    assert code == 1 and "2 problems in the config:" in text
+    assert "/v1/models does not answer from here" in text and "belongs to the target" in text
+    assert [path.name for path in out.iterdir()] == ["data"]  # no session, no server's log
+
+
+def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(said):
+    code, text, out = said["keys"]
+    assert code == 1 and "trainer.totl_epochs is no known key; did you mean trainer.total_epochs?" in text
+    assert "spd.reward.alpa is no known key; did you mean spd.reward.alpha?" in text
+    assert "data.train_batch_size=4 prompts cannot be shared by 3 ranks evenly. Use a multiple of 3 (3 or 6)." in text
+    assert not out.exists()
+
+
+def test_the_trainer_s_command_refuses_a_prepared_row(said):
+    code, text, out = said["rows"]
+    assert code == 1 and "row 3: extra_info.draft_start is 99; input_ids says 4." in text
+    assert not out.exists()

@@ -1,0 +1,240 @@
+"""200 seeded mutations of blocks, metadata and prepared rows: read right, or refused by one sentence.
+
+The files have page checksums. A file without them may hold another valid token id after a flipped bit; nobody can tell.
+"""
+
+import random
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+import train_spd_scorer as entry
+from tests.helpers.models import make_tokenizer, save_tiny_llama
+from tests.spd.test_bad_input import block_rows, metadata_rows, write
+from verl.utils.dataset.rl_dataset import DatasetError
+from verl.utils.dataset.spd_dataset import SPDRLHFDataset
+from verl.workers.rollout.spd.answers import normalise
+
+COUNTS = {"blocks": 70, "metadata": 50, "train": 80}
+LIMITS = OmegaConf.create({"max_prompt_length": 20, "max_response_length": 4, "shuffle": False, "seed": None})
+
+
+# ---- bytes: data -> data ---------------------------------------------------------------------------------------
+
+
+def flip_bits(data, rng):
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 1, 4, 16])):
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def cut_off(data, rng):
+    return data[: rng.randrange(len(data))]
+
+
+def blank_a_piece(data, rng):
+    first = rng.randrange(len(data))
+    return data[:first] + bytes(min(40, len(data) - first)) + data[first + 40 :]
+
+
+def double_a_piece(data, rng):
+    first = rng.randrange(len(data))
+    return data[:first] + data[first : first + 16] + data[first:]
+
+
+BYTES = [flip_bits, flip_bits, flip_bits, cut_off, blank_a_piece, double_a_piece]
+
+
+# ---- columns: (parent, name, rng) alters a column of every row, parent being a row or a struct in it -------------
+
+
+def drop(parents, name, rng):
+    for parent in parents:
+        del parent[name]
+
+
+def null_in_one_row(parents, name, rng):
+    rng.choice(parents)[name] = None
+
+
+def each(change):
+    """A mutation of every value by `change(value, rng)`."""
+
+    def mutate(parents, name, rng):
+        for parent in parents:
+            parent[name] = change(parent[name], rng)
+
+    mutate.__name__ = change.__name__
+    return mutate
+
+
+def as_floats(value, rng):
+    if isinstance(value, list):
+        return [float(v) for v in value]
+    return 0.5 if isinstance(value, str) and not value.isdecimal() else float(value)
+
+
+def as_text(value, rng):
+    return str(value)
+
+
+def as_bytes(value, rng):
+    return str(value).encode()
+
+
+def in_a_list(value, rng):
+    return [value]
+
+
+def in_a_struct(value, rng):
+    return {"value": value}
+
+
+# A text stays: another text could be as good a truth, which no reader can tell.
+def huge(value, rng):
+    return [*value[:-1], 2**40] if isinstance(value, list) else value if isinstance(value, str) else 2**40
+
+
+def negative(value, rng):
+    return [-1, *value[1:]] if isinstance(value, list) else value if isinstance(value, str) else -1
+
+
+def emptied(value, rng):
+    return [] if isinstance(value, list) else ""
+
+
+def with_null_inside(value, rng):
+    return [*value[:-1], None] if isinstance(value, list) else None
+
+
+CHANGES = (as_floats, as_text, as_bytes, in_a_list, in_a_struct, huge, negative, emptied, with_null_inside)
+COLUMNS = [drop, null_in_one_row, *(each(change) for change in CHANGES)]
+
+
+def mutate_column(path, out, rng):
+    """Rewrite the rows of `path` with one column altered; gives (column, mutation)."""
+    rows = pq.read_table(path).to_pylist()
+    name = rng.choice(sorted(rows[0]))
+    parents = rows
+    if isinstance(rows[0][name], dict) and rng.random() < 0.9:
+        parents = [row[name] for row in rows]
+        name = rng.choice(sorted(parents[0]))
+    fits_all = (drop, null_in_one_row, *COLUMNS[3:6])
+    mutation = rng.choice(fits_all if isinstance(parents[0][name], dict) else COLUMNS)
+    mutation(parents, name, rng)
+    write(out, rows)
+    return f"{name} {mutation.__name__}"
+
+
+def mutate(path, out, rng):
+    """One mutated copy of `path` in `out`, which is parquet in name at least; gives what was done."""
+    if rng.random() < 0.5:
+        mutation = rng.choice(BYTES)
+        out.write_bytes(mutation(path.read_bytes(), rng))
+        return mutation.__name__
+    return mutate_column(path, out, rng)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------
+
+# Not compared: `prompt`, `index`, `question_id` (for people), `style`, `data_source` (asked for by the trainer).
+FACTS = ("context_ids", "draft_ids", "target_ids", "is_correct_baseline")
+
+
+def facts_of(dataset):
+    """What training uses of each row. The length of the baseline may be unknown, never another."""
+    return [
+        {
+            **{name: item["extra_info"][name] for name in FACTS}, "ids": item["input_ids"].tolist(),
+            "layout": item["spd_layout"].tolist(), "truth": normalise(item["reward_model"]["ground_truth"]),
+        }
+        for item in (dataset[i] for i in range(len(dataset)))
+    ]  # fmt: skip
+
+
+def lengths_of(dataset):
+    return [dataset[i]["extra_info"].get("baseline_length") for i in range(len(dataset))]
+
+
+class Bench:
+    def __init__(self, directory):
+        self.directory = directory
+        self.tokenizer = make_tokenizer()
+        self.model = save_tiny_llama(directory / "model")
+        self.files = {name: directory / f"{name}.parquet" for name in COUNTS}
+        write(self.files["blocks"], block_rows())
+        write(self.files["metadata"], metadata_rows())
+        self.prepare(self.files["blocks"], self.files["metadata"], self.files["train"])
+        self.whole = self.read(self.files["train"])
+
+    def prepare(self, blocks, metadata, out):
+        return entry.prepare_spd_data_from_real_source(blocks, metadata, out, self.tokenizer)
+
+    def read(self, path):
+        return SPDRLHFDataset(str(path), self.tokenizer, LIMITS)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("mutated"))
+
+
+def use(bench, kind, path, tmp_path):
+    """The data set that training would read if `path` stood in place of a file of that kind."""
+    if kind == "train":
+        return bench.read(path)
+    given = {**bench.files, kind: path}
+    bench.prepare(given["blocks"], given["metadata"], tmp_path / "made.parquet")
+    return bench.read(tmp_path / "made.parquet")
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_a_mutated_file_is_read_right_or_refused_by_one_sentence(bench, kind, tmp_path):
+    outcomes = Counter()
+    for number in range(COUNTS[kind]):
+        rng = random.Random(f"{kind} {number}")
+        path = tmp_path / f"{kind}_{number}.parquet"
+        done = mutate(bench.files[kind], path, rng)
+        case = f"{kind} {number}: {done}"
+        try:
+            dataset = use(bench, kind, path, tmp_path)
+        except (entry.DataError, DatasetError) as refused:
+            said = str(refused)
+            assert str(path) in said and "\n" not in said and len(said) < 700, (case, said)
+            outcomes["refused"] += 1
+            continue
+        assert facts_of(dataset) == facts_of(bench.whole), case
+        lost = lengths_of(dataset) != lengths_of(bench.whole)
+        pairs = zip(lengths_of(dataset), lengths_of(bench.whole), strict=True)
+        assert all(a in (None, b) for a, b in pairs) and (not lost or "baseline_length" in done), case
+        outcomes["read"] += 1
+    assert outcomes["refused"] > outcomes["read"] > 0
+    assert sum(outcomes.values()) == COUNTS[kind]
+
+
+def test_other_integer_and_list_types_are_read_right(bench, tmp_path):
+    table = pq.read_table(bench.files["blocks"])
+    kinds = {"context_ids": pa.large_list(pa.int32()), "draft_ids": pa.list_(pa.uint16())}
+    for name, kind in {**kinds, "target_ids": pa.list_(pa.int8())}.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, table[name].cast(kind))
+    pq.write_table(table, tmp_path / "typed.parquet")
+    assert facts_of(use(bench, "blocks", tmp_path / "typed.parquet", tmp_path)) == facts_of(bench.whole)
+
+
+def test_the_command_refuses_mutated_files_without_a_traceback(bench, tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(entry, "run_training", lambda command, env: started.append(command) or 0)
+    for number, kind in enumerate(["blocks", "metadata"] * 5):
+        path = tmp_path / f"{kind}_{number}.parquet"
+        mutate(bench.files[kind], path, random.Random(f"command {number}"))
+        given = {**bench.files, kind: path, "model": bench.model, "output-dir": tmp_path / "out"}
+        argv = [f"--{name}={value}" for name, value in given.items() if name != "train"]
+        code, said = entry.main([*argv, "--device", "cpu"]), capsys.readouterr().err
+        assert "Traceback" not in said
+        assert code == 0 and started.pop() or code == 1 and str(path) in said.strip().splitlines()[-1], (number, said)
+    assert started == []
