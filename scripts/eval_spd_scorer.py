@@ -13,127 +13,26 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-import transformers
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.spd_evaluation import (  # noqa: E402
-    harm,
-    measures,
-    rules,  # noqa: E402
-)
+from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
-from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
-from verl.workers.rollout.spd.answers import is_correct  # noqa: E402
-from verl.workers.rollout.spd.decode import Judge, SpecResult, end_ids, greedy_generate, speculative_generate  # noqa: E402
+from scripts.spd_evaluation.pool import Harm, Job, Pool, Run  # noqa: E402
 
-TYPICAL = ((0.09, 0.3), (0.06, 0.2), (0.045, 0.15), (0.03, 0.1), (0.015, 0.05))
+TYPICAL_EPS = (0.09, 0.06, 0.045, 0.03, 0.015)
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, which would cut the figures off
 console = Console()
-
-
-class Bench:
-    """Target, draft and the answer check, with one progress bar over all runs."""
-
-    def __init__(self, args: argparse.Namespace, progress: Progress):
-        self.args = args
-        self.progress = progress
-        self.tokenizer = AutoTokenizer.from_pretrained(args.target)
-        self.target = load_model(args.target, args.device)
-        self.draft = load_model(args.draft, args.device)
-        ends = self.target.generation_config.eos_token_id  # chat models have several
-        self.eos = self.tokenizer.eos_token_id if ends is None else ends
-
-    def decode(self, questions: Sequence[dict], judge: Judge, name: str) -> SpecResult:
-        """Speculative decoding of all questions under one judge."""
-        task = self.progress.add_task(name, total=len(questions))
-        result = speculative_generate(
-            self.target, self.draft, [q["prompt_ids"] for q in questions], judge, gamma=self.args.gamma,
-            max_new_tokens=self.args.max_new_tokens, eos_token_id=self.eos, batch_size=self.args.batch_size,
-            # Chunks come in order, so the questions behind the last one seen are done but for the rows still here.
-            on_block=lambda block, _: self.progress.update(task, completed=int(block.rows.max()) + 1 - len(block.rows)),
-        )
-        self.progress.update(task, completed=len(questions))
-        return result
-
-    def greedy(self, questions: Sequence[dict]) -> SpecResult:
-        """The target alone."""
-        task = self.progress.add_task("target alone", total=len(questions))
-        result = greedy_generate(
-            self.target, [q["prompt_ids"] for q in questions], max_new_tokens=self.args.max_new_tokens,
-            eos_token_id=self.eos, batch_size=self.args.batch_size,
-        )
-        self.progress.update(task, completed=len(questions))
-        return result
-
-    def is_right(self, question: dict, tokens: Sequence[int]) -> bool:
-        """Whether the text of an answer gives the question's ground truth."""
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return is_correct(text, question["ground_truth"])
-
-    def correct(self, questions: Sequence[dict], result: SpecResult) -> list[bool]:
-        """One entry a question; an answer cut at the limit is wrong."""
-        answers = zip(questions, result.tokens, result.finished, strict=True)
-        return [finished and self.is_right(question, tokens) for question, tokens, finished in answers]
-
-
-class Split:
-    """The runs on one set of questions; the target's own answers and exact match come first, as the reference."""
-
-    def __init__(self, bench: Bench, questions: Sequence[dict]):
-        self.bench = bench
-        self.questions = questions
-        self.rows: list[EvaluationRow] = []
-        self.judged: list[tuple[EvaluationRow, Judge]] = []
-        greedy = bench.greedy(questions)
-        exact = bench.decode(questions, rules.exact(), "exact match")
-        differing = sum(a != b for a, b in zip(exact.tokens, greedy.tokens, strict=True))
-        if differing:
-            # Equal in exact arithmetic; a tie of two logits can fall differently in another batch shape.
-            console.print(f"[yellow]exact match differs from the target's own text in {differing} answers[/yellow]")
-        self.target_tokens = sum(len(tokens) for tokens in greedy.tokens)
-        self.exact_correct = bench.correct(questions, exact)
-        self._file("target", None, greedy)
-        self.judged.append((self._file("exact", None, exact), rules.exact()))
-
-    def run(self, rule: str, threshold: float | None, judge: Judge, label: str | None = None) -> SpecResult:
-        """Decode all questions under a judge and file the row."""
-        name = label if label is not None else rule if threshold is None else f"{rule} {threshold:.3g}"
-        result = self.bench.decode(self.questions, judge, name)
-        self.judged.append((self._file(rule, threshold, result), judge))
-        return result
-
-    def _file(self, rule: str, threshold: float | None, result: SpecResult) -> EvaluationRow:
-        row = measures.measure(
-            rule, threshold, result, self.bench.correct(self.questions, result), exact_correct=self.exact_correct,
-            target_tokens=self.target_tokens,
-        )
-        self.rows.append(row)
-        return row
-
-    def fill_harm(self, blocks: Sequence[harm.LabelledBlock]) -> None:
-        """Judge the labelled blocks by every rule that ran."""
-        shares = harm.harm_shares([judge for _, judge in self.judged], self.bench.target, self.bench.draft, blocks)
-        for (row, _), (harmless, harmful) in zip(self.judged, shares, strict=True):
-            row.harmless_accepted, row.harmful_accepted = harmless, harmful
-
-
-def load_model(directory: str, device: str) -> torch.nn.Module:
-    """A causal model in float32, or in its own type on a GPU."""
-    dtype = torch.float32 if device == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
 
 
 def load_questions(path: Path, limit: int | None) -> list[dict]:
@@ -148,69 +47,75 @@ def load_questions(path: Path, limit: int | None) -> list[dict]:
     return questions[:limit]
 
 
-def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[EvaluationRow], list[EvaluationRow], int]:
-    """All runs: (rows of the test questions, rows of the validation questions, number of test questions)."""
-    bench = Bench(args, progress)
+def load_job(args: argparse.Namespace) -> Job:
+    """The questions of both splits, which may not share one, and the labelled blocks."""
     test = load_questions(args.questions, args.limit)
     validation = load_questions(args.val_questions, args.val_limit)
     both = {q["question_id"] for q in test} & {q["question_id"] for q in validation}
     if both:
         raise ValueError(f"{len(both)} questions stand in both splits, for example {min(both)!r}; split by question")
-    blocks = harm.read_labels(args.harm_labels)
-    trained, untrained = load_scorers(args, bench.target)
-
-    def scored(model: torch.nn.Module) -> Callable[[float], Judge]:
-        pad = bench.tokenizer.pad_token_id
-        sep = resolve_sep_token_id(bench.tokenizer)
-        ends = end_ids(bench.eos)
-        return lambda z: rules.scorer(model, z, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
-
-    chooser = Split(bench, validation)
-    for z in args.scorer_thresholds:
-        chooser.run("scorer_sweep", z, scored(trained)(z), f"validation, scorer {z:g}")
-    sweep = [row for row in chooser.rows if row.rule == "scorer_sweep"]
-    chosen = measures.choose_threshold(sweep, args.max_val_drop).threshold
-
-    split = Split(bench, test)
-    split.run("all", None, rules.accept_all())
-    share = measures.accepted_share(split.run("scorer", chosen, scored(trained)(chosen)))
-    split.run("random", share, rules.random_share(share, args.seed))
-    split.run("scorer_untrained", 0.0, scored(untrained)(0.0))
-    for threshold in args.margins:
-        split.run("margin", threshold, rules.margin(threshold))
-    for z in args.scorer_thresholds:
-        if z != chosen:  # that one is the row `scorer`
-            split.run("scorer_sweep", z, scored(trained)(z))
-    if args.all_rules:
-        for eps, delta in TYPICAL:
-            split.run("typical", eps, rules.typical(eps, delta))
-        for threshold in args.divergences:
-            split.run("divergence", threshold, rules.divergence(threshold))
-            split.run("divergence_strict", threshold, rules.divergence(threshold, strict=True))
-    split.fill_harm(blocks)
-    return split.rows, chooser.rows, len(test)
+    return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels))
 
 
-def load_scorers(args: argparse.Namespace, target: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The trained scorer, and an untrained one: of its own directory, or of the same config from the seed.
+def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[EvaluationRow], list[EvaluationRow], int]:
+    """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
 
-    A `target` head shares the loaded target; an `own` scorer brings its backbone along.
+    Test runs at every threshold go on beside the validation runs, but only the latter say which one is `scorer`.
     """
+    job = load_job(args)
+    validation, test = ([Run(split, "target"), Run(split, "exact")] for split in ("validation", "test"))
+    validation += [Run("validation", "scorer", z) for z in args.scorer_thresholds]
+    sweep = [Run("test", "scorer", z) for z in args.scorer_thresholds]
+    test += [Run("test", "all")]
+    rivals = [Run("test", "scorer_untrained", 0.0)] + [Run("test", "margin", gap) for gap in args.margins]
+    extra = extra_runs(args)
+    harms = [Harm((*test[1:], *sweep, *rivals, *extra))]
+    with Pool(job, args.processes, progress) as pool:
+        pool.submit([*validation, *sweep, *harms, *test, *rivals, *extra])
+        chooser = make_rows(pool, validation)
+        thresholds = [row for row in chooser if row.rule == "scorer_sweep"]
+        scorer = Run("test", "scorer", measures.choose_threshold(thresholds, args.max_val_drop).threshold)
 
-    def shared(config: ScoringModelConfig) -> torch.nn.Module | None:
-        return target if config.backbone == "target" else None
+        chance = Run("test", "random", measures.accepted_share(pool.result(scorer).result))
+        harms.append(Harm((chance,)))
+        pool.submit([chance, harms[1]])
+        others = [run for run in sweep if run != scorer]
+        runs = [*test, scorer, chance, *rivals, *others, *extra]
+        rows = make_rows(pool, runs, chosen=scorer)
+        shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
+    for run, row in zip(runs, rows, strict=True):
+        row.harmless_accepted, row.harmful_accepted = shares.get(run, (None, None))  # the target alone judges nothing
+    return rows, chooser, len(job.questions["test"])
 
-    def load(directory: str) -> torch.nn.Module:
-        config = ScoringModelConfig.load(Path(directory))
-        return AutoModelForSPDScoring.from_pretrained(directory, base_model=shared(config))
 
-    trained = load(args.scorer)
-    if args.untrained is not None:
-        untrained = load(args.untrained)
-    else:
-        config = replace(trained.config, seed=args.seed)
-        untrained = AutoModelForSPDScoring.from_config(config, base_model=shared(config))
-    return trained.to(args.device).eval(), untrained.to(args.device).eval()
+def extra_runs(args: argparse.Namespace) -> list[Run]:
+    """The sweeps of --all-rules."""
+    if not args.all_rules:
+        return []
+    runs = [Run("test", "typical", eps) for eps in TYPICAL_EPS]
+    for nats in args.divergences:
+        runs += [Run("test", "divergence", nats), Run("test", "divergence_strict", nats)]
+    return runs
+
+
+def make_rows(pool: Pool, runs: Sequence[Run], chosen: Run | None = None) -> list[EvaluationRow]:
+    """The runs on one split as rows; its target and exact match come first, as the reference.
+
+    A scorer's run is filed as `scorer` if it is the chosen one, else as `scorer_sweep`.
+    """
+    target, exact = (pool.result(run) for run in runs[:2])
+    differing = sum(a != b for a, b in zip(exact.result.tokens, target.result.tokens, strict=True))
+    if differing:
+        # Equal in exact arithmetic; a tie of two logits can fall differently in another batch shape.
+        console.print(f"[yellow]exact match differs from the target's own text in {differing} answers[/yellow]")
+    target_tokens = sum(len(tokens) for tokens in target.result.tokens)
+    rows = []
+    for run in runs:
+        outcome = pool.result(run)
+        rule = "scorer_sweep" if run.rule == "scorer" and run != chosen else run.rule
+        rows.append(measures.measure(rule, run.threshold, outcome.result, outcome.correct,
+                                     exact_correct=exact.correct, target_tokens=target_tokens))
+    return rows
 
 
 def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
@@ -270,25 +175,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gamma", type=int, default=8, help="drafted tokens a round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=256)
-    add("--scorer-thresholds", type=float, nargs="+", default=[-4.0, -2.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+    add("--scorer-thresholds", type=float, nargs="+", default=[-1.0, 0.0, 0.5, 1.0, 2.0])
     add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0])
-    add("--max-val-drop", type=float, default=0.005, help="the fastest threshold within this validation drop wins")
+    add("--max-val-drop", type=float, default=0.01,
+        help="of the scorer's thresholds, the fastest within this validation drop wins; if none is, the least drop")
     add("--all-rules", action="store_true", help="sweep typical acceptance and divergence as well")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=os.cpu_count(), help="CPU threads")
+    add("--processes", type=int, help="runs at a time, each with its own models (default: cores; on a GPU 1)")
     add("--device", default="cpu", help="cpu or cuda")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.processes is None:
+        args.processes = os.cpu_count() if args.device == "cpu" else 1
+    if args.processes < 1:
+        parser.error(f"--processes {args.processes}: at least one must do the work")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     args = parse(argv)
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()  # a target loaded without its output layer is no news
-    transformers.logging.disable_progress_bar()
     args.out.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress, torch.no_grad():
+    with Progress(*columns, console=console) as progress:
         rows, validation, questions = evaluate(args, progress)
     record = {"questions": questions, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -6,10 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-from verl.workers.rollout.spd.decode import Judge, replay_blocks
+    from verl.workers.rollout.spd.decode import Judge
 
 COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
@@ -30,6 +32,8 @@ def harm_shares(
 
     Each mismatch is judged as if everything before it in its block had been accepted.
     """
+    from verl.workers.rollout.spd.decode import replay_blocks  # seconds of imports that read_labels does without
+
     passed = [[0, 0] for _ in judges]
     total = [0, 0]
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]

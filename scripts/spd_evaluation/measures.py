@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from verl.workers.rollout.spd.decode import SpecResult
+if TYPE_CHECKING:
+    from verl.workers.rollout.spd.decode import SpecResult
 
 
 @dataclass

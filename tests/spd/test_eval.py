@@ -1,10 +1,13 @@
-"""The evaluation's arithmetic by hand, and the command once on tiny random models."""
+"""The evaluation's arithmetic by hand, and the command on tiny random models."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
+from scripts.spd_evaluation.worker import load_model
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from verl.workers.rollout.spd.decode import SpecResult
 
@@ -58,6 +62,7 @@ def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
     rows = [row_of(0, 0.02, 5.9), row_of(2, 0.004, 5.6), row_of(4, -0.01, 4.8)]
     assert measures.choose_threshold(rows, 0.005).threshold == 2
     assert measures.choose_threshold(rows, 0.03).threshold == 0
+    assert measures.choose_threshold(rows, 0.02).threshold == 0  # "within" takes the limit in
     assert measures.choose_threshold(rows, -0.02).threshold == 4
     with pytest.raises(ValueError, match="at least one scorer threshold"):
         measures.choose_threshold([], 0.0)
@@ -106,8 +111,7 @@ def load_script():
 
 
 def test_harm_shares_by_hand(house):
-    script = load_script()
-    target, draft = (script.load_model(str(house / name), "cpu") for name in ("target", "draft"))
+    target, draft = (load_model(str(house / name), "cpu") for name in ("target", "draft"))
     blocks = harm.read_labels(house / "labels.jsonl")
     assert [block.harmful for block in blocks] == [{0: False, 2: True}, {1: True, 2: False}]
 
@@ -133,31 +137,37 @@ def test_labels_that_do_not_fit_are_named(house, tmp_path):
         harm.read_labels(path)
 
 
-@pytest.mark.parametrize("backbone", ["target", "own"])
-def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, backbone, capsys):
+def run_script(house, scorer, out, *options):
+    """Run the command on the tiny models; gives (evaluation.json, validation.json)."""
+    load_script().main([
+        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
+        "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"),
+        "--harm-labels", str(house / "labels.jsonl"), "--out", str(out), "--max-new-tokens", "12",
+        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", *options,
+    ])  # fmt: skip
+    return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
+
+
+def save_scorer(house, backbone, path):
     from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 
     config = ScoringModelConfig(base_model_path=str(house / "target"), backbone=backbone)
-    AutoModelForSPDScoring.from_config(config).save_pretrained(tmp_path / "scorer")
-    threads = torch.get_num_threads()
-    load_script().main([
-        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(tmp_path / "scorer"),
-        "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"),
-        "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path / "out"), "--max-new-tokens", "12",
-        "--gamma", "3", "--scorer-thresholds", "-1", "0", "--margins", "0.01", "1", "--divergences", "0.5",
-        "--all-rules", "--threads", str(threads),
-    ])  # fmt: skip
-    record = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    AutoModelForSPDScoring.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
+    scorer = save_scorer(house, "target", tmp_path / "scorer")
+    record, choice = run_script(
+        house, scorer, tmp_path / "out", "--divergences", "0.5", "--all-rules", "--processes", "2"
+    )
     assert list(record) == ["questions", "rows"]
     assert record["questions"] == 12
     assert all(list(row) == KEYS for row in record["rows"])
-    counts = {}
-    for row in record["rows"]:
-        counts[row["rule"]] = counts.get(row["rule"], 0) + 1
-    assert counts == {
-        "target": 1, "exact": 1, "all": 1, "scorer": 1, "random": 1, "scorer_untrained": 1, "margin": 2,
-        "scorer_sweep": 1, "typical": 5, "divergence": 1, "divergence_strict": 1,
-    }
+    assert [row["rule"] for row in record["rows"]] == [
+        "target", "exact", "all", "scorer", "random", "scorer_untrained", "margin", "margin", "scorer_sweep",
+        *["typical"] * 5, "divergence", "divergence_strict",
+    ]  # fmt: skip
     by_rule = {row["rule"]: row for row in record["rows"]}
     assert by_rule["exact"]["drop"] == by_rule["target"]["drop"] == 0.0
     assert by_rule["exact"]["output_length_ratio"] == by_rule["target"]["output_length_ratio"] == 1.0
@@ -166,11 +176,48 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, backbone
     assert (by_rule["exact"]["harmless_accepted"], by_rule["exact"]["harmful_accepted"]) == (0.0, 0.0)
     assert (by_rule["all"]["harmless_accepted"], by_rule["all"]["harmful_accepted"]) == (1.0, 1.0)
     assert by_rule["target"]["harmless_accepted"] is None
-    choice = json.loads((tmp_path / "out" / "validation.json").read_text())
-    assert choice["chosen"] == by_rule["scorer"]["threshold"]
+    assert [row["rule"] for row in choice["rows"]] == ["target", "exact", "scorer_sweep", "scorer_sweep"]
     assert {row["threshold"] for row in choice["rows"] if row["rule"] == "scorer_sweep"} == {-1.0, 0.0}
+    chosen = measures.choose_threshold([EvaluationRow(**row) for row in choice["rows"][2:]], 0.01).threshold
+    assert choice["chosen"] == by_rule["scorer"]["threshold"] == chosen
     assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
     assert "12 held-out questions" in capsys.readouterr().out
+
+
+def test_the_number_of_processes_changes_nothing(house, tmp_path):
+    scorer = save_scorer(house, "own", tmp_path / "scorer")
+    records = []
+    for processes in ("1", "3"):
+        records.append(run_script(house, scorer, tmp_path / processes, "--processes", processes))
+        for record in records[-1]:
+            for row in record["rows"]:
+                assert row.pop("seconds") > 0.0
+    assert records[0] == records[1]
+
+
+def test_an_error_in_a_worker_ends_the_command_and_every_worker(house, tmp_path):
+    before = multiprocessing.active_children()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        run_script(house, tmp_path / "nowhere", tmp_path / "out", "--processes", "2")
+    assert multiprocessing.active_children() == before
+
+
+WITH_A_WORKER = """
+import argparse, time
+from rich.progress import Progress
+from scripts.spd_evaluation.pool import Job, Pool
+pool = Pool(Job(argparse.Namespace(), {}, []), 1, Progress(disable=True))
+pool._executor.submit(print, "up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_a_killed_parent():
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", WITH_A_WORKER], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert parent.stdout.readline() == "up\n"  # the worker's word, through the output it shares with its parent
+    parent.kill()
+    parent.communicate(timeout=120)  # ends when nobody holds that output any more
 
 
 def test_a_question_in_both_splits_is_refused(house, tmp_path):
@@ -178,5 +225,5 @@ def test_a_question_in_both_splits_is_refused(house, tmp_path):
         load_script().main([
             "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", "none",
             "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),
-            "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path), "--threads", "1",
+            "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         ])  # fmt: skip

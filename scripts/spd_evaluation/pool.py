@@ -1,0 +1,144 @@
+"""The tasks of an evaluation, shared out among processes that each load the models once."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import Progress
+
+from scripts.spd_evaluation.harm import LabelledBlock
+
+if TYPE_CHECKING:  # torch and transformers take seconds to load, and only the workers need them
+    from scripts.spd_evaluation.worker import Outcome, Worker
+
+REFRESH_S = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is given."""
+
+    args: argparse.Namespace  # the command's arguments
+    questions: dict[str, list[dict]]  # of each split: prompt_ids, ground_truth
+    blocks: list[LabelledBlock]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Decode the questions of one split under one rule; gives a worker.Outcome."""
+
+    split: str  # a key of Job.questions
+    rule: str  # a key of Worker.judges, or "target": no draft at all
+    threshold: float | None = None
+
+    def size(self, job: Job) -> int:
+        """Questions, for the progress bar."""
+        return len(job.questions[self.split])
+
+    def perform(self, worker: Worker) -> Outcome:
+        return worker.decode(self)
+
+
+@dataclass(frozen=True)
+class Harm:
+    """Judge the labelled blocks by the rules of `runs`; gives their (harmless, harmful) shares in that order."""
+
+    runs: tuple[Run, ...]
+
+    def size(self, job: Job) -> int:
+        """Blocks, for the progress bar."""
+        return len(job.blocks)
+
+    def perform(self, worker: Worker) -> list[tuple[float | None, float | None]]:
+        return worker.harm_shares(self)
+
+
+Task = Run | Harm  # does not depend on any other; gives the same result in every process
+
+
+class Pool:
+    """Processes that take tasks in the order of `submit`; leaving the `with` block ends them, whatever they are at."""
+
+    def __init__(self, job: Job, processes: int, progress: Progress):
+        context = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
+        self._job = job
+        self._done = context.Value("q", 0)
+        leash, self._hand = context.Pipe(duplex=False)
+        given = (job, self._done, leash)
+        self._executor = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=given)
+        self._futures: dict[Task, Future] = {}
+        self._progress = progress
+        self._bar = progress.add_task("loading models", total=0)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hand.close()
+        self._executor.shutdown(cancel_futures=True)
+
+    def submit(self, tasks: Iterable[Task]) -> None:
+        """Queue the tasks that are not queued yet."""
+        for task in tasks:
+            if task not in self._futures:
+                self._futures[task] = self._executor.submit(_perform, task)
+
+    def result(self, task: Task) -> Any:
+        """Wait for a task. The error of any task, this one or another, is raised as soon as it is known."""
+        while True:
+            self._raise_and_show()
+            if self._futures[task].done():
+                return self._futures[task].result()
+            running = [future for future in self._futures.values() if not future.done()]
+            wait(running, timeout=REFRESH_S, return_when=FIRST_COMPLETED)
+
+    def _raise_and_show(self) -> None:
+        ended = [future for future in self._futures.values() if future.done()]
+        for future in ended:
+            try:
+                future.result()
+            except BrokenProcessPool as error:
+                raise RuntimeError("a worker was killed, often for want of memory; give fewer --processes") from error
+        total = sum(task.size(self._job) for task in self._futures)
+        if self._done.value:
+            text = f"{len(ended)} of {len(self._futures)} runs"
+            self._progress.update(self._bar, description=text, total=total, completed=self._done.value)
+
+
+_given: tuple = ()  # this worker's share of Pool's arguments
+
+
+def _start_worker(*given: Any) -> None:
+    """Prepare a process. Nothing here may fail: an error of an initializer never reaches the parent."""
+    global _given
+    _given = given[:-1]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    threading.Thread(target=_end_with, args=given[-1:], daemon=True).start()
+
+
+def _end_with(leash: Connection) -> None:
+    """End this process when the pipe's other end is closed: by Pool, or by the parent's death."""
+    leash.poll(None)
+    os._exit(1)
+
+
+@functools.cache
+def _worker() -> Worker:
+    from scripts.spd_evaluation.worker import Worker
+
+    return Worker(*_given)
+
+
+def _perform(task: Task) -> Any:
+    return task.perform(_worker())

@@ -1,0 +1,124 @@
+"""One process's models, and the tasks done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.spd_evaluation import harm, rules
+from scripts.spd_evaluation.pool import Harm, Job, Run
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
+from verl.workers.rollout.spd.answers import is_correct
+from verl.workers.rollout.spd.decode import Block, Judge, SpecResult, end_ids, greedy_generate, speculative_generate
+
+
+@dataclass
+class Outcome:
+    """What came of a Run."""
+
+    result: SpecResult
+    correct: list[bool]  # one entry a question; an answer cut at the limit is wrong
+
+
+class Worker:
+    """Target, draft and both scorers. `done` counts the questions and blocks that all processes are through with."""
+
+    def __init__(self, job: Job, done: Synchronized):
+        torch.set_num_threads(1)  # the cores go to the processes, and sums do not depend on how many there are
+        transformers.logging.set_verbosity_error()  # a target loaded without its output layer is no news
+        transformers.logging.disable_progress_bar()
+        self.job, self.args = job, job.args
+        self.tokenizer = AutoTokenizer.from_pretrained(self.args.target)
+        self.target = load_model(self.args.target, self.args.device)
+        self.draft = load_model(self.args.draft, self.args.device)
+        ends = self.target.generation_config.eos_token_id  # chat models have several
+        self.eos = self.tokenizer.eos_token_id if ends is None else ends
+        trained, untrained = self._load_scorers()
+        self.judges: dict[str, Callable[[float], Judge]] = {
+            "exact": lambda _: rules.exact(),
+            "all": lambda _: rules.accept_all(),
+            "random": lambda share: rules.random_share(share, self.args.seed),
+            "scorer": self._scored(trained),
+            "scorer_untrained": self._scored(untrained),
+            "margin": rules.margin,
+            "typical": lambda eps: rules.typical(eps, eps / 0.3),  # as in the published pair: eps 0.09, delta 0.3
+            "divergence": rules.divergence,
+            "divergence_strict": lambda nats: rules.divergence(nats, strict=True),
+        }
+        self._done = done
+
+    def decode(self, run: Run) -> Outcome:
+        """Decode the run's questions and check the answers."""
+        questions = self.job.questions[run.split]
+        prompts = [question["prompt_ids"] for question in questions]
+        size, counted = self.args.batch_size, 0
+        common = {"max_new_tokens": self.args.max_new_tokens, "eos_token_id": self.eos, "batch_size": size}
+
+        def count(block: Block, _: torch.Tensor) -> None:
+            nonlocal counted
+            chunk_end = min((int(block.rows[0]) // size + 1) * size, len(questions))
+            self._count(chunk_end - len(block.rows) - counted)
+            counted = chunk_end - len(block.rows)
+
+        if run.rule == "target":
+            result = greedy_generate(self.target, prompts, **common)
+        else:
+            judge = self.judges[run.rule](run.threshold)
+            result = speculative_generate(
+                self.target, self.draft, prompts, judge, gamma=self.args.gamma, on_block=count, **common
+            )
+        self._count(len(questions) - counted)
+        answers = zip(questions, result.tokens, result.finished, strict=True)
+        return Outcome(result, [finished and self._is_right(question, ids) for question, ids, finished in answers])
+
+    def harm_shares(self, task: Harm) -> list[tuple[float | None, float | None]]:
+        """See harm.harm_shares."""
+        judges = [self.judges[run.rule](run.threshold) for run in task.runs]
+        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks)
+        self._count(len(self.job.blocks))
+        return shares
+
+    def _count(self, more: int) -> None:
+        with self._done.get_lock():
+            self._done.value += more
+
+    def _is_right(self, question: dict, tokens: Sequence[int]) -> bool:
+        return is_correct(self.tokenizer.decode(list(tokens), skip_special_tokens=True), question["ground_truth"])
+
+    def _scored(self, model: torch.nn.Module) -> Callable[[float], Judge]:
+        pad, sep = self.tokenizer.pad_token_id, resolve_sep_token_id(self.tokenizer)
+        ends = end_ids(self.eos)
+        return lambda z: rules.scorer(model, z, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
+
+    def _load_scorers(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The trained scorer, and an untrained one: of its own directory, or of the same config from the seed.
+
+        A `target` head shares the loaded target; an `own` scorer brings its backbone along.
+        """
+
+        def shared(config: ScoringModelConfig) -> torch.nn.Module | None:
+            return self.target if config.backbone == "target" else None
+
+        def load(directory: str) -> torch.nn.Module:
+            config = ScoringModelConfig.load(Path(directory))
+            return AutoModelForSPDScoring.from_pretrained(directory, base_model=shared(config))
+
+        trained = load(self.args.scorer)
+        if self.args.untrained is not None:
+            untrained = load(self.args.untrained)
+        else:
+            config = replace(trained.config, seed=self.args.seed)
+            untrained = AutoModelForSPDScoring.from_config(config, base_model=shared(config))
+        return trained.to(self.args.device).eval(), untrained.to(self.args.device).eval()
+
+
+def load_model(directory: str, device: str) -> torch.nn.Module:
+    """A causal model in float32, or in its own type on a GPU."""
+    dtype = torch.float32 if device == "cpu" else "auto"
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
