@@ -172,14 +172,12 @@ def build_training_command(args: argparse.Namespace, train: PreparedData, val: P
     settings: dict[str, Any] = {
         "data.train_files": train.path, "data.val_files": (val or train).path,
         "data.max_prompt_length": max(p.longest_input for p in (train, val) if p),
-        "data.max_response_length": max(p.gamma for p in (train, val) if p), "data.train_batch_size": args.batch_size,
+        "data.max_response_length": max(p.gamma for p in (train, val) if p),
         "data.seed": args.seed, "actor_rollout_ref.model.path": args.model,
         "actor_rollout_ref.model.lora_rank": args.lora_rank, "actor_rollout_ref.model.lora_alpha": args.lora_alpha,
-        "actor_rollout_ref.actor.optim.lr": args.lr,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": args.mini_batch_size or args.batch_size,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": args.micro_batch_size,
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if on_cpu else "bfloat16",
-        "actor_rollout_ref.rollout.n": args.n, "spd.backbone": args.backbone, "spd.attention": args.attention,
+        "spd.backbone": args.backbone, "spd.attention": args.attention,
         "spd.seed": args.seed, "spd.rollout.max_tokens": args.max_tokens, "trainer.device": args.device,
         "trainer.n_gpus_per_node": args.ranks, "trainer.total_epochs": args.epochs,
         "trainer.default_local_dir": args.output_dir, "trainer.save_freq": args.save_freq,
@@ -188,7 +186,9 @@ def build_training_command(args: argparse.Namespace, train: PreparedData, val: P
     optional = {
         "actor_rollout_ref.model.tokenizer_path": args.tokenizer, "spd.adapter_path": args.adapter,
         "spd.target_path": args.target, "spd.rollout.store_path": args.store,
-        "trainer.total_training_steps": args.steps,
+        "trainer.total_training_steps": args.steps, "data.train_batch_size": args.batch_size,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": args.mini_batch_size,
+        "actor_rollout_ref.actor.optim.lr": args.lr, "actor_rollout_ref.rollout.n": args.n,
     }  # fmt: skip
     for variable, key in REWARD_VARIABLES.items():
         option = getattr(args, variable.lower())
@@ -301,13 +301,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=("causal", "spd", "hybrid"), default="causal")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--lora-alpha", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=64, help="blocks a step")
+    parser.add_argument("--batch-size", type=int, help="blocks a step (default: the recipe's, as for what follows)")
     parser.add_argument("--mini-batch-size", type=int, help="blocks an update (default: the whole step)")
     parser.add_argument("--micro-batch-size", type=int, default=1024, help="samples a forward on one rank")
-    parser.add_argument("--n", type=int, default=16, help="samples a block")
+    parser.add_argument("--n", type=int, help="samples a block")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float)
     parser.add_argument("--max-tokens", type=int, default=256, help="longest completion")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, or CPU ranks, of a node")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import operator
 import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,11 +20,15 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 REPETITIONS = 7
+Bound = tuple[str, float]
+"""A key of COMPARE, and the limit."""
+COMPARE = {"at least": operator.ge, "at most": operator.le, "under": operator.lt}
+console = Console()
 
 
 @dataclass
 class Row:
-    """One figure: the median of `repetitions` values, with the lowest and the highest."""
+    """One figure: the median of `repetitions` values unless its unit says otherwise, with the range of them."""
 
     name: str
     value: float
@@ -37,11 +43,18 @@ def row(name: str, values: list[float], unit: str) -> Row:
     return Row(name, statistics.median(values), unit, min(values), max(values), len(values))
 
 
-def alternate(variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS) -> dict[str, list[float]]:
-    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike."""
+def alternate(
+    variants: dict[str, Callable[[], object]], repetitions: int = REPETITIONS, rest: Callable[[], None] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each variant, run in turn (a, b, a, b, ...) after one untimed round: slow minutes hit all alike.
+
+    `rest` is called, untimed, before each run.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for repetition in range(repetitions + 1):
         for name, work in variants.items():
+            if rest is not None:
+                rest()
             started = time.perf_counter()
             work()
             if repetition:
@@ -49,9 +62,22 @@ def alternate(variants: dict[str, Callable[[], object]], repetitions: int = REPE
     return seconds
 
 
-def ratios(slow: list[float], fast: list[float]) -> list[float]:
-    """Speed-up of each pair of neighbouring runs."""
-    return [a / b for a, b in zip(slow, fast, strict=True)]
+def restart_peak() -> None:
+    """Give freed memory back to the system and let the process's peak start again from what it holds now (Linux)."""
+    ctypes.CDLL(None).malloc_trim(0)  # else the next work would reuse freed pages unseen
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes(peak: bool = False) -> int:
+    """Physical memory of this process as the kernel counts it: now, or the most since `restart_peak`."""
+    wanted = "VmHWM:" if peak else "VmRSS:"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(wanted))
+
+
+def ratios(above: list[float], below: list[float]) -> list[float]:
+    """Quotient of each pair of neighbouring runs."""
+    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def machine() -> str:
@@ -69,14 +95,28 @@ def commit() -> str:
     return told.stdout.strip() or "unknown"
 
 
-def save(name: str, rows: list[Row]) -> None:
-    """Print the rows and write benchmarks/results/<name>.json."""
+def say(text: str) -> None:
+    """A line on the terminal about what is measured now."""
+    console.print(f"[dim]{text}[/dim]", highlight=False)
+
+
+def verdict(value: float, bound: Bound | None) -> str:
+    """`at least 5: met`; empty without a bound."""
+    if bound is None:
+        return ""
+    word, limit = bound
+    return f"{word} {limit:g}: {'met' if COMPARE[word](value, limit) else 'MISSED'}"
+
+
+def save(name: str, rows: list[Row], wanted: Mapping[str, Bound]) -> None:
+    """Print the rows, each beside the bound of its name, and write benchmarks/results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)
     record = {"machine": machine(), "rows": [asdict(r) for r in rows]}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     table = Table(title=f"{name}: medians")
-    for column in ("name", "value", "unit", "low", "high", "n"):
-        table.add_column(column, justify="left" if column in ("name", "unit") else "right")
+    for column in ("name", "value", "unit", "low", "high", "n", "wanted"):
+        table.add_column(column, justify="left" if column in ("name", "unit", "wanted") else "right")
     for r in rows:
-        table.add_row(r.name, f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
-    Console().print(table)
+        figures = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
+        table.add_row(r.name, *figures, verdict(r.value, wanted.get(r.name)))
+    console.print(table)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 
-from benchmarks.harness import save
+from benchmarks.harness import Bound, save
 
 NAMES = ("spd", "dataproto")
+WANTED: dict[str, Bound] = {
+    "spd_step_speedup": ("at least", 5),
+    "spd_step_gradient_difference": ("at most", 1e-5),
+    "completions_first_epoch": ("at most", 0.30),
+    "completions_second_epoch": ("under", 0.01),
+}
 
 
 def main(names: list[str]) -> int:
@@ -16,7 +22,7 @@ def main(names: list[str]) -> int:
         sys.stderr.write(f"no benchmark {', '.join(unknown)}; known: {', '.join(NAMES)}\n")
         return 2
     for name in names or NAMES:
-        save(name, importlib.import_module(f"benchmarks.{name}").run())
+        save(name, importlib.import_module(f"benchmarks.{name}").run(), WANTED)
     return 0
 
 

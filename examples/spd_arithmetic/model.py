@@ -41,15 +41,20 @@ class Layer(nn.Module):
         self.gate, self.up = (nn.Parameter(_init(s.ff, s.dim)) for _ in range(2))
         self.down = nn.Parameter(_init(s.dim, s.ff))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, T, D], cos and sin [T, D / heads] -> [B, T, D]; causal."""
+    def forward(self, x: Tensor, turn: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x [B, T, D], turn [T, D] complex -> [B, T, D]; causal. Only the N places of `keep` [B, T]: -> [N, D]."""
         b, t, d = x.shape
         h = F.rms_norm(x, (d,), self.norm_attn, NORM_EPS)
-        qkv = F.linear(h, torch.cat((self.q, self.k, self.v))).view(b, t, 3, self.heads, d // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, T, D / heads]
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.linear(a.transpose(1, 2).reshape(b, t, d), self.o)
+        # With partners side by side a rotation is one complex product, far cheaper than halves swapped and joined.
+        weight = torch.cat((_side_by_side(torch.cat((self.q, self.k)), 2 * self.heads), self.v))
+        qk, v = F.linear(h, weight).split((2 * d, d), dim=-1)
+        qk = torch.view_as_real(torch.view_as_complex(qk.unflatten(-1, (d, 2))) * turn)
+        q, k = qk.view(b, t, 2, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()  # each [B, heads, T, D / heads]
+        v = v.view(b, t, self.heads, -1).transpose(1, 2)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        if keep is not None:
+            x, a = x[keep], a[keep]
+        x = x + F.linear(a, self.o)
         h = F.rms_norm(x, (d,), self.norm_ff, NORM_EPS)
         gate, up = F.linear(h, torch.cat((self.gate, self.up))).chunk(2, dim=-1)
         return x + F.linear(F.silu(gate) * up, self.down)
@@ -66,16 +71,19 @@ class SmallLlama(nn.Module):
         self.norm = nn.Parameter(torch.ones(shape.dim))
         head = shape.dim // shape.heads
         frequency = ROPE_BASE ** (-torch.arange(0, head, 2).float() / head)
-        angle = torch.outer(torch.arange(shape.max_len).float(), frequency).repeat(1, 2)  # [max_len, head]
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        angle = torch.outer(torch.arange(shape.max_len).float(), frequency).repeat(1, 2 * shape.heads)  # q and k
+        self.register_buffer("turn", torch.polar(torch.ones_like(angle), angle), persistent=False)  # [max_len, D]
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> last hidden state after the final norm [B, T, D]. Right padding needs no mask: causal."""
-        t = ids.shape[1]
+    def hidden(self, ids: Tensor, keep: Tensor | None = None) -> Tensor:
+        """ids [B, T] -> last hidden state after the final norm [B, T, D]. Right padding needs no mask: causal.
+
+        With `keep` [B, T] only its N places, and only their share of the last layer's work: -> [N, D].
+        """
+        turn = self.turn[: ids.shape[1]]
         x = F.embedding(ids, self.embedding) * math.sqrt(self.shape.dim)
-        for layer in self.layers:
-            x = layer(x, self.cos[:t], self.sin[:t])
+        for layer in self.layers[:-1]:
+            x = layer(x, turn)
+        x = self.layers[-1](x, turn, keep)
         return F.rms_norm(x, (self.shape.dim,), self.norm, NORM_EPS)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -95,9 +103,9 @@ def _init(out_features: int, in_features: int) -> Tensor:
     return torch.randn(out_features, in_features) / math.sqrt(in_features)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+def _side_by_side(weight: Tensor, heads: int) -> Tensor:
+    """Rows i and i + half of each head [heads * 2 * half, D], which rotate together, made neighbours."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def to_hugging_face(model: SmallLlama) -> LlamaForCausalLM:

@@ -142,7 +142,7 @@ def answer_loss(model: SmallLlama, ids: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropy over the labels that count; ids and labels [B, T], label t is predicted at t - 1."""
     wanted = labels[:, 1:]
     at = wanted != IGNORED
-    hidden = model.hidden(ids[:, :-1])[at]  # [N, D]
+    hidden = model.hidden(ids[:, :-1], at)  # [N, D]
     return F.cross_entropy(F.linear(hidden, model.embedding), wanted[at], reduction="sum")
 
 

@@ -1,0 +1,73 @@
+"""What the benchmarks' figures rest on: order of runs, peak memory, bounds, and the reading of a run's metrics.
+
+Not covered: the figures themselves; `make bench` prints each beside its bound.
+"""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.harness import alternate, resident_bytes, restart_peak, row, verdict
+from benchmarks.spd_completions import epoch_shares
+from benchmarks.spd_judging import TimedDecoding
+from benchmarks.spd_step import PROMPTS
+
+
+def test_variants_run_in_turn_and_the_first_round_is_not_counted():
+    calls = []
+    seconds = alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, lambda: calls.append("-"))
+    assert calls == ["-", "a", "-", "b"] * 3
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_a_row_has_the_median_and_the_range():
+    made = row("x", [3.0, 1.0, 2.0, 9.0, 4.0], "s")
+    assert (made.value, made.low, made.high, made.repetitions) == (3.0, 1.0, 9.0, 5)
+
+
+def test_the_peak_counts_what_was_freed_again_and_starts_anew():
+    block = 64 * 2**20
+    for _ in range(2):  # the second time after a restart
+        restart_peak()
+        before = resident_bytes()
+        torch.ones(block // 4)  # freed at once
+        assert resident_bytes(peak=True) - before == pytest.approx(block, rel=0.1)
+        assert resident_bytes() - before < block / 2
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "text"),
+    [
+        (("at least", 5), 5.0, "at least 5: met"), (("at least", 5), 4.9, "at least 5: MISSED"),
+        (("at most", 0.3), 0.3, "at most 0.3: met"), (("at most", 0.3), 0.31, "at most 0.3: MISSED"),
+        (("under", 0.01), 0.009, "under 0.01: met"), (("under", 0.01), 0.01, "under 0.01: MISSED"),
+        (None, 1.0, ""),
+    ],
+)  # fmt: skip
+def test_a_bound_is_met_or_missed(bound, value, text):
+    assert verdict(value, bound) == text
+
+
+def test_an_epochs_share_is_that_of_its_sums_not_of_its_steps():
+    def line(epoch, asked, samples):
+        data = {"training/epoch": epoch, "spd/completions/asked": asked, "training/requested_samples": samples}
+        return json.dumps({"step": 1, "data": data})
+
+    lines = [line(0, 30, 100), line(0, 10, 300), json.dumps({"step": 1, "data": {"val/x": 1}}), line(1, 2, 400)]
+    assert epoch_shares(lines, 2) == [(40 / 400, [0.3, 10 / 300]), (2 / 400, [0.005])]
+
+
+def test_judging_is_timed_beside_the_forward_before_it_in_full_batches_only():
+    class Block:
+        def __init__(self, rows):
+            self.rows = torch.arange(rows)
+            self.mismatch = torch.ones(rows, 3, dtype=torch.bool)
+
+    target, judged = torch.nn.Identity(), []
+    timed = TimedDecoding(target, {"own": judged.append})
+    for rows in (PROMPTS, PROMPTS, PROMPTS - 1):
+        target(torch.zeros(1))
+        assert not timed(Block(rows)).any()  # exact match: every judge sees the same blocks
+    assert len(judged) == 2 and {name: len(s) for name, s in timed.seconds.items()} == {"forward": 2, "own": 2}
+    assert all(s > 0 for s in timed.seconds["forward"])
