@@ -189,7 +189,9 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
         found = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
         labels = harm_labels(pair, found.blocks, {q.question_id: q for q in questions}, report)
         rows = [asdict(label) for label in labels]
-        pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(out / "harm_labels.parquet")
+        pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
+            out / "harm_labels.parquet", write_page_checksum=True
+        )
         (out / "harm_labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)
@@ -223,11 +225,13 @@ def place_models(args: argparse.Namespace, out: Path, workers: Workers, report: 
 
 def write_split(out: Path, split: str, questions: list[Question], blocks: list[DraftedBlock], path: OwnPath) -> None:
     """Write the blocks and the metadata of one split."""
-    pd.DataFrame([asdict(block) for block in blocks]).to_parquet(out / f"blocks_{split}.parquet")
+    pd.DataFrame([asdict(block) for block in blocks]).to_parquet(
+        out / f"blocks_{split}.parquet", write_page_checksum=True
+    )
     pd.DataFrame([
         {"question_id": q.question_id, "question": q.question, "ground_truth": q.ground_truth,
          "is_correct_baseline": path.correct[q.question_id]} for q in questions
-    ]).to_parquet(out / f"metadata_{split}.parquet")
+    ]).to_parquet(out / f"metadata_{split}.parquet", write_page_checksum=True)
 
 
 def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train_pair.Report) -> dict[str, float]:

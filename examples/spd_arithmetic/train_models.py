@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,22 +91,32 @@ def batches(draw: Callable[[], Row], steps: int, batch_size: int, rng: random.Ra
                    torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in chunk]))
 
 
+def one_ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items; the next one is made in a thread while the caller works on this one."""
+    with ThreadPoolExecutor(1) as maker:
+        coming = maker.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = maker.submit(next, items, None)
+            yield item
+
+
 def train(config: TrainConfig, draw: Callable[[random.Random], Row], seed: int,
           on_step: Callable[[int, float], None] | None = None) -> SmallLlama:
     """Train from scratch: Muon for matrices, AdamW for the rest; the same seed gives the same weights."""
     torch.manual_seed(seed)
+    torch.set_num_threads(1)  # a thread a shard: a second one under each would only wait in the way
     rng = random.Random(seed)
     model = SmallLlama(config.shape)
-    optimizers = (
-        Muon(model.matrices(), lr=config.muon_lr),
-        torch.optim.AdamW(model.others(), lr=config.adamw_lr, weight_decay=0.0, betas=(0.9, 0.95)),
-    )
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, config.steps))
-                  for o in optimizers]
     begin, begin_cpu = time.perf_counter(), time.process_time()
     data = batches(lambda: draw(rng), config.steps, config.batch_size, rng)
     with ThreadPoolExecutor(SHARDS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for step, (ids, labels) in enumerate(data, start=1):
+        optimizers = (
+            Muon(model.matrices(), lr=config.muon_lr, each=pool.map),
+            torch.optim.AdamW(model.others(), lr=config.adamw_lr, weight_decay=0.0, betas=(0.9, 0.95)),
+        )
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: learning_rate_factor(step, config.steps))
+                      for o in optimizers]
+        for step, (ids, labels) in enumerate(one_ahead(data), start=1):
             loss = backward(model, ids, labels, pool)
             torch.nn.utils.clip_grad_norm_(model.others(), config.clip)
             for part in (*optimizers, *schedulers):

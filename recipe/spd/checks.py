@@ -35,9 +35,14 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
         yield wrong("spd", str(e))
         return
     yield from _check_servers(urls, settings, f"spd.rollout.servers ({URLS_VARIABLE})")
-    if settings.target_path != config.actor_rollout_ref.model.path:
+    models = {"spd.target_path": settings.target_path}
+    if settings.rollout.rounds > 1:
+        models["spd.rollout.draft_path"] = settings.rollout.draft_path
+    for key, path in models.items():
+        if path == config.actor_rollout_ref.model.path:
+            continue
         try:
-            load_model_part("spd.target_path", settings.target_path, AutoConfig.from_pretrained)
+            load_model_part(key, path, AutoConfig.from_pretrained)
         except ModelError as e:
             yield e.problem
     if findings.tokenizer is not None:

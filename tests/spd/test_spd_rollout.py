@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from transformers import AutoModelForCausalLM
 
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import WORDS, make_tokenizer
@@ -73,7 +74,7 @@ def rollout(directory, url, store, temperature=0.7, reward=None, **changes):
     options = {
         "servers": [url] if url else None, "served_model": "served" if url else None, "server_args": [],
         "server_log": f"{store}.log", "start_timeout_s": 280.0, "max_model_len": None, "store_path": str(store),
-        "lost_share_max": 0.5, "rounds": 1, "max_tokens": 16, "timeout_s": 30.0, "attempts": 1,
+        "lost_share_max": 0.5, "rounds": 1, "draft_path": None, "max_tokens": 16, "timeout_s": 30.0, "attempts": 1,
         "prompts_per_request": 8, "concurrency": 2,
     }  # fmt: skip
     positions = changes.pop("loss_positions", "judged")
@@ -134,6 +135,26 @@ def test_recorded_log_probs_are_those_of_the_policy_at_the_same_temperature(tiny
     counted = out.batch["response_mask"].bool()
     assert torch.allclose(out.batch["rollout_log_probs"][counted], log_p[counted], atol=1e-5)
     assert not torch.allclose(out.batch["rollout_log_probs"][counted], other[counted], atol=1e-3)
+
+
+def test_further_rounds_write_on_before_the_completion_is_asked(tiny_llama, tmp_path):
+    server = AnsweringServer()
+    more = {"rounds": 2, "draft_path": tiny_llama}  # draft and target are one model: every further block is taken whole
+    with server.running() as url, rollout(tiny_llama, url, tmp_path / "c", **more) as made:
+        out = made.generate_sequences(prompts())
+        model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    for info, actions in zip(out.non_tensor_batch["extra_info"], out.batch["responses"].tolist(), strict=True):
+        b, length = info["index"], info["effective_len"]
+        hybrid = [*CONTEXTS[b], *DRAFTS[b][:length], TARGETS[b][length]]
+        new = model.generate(
+            torch.tensor([hybrid]), do_sample=False, max_new_tokens=GAMMA + 1, eos_token_id=sorted(made.eos),
+            pad_token_id=0,
+        )[0].tolist()  # fmt: skip
+        if new[-1] in made.eos:
+            assert not info["asked"] and info["hybrid_length"] == len(new) - 1 - len(CONTEXTS[b])
+        else:
+            assert tuple(new) in server.asked and len(new) == len(hybrid) + GAMMA + 1
+            assert info["hybrid_length"] == length + 1 + GAMMA + 1 + 3, actions
 
 
 def test_validation_is_greedy(tiny_llama, tmp_path):

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or
 TEMP_PREFIX = "verl-ray-"
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
 EXIT_STOPPED_TWICE = 143
+SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 
 
 @ray.remote(num_cpus=0)
@@ -138,9 +140,15 @@ def remove_dead_sessions() -> None:
 def run_until_done(runner: Any, config: DictConfig, stop: Any) -> int:
     """Run the task runner; the exit code. The first signal asks it to stop behind its step, a second one kills it."""
     asked = threading.Event()
+    first = 0.0  # monotonic seconds
 
     def on_signal(number: int, frame: Any) -> None:
-        if asked.is_set():
+        nonlocal first
+        if not asked.is_set():
+            first = time.monotonic()
+        elif time.monotonic() - first < SAME_STOP_S:
+            return  # a stopped Ray job signals every process of its tree, and a shell passes its own signal on
+        else:
             logger.error(f"second {signal.Signals(number).name}: the run ends now")
             raise SystemExit(EXIT_STOPPED_TWICE)
         asked.set()

@@ -19,6 +19,7 @@ from loguru import logger
 from tensordict import TensorDict
 
 from verl.protocol import DataProto
+from verl.utils.dataset.spd_dataset import SPDInputData, resolve_sep_token_id
 from verl.utils.model import get_generation_config
 from verl.utils.reward_score.spd_scorer_reward import SCENARIOS, scenario_of
 from verl.workers.rollout.base import BaseRollout, register_rollout
@@ -34,6 +35,7 @@ from verl.workers.rollout.spd.hybrid import (
     sample_actions,
     uniform_draws,
 )
+from verl.workers.rollout.spd.rounds import FurtherRounds
 from verl.workers.rollout.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, server_of
 from verl.workers.rollout.spd.settings import SPDSettings
 from verl.workers.rollout.spd.store import Completion, CompletionStore, model_dir_fingerprint
@@ -56,7 +58,8 @@ class _Sample:
     actions: tuple[int, ...]
     hybrid: Hybrid
     baseline: int | None  # tokens of the target's own answer, None where not known
-    context: tuple[int, ...] | None = None  # H, where its completion is needed
+    context: tuple[int, ...] | None = None  # H and further blocks, where a completion is needed
+    further: tuple[int, ...] = ()  # what spd.rollout.rounds > 1 wrote behind H
     correct: bool | None = None  # S_h; None = its completion is lost
     length: int | None = None  # tokens of the hybrid answer, None where not known
     completion: Completion = Completion((), hit_limit=False)
@@ -88,6 +91,7 @@ class SPDRollout(BaseRollout):
         self.policy: Any = None
         self.local_server: LocalVllmServer | None = None
         self._completer: Completer | None = None
+        self._further: FurtherRounds | None = None
         target = self.settings.target_path
         generation = get_generation_config(target)
         self.eos = end_ids(self.tokenizer.eos_token_id) | end_ids(generation.eos_token_id if generation else None)
@@ -183,8 +187,8 @@ class SPDRollout(BaseRollout):
         parts = []
         with self.engine.eval_mode(), self.engine.autocast():
             for first in range(0, len(prompts), size):
-                rows = {key: prompts.batch[key][first : first + size].to(device) for key in SCORER_KEYS}
-                z = self.policy.scores(self.engine.module, TensorDict(rows, batch_size=len(rows["input_ids"])))
+                rows = [prompts.batch[key][first : first + size].to(device) for key in SCORER_KEYS]
+                z = self._forward(SPDInputData(*rows))
                 if z.shape[1] > width:
                     raise ValueError(
                         f"a draft has {z.shape[1]} tokens, data.max_response_length={width}. Raise it to {z.shape[1]}."
@@ -192,6 +196,10 @@ class SPDRollout(BaseRollout):
                 # Padding like matches: accepted for certain.
                 parts.append(torch.nn.functional.pad(z.float().cpu(), (0, width - z.shape[1]), value=50.0))
         return torch.cat(parts)
+
+    def _forward(self, blocks: SPDInputData) -> torch.Tensor:
+        """z [B, g], g the longest draft of the blocks."""
+        return self.policy.scores(self.engine.module, TensorDict(blocks.as_kwargs(), batch_size=len(blocks.input_ids)))
 
     def _actions(
         self, z: torch.Tensor, prompts: DataProto, infos: list[dict], n: int, step: int, greedy: bool
@@ -210,9 +218,7 @@ class SPDRollout(BaseRollout):
 
     def _settle(self, samples: list[_Sample]) -> tuple[CompletionCounts, str]:
         """Fill in what became of distinct samples; gives the counts and why some completions are lost."""
-        for sample in samples:
-            if not sample.hybrid.on_target_path and not sample.hybrid.ended:
-                sample.context = (*sample.info["context_ids"], *sample.hybrid.tokens)
+        self._go_on(samples)
         wanted = [sample.context for sample in samples if sample.context is not None]
         needs_baseline = self.settings.reward.length_penalty > 0
         if needs_baseline:
@@ -237,19 +243,53 @@ class SPDRollout(BaseRollout):
                 self._read(sample, done, verdicts)
         return counts, error
 
+    def _go_on(self, samples: list[_Sample]) -> None:
+        """Set the context that each sample wants completed: its hybrid, and what further rounds write behind it."""
+        rounds = self.settings.rollout.rounds
+        for sample in samples:
+            # With one round the target's own path ends as its baseline did; further rounds may leave it.
+            if not sample.hybrid.ended and (rounds > 1 or not sample.hybrid.on_target_path):
+                sample.context = (*sample.info["context_ids"], *sample.hybrid.tokens)
+        if rounds == 1:
+            return
+        self._further = self._further or self._further_rounds()
+        with self.engine.eval_mode(), self.engine.autocast():
+            added = self._further.extend([s.context for s in samples if s.context is not None], self._forward)
+        for sample in samples:
+            if sample.context is not None:
+                sample.further = added[sample.context].tokens
+                sample.context = None if added[sample.context].ended else (*sample.context, *sample.further)
+
+    def _further_rounds(self) -> FurtherRounds:
+        """Draft and target, loaded on this rank."""
+        from transformers import AutoModelForCausalLM
+
+        options = self.settings.rollout
+        target, draft = (
+            AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval().to(self.engine.device)
+            for path in (self.settings.target_path, options.draft_path)
+        )
+        return FurtherRounds(
+            target, draft, blocks=options.rounds - 1, gamma=self.config.response_length, eos=self.eos,
+            sep_token_id=resolve_sep_token_id(self.tokenizer), gather=_gather,
+            rows_per_forward=self.config.log_prob_micro_batch_size_per_gpu or 256,
+        )  # fmt: skip
+
     def _read(
         self, sample: _Sample, done: dict[tuple[int, ...], Completion],
         verdicts: dict[tuple[tuple[int, ...], str], bool],
     ) -> None:  # fmt: skip
         """Whether the sample's answer is right, and how long it is; `verdicts` keeps what was checked in this batch."""
         info, hybrid = sample.info, sample.hybrid
-        if hybrid.on_target_path:  # L = 0 too: then H is the target's own next token
+        if hybrid.on_target_path and (hybrid.ended or self.settings.rollout.rounds == 1):
+            # L = 0 too: then H is the target's own next token
             sample.correct, sample.length = bool(info["is_correct_baseline"]), sample.baseline
             return
         if sample.context is not None:
             sample.completion = done[sample.context]
-        sample.length = len(hybrid.tokens) + len(sample.completion.token_ids)
-        answer = (*info["context_ids"], *hybrid.tokens, *sample.completion.token_ids)
+        tail = (*hybrid.tokens, *sample.further, *sample.completion.token_ids)
+        sample.length = len(tail)
+        answer = (*info["context_ids"], *tail)
         key = (answer, str(info["ground_truth"]))
         if key not in verdicts:
             text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
@@ -337,7 +377,8 @@ class SPDRollout(BaseRollout):
             "hybrid_length": sample.length, "baseline_length": sample.baseline,
             "hit_limit": sample.completion.hit_limit, "asked": sample.context is not None,
         }  # fmt: skip
-        text = spd_segments(self.tokenizer, draft, target, sample.actions, hybrid, sample.completion.token_ids)
+        written = (*sample.further, *sample.completion.token_ids)
+        text = spd_segments(self.tokenizer, draft, target, sample.actions, hybrid, written)
         return counted + padding, [1] * len(draft) + padding, extra, text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -204,8 +205,15 @@ class VllmEngineServer:
         if url not in self._names:
             async with self._pool().get(f"{url}/v1/models") as reply:
                 reply.raise_for_status()
-                models = (await reply.json())["data"]
-            self._names[url] = self._matching(models, url)
+                text = await reply.text()
+            try:
+                models = json.loads(text)["data"]
+                self._names[url] = self._matching(models, url)
+            except (ValueError, KeyError, TypeError) as error:
+                raise RequestRefused(
+                    f"{url}/v1/models answers {text[:120]!r}, which lists no models: is a vLLM server there? Correct "
+                    f"{URLS_VARIABLE} or spd.rollout.servers."
+                ) from error
         return self._names[url]
 
     def _matching(self, models: list[dict[str, Any]], url: str) -> str:

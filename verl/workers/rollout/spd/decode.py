@@ -90,14 +90,14 @@ class _Rows:
 def speculative_generate(
     target: nn.Module, draft: nn.Module, prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int = 8,
     max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
-    on_block: Callable[[Block, torch.Tensor], None] | None = None,
+    on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
 ) -> SpecResult:  # fmt: skip
     """Continue every prompt by rounds of: draft proposes gamma tokens, target checks them in one forward, judge rules.
 
     Both models are greedy. Each round commits the leading accepted draft tokens and the target's token after them.
-    A row ends with its first committed end token or at `max_new_tokens`; what the block holds after that is dropped,
-    from the tokens and from the counts. `on_block(block, accepted)` sees every block with its leading accepts [B]
-    (before such a cut).
+    A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; what the block holds
+    after that is dropped, from the tokens and from the counts. `on_block(block, accepted)` sees every block with its
+    leading accepts [B] (before such a cut).
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     ends = end_ids(eos_token_id)
@@ -107,7 +107,8 @@ def speculative_generate(
         for chunk in _chunks(len(prompts), batch_size):
             contexts = {row: list(prompts[row]) for row in chunk}
             rows = _start([target, draft], contexts, max_new_tokens, spare=gamma)
-            while rows.question.numel():
+            rounds = 0
+            while rows.question.numel() and rounds != max_rounds:
                 block = _propose_and_verify(target, draft, rows, contexts, gamma)
                 verdict = _check_verdict(judge(block), block)
                 accepted = effective_lengths(verdict | ~block.mismatch)
@@ -116,6 +117,7 @@ def speculative_generate(
                 _commit(block, accepted, contexts, result, max_new_tokens, ends)
                 _advance(rows, block, accepted)
                 rows.keep(_alive(result, block.rows.tolist(), max_new_tokens, accepted.device))
+                rounds += 1
     result.seconds = time.perf_counter() - started
     return result
 

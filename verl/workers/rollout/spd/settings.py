@@ -26,6 +26,7 @@ class SPDRolloutSettings:
     store_path: str
     lost_share_max: float
     rounds: int
+    draft_path: str | None
     max_tokens: int
     timeout_s: float
     attempts: int
@@ -38,8 +39,11 @@ class SPDRolloutSettings:
                 raise ValueError(f"spd.rollout.{name}={getattr(self, name)} is too small; use 1 or more.")
         if not 0 <= self.lost_share_max <= 1:
             raise ValueError(f"spd.rollout.lost_share_max={self.lost_share_max} is a share: from 0 to 1.")
-        if self.rounds > 1:
-            raise ValueError(f"spd.rollout.rounds={self.rounds} is not available yet; use 1.")
+        if self.rounds > 1 and not self.draft_path:
+            raise ValueError(
+                f"spd.rollout.rounds={self.rounds} decodes on with the draft model: name its directory in "
+                "spd.rollout.draft_path, or use spd.rollout.rounds=1."
+            )
 
     def client(self) -> ClientSettings:
         """The part that the HTTP client needs."""

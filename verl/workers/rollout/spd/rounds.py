@@ -1,0 +1,84 @@
+"""Judged blocks after the first: decoding goes on, scorer included, before the target finishes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.utils.dataset.spd_dataset import SPDInputData
+from verl.workers.rollout.spd.decode import Block, speculative_generate
+
+Scores = Callable[[SPDInputData], torch.Tensor]  # blocks -> z [B, g]
+Gather = Callable[[Any], list[Any]]  # what every rank gave, in rank order
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What further blocks added behind a context."""
+
+    tokens: tuple[int, ...]  # without an end token
+    ended: bool  # an end token stood there
+
+
+class FurtherRounds:
+    """Draft, target and scorer decode `blocks` more blocks of `gamma` tokens; a mismatch is accepted where z > 0.
+
+    The verdict is greedy: only the first block's actions are sampled and trained. A sharded scorer is gathered by all
+    ranks together, so each rank judges `blocks` times in as many forwards as the rank with the most rows needs.
+    """
+
+    def __init__(
+        self, target: Any, draft: Any, *, blocks: int, gamma: int, eos: frozenset[int], sep_token_id: int,
+        rows_per_forward: int, gather: Gather,
+    ) -> None:  # fmt: skip
+        self.target, self.draft = target, draft
+        self.blocks, self.gamma, self.eos = blocks, gamma, eos
+        self.sep_token_id, self.rows_per_forward, self.gather = sep_token_id, rows_per_forward, gather
+
+    def extend(self, contexts: Sequence[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Continuation]:
+        """Context (token ids) -> what `blocks` more rounds add to it. Every rank calls it, with no context too."""
+        distinct = list(dict.fromkeys(contexts))
+        judged = 0
+
+        def judge(block: Block) -> torch.Tensor:
+            nonlocal judged
+            judged += 1
+            z = self._scores(block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist(), scores)
+            return (z > 0).to(block.draft_ids.device)
+
+        found: dict[tuple[int, ...], Continuation] = {}
+        if distinct:
+            result = speculative_generate(
+                self.target, self.draft, distinct, judge, gamma=self.gamma, eos_token_id=sorted(self.eos),
+                max_new_tokens=self.blocks * (self.gamma + 1), max_rounds=self.blocks, batch_size=len(distinct),
+            )  # fmt: skip
+            for context, tokens, ended in zip(distinct, result.tokens, result.finished, strict=True):
+                found[context] = Continuation(tuple(tokens[:-1] if ended else tokens), ended)
+        for _ in range(self.blocks - judged):  # rows here ended early; others may still judge
+            self._scores([], [], [], scores)
+        return found
+
+    def _scores(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
+        """z [B, gamma] of this rank's B >= 0 blocks."""
+        size = self.rows_per_forward
+        forwards = max(self.gather(-(-len(contexts) // size)))
+        parts = []
+        for k in range(forwards):
+            mine = slice(k * size, (k + 1) * size)
+            rows = (contexts[mine], drafts[mine], targets[mine])
+            if rows[0]:
+                parts.append(self._forward(*rows, scores))
+            else:  # nothing left to judge here: a block of matches takes part in the other ranks' forward
+                filler = [[self.sep_token_id] * count for count in (1, self.gamma, self.gamma + 1)]
+                self._forward(*([ids] for ids in filler), scores)
+        return torch.cat(parts) if parts else torch.empty(0, self.gamma)
+
+    def _forward(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
+        sep = self.sep_token_id
+        blocks = SPDInputData.from_blocks(
+            contexts, drafts, targets, sep_token_id=sep, pad_token_id=sep, device=self.target.device
+        )
+        return scores(blocks)
