@@ -4,6 +4,7 @@
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about two hours on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)
+#   make chaos                    20 random SIGKILLs of trainings, each resumed to the same end (about 25 minutes)
 #   make lint                     ruff
 SHELL := /bin/bash
 VENV ?= .venv
@@ -12,7 +13,7 @@ SPD_BACKBONE ?= target
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo frontier test bench lint clean
+.PHONY: env demo frontier test bench chaos lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -29,6 +30,9 @@ test: env
 
 bench: env
 	@$(PY) -m benchmarks.run
+
+chaos: env
+	@$(PY) -m tests.chaos
 
 lint: env
 	@$(PY) -m ruff check .

@@ -178,7 +178,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--scorer-thresholds", type=float, nargs="+", default=[-1.0, 0.0, 0.5, 1.0, 2.0])
     add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0])
-    add("--max-val-drop", type=float, default=0.01,
+    add("--max-val-drop", type=float, default=0.005,
         help="of the scorer's thresholds, the fastest within this validation drop wins; if none is, the least drop")
     add("--all-rules", action="store_true", help="sweep typical acceptance and divergence as well")
     add("--seed", type=int, default=0)

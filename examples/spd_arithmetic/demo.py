@@ -25,9 +25,9 @@ from rich.table import Table
 from verl.utils.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
-BUDGET_S = {"test bed": 350.0, "training": 230.0, "evaluation": 120.0}
+BUDGET_S = {"test bed": 360.0, "training": 230.0, "evaluation": 120.0}
 OWN_EXTRA_S = {"training": 400.0, "evaluation": 200.0}
-STEPS = {"target": 110, "own": 140}
+STEPS = {"target": 90, "own": 140}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 SCORER_THRESHOLDS = ("-1", "0", "1")
 MARGINS = ("3", "4", "5")

@@ -102,7 +102,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--n-train-questions", type=int, default=1000)
     add("--n-val-questions", type=int, default=600)
     add("--n-test-questions", type=int, default=1200)
-    add("--n-train-blocks", type=int, default=4000)
+    add("--n-train-blocks", type=int, default=5000)
     add("--n-val-blocks", type=int, default=1000)
     add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
     add("--drift-share", type=float, default=0.5, help="share of the train blocks met on a lenient rule's path")

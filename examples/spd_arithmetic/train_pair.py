@@ -21,7 +21,7 @@ from examples.spd_arithmetic.workers import Workers, say
 
 HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
-TARGET_STEPS, DRAFT_STEPS = 740, 560
+TARGET_STEPS, DRAFT_STEPS = 780, 560
 REPORT_EVERY = 5
 Report = Callable[..., None]
 """Called with (done, in all, label)."""

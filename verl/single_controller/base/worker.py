@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+
+STACK_SIGNAL = signal.SIGUSR1  # a rank answers it with its Python stacks on standard error
 
 
 def get_master_addr_port() -> tuple[str, str]:
@@ -46,6 +51,8 @@ class Worker(WorkerHelper):
         if missing:
             raise RuntimeError(f"{type(self).__name__} needs {', '.join(missing)}: start it through a RayWorkerGroup")
         self._choose_device()
+        if threading.current_thread() is threading.main_thread():
+            faulthandler.register(STACK_SIGNAL, all_threads=True)
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.rank = int(os.environ["RANK"])
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))

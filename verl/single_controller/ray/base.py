@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -36,6 +37,7 @@ from verl.single_controller.ray.resource_pool import (
     sort_placement_group_by_node_ip,
     split_resource_pool,
 )  # fmt: skip
+from verl.single_controller.ray.watchdog import hanging
 
 __all__ = [
     "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "SubRayResourcePool", "WorkerDiedError",
@@ -89,9 +91,10 @@ class RayWorkerGroup(WorkerGroup):
         bin_pack: bool = True, name_prefix: str | None = None, detached: bool = False,
         worker_names: list[str] | None = None, worker_handles: list[ActorHandle] | None = None,
         ray_wait_register_center_timeout: int = 300, device_name: str = "cuda",
-        worker_env: dict[str, str] | None = None, **kwargs
+        worker_env: dict[str, str] | None = None, time_limits: dict[str, float] | None = None, **kwargs
     ) -> None:
         super().__init__(resource_pool=resource_pool, **kwargs)
+        self.time_limits = dict(time_limits or {})  # seconds by method name
         self.ray_cls_with_init = ray_cls_with_init
         self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
         self.resource_pool = resource_pool
@@ -174,6 +177,7 @@ class RayWorkerGroup(WorkerGroup):
         group.resource_pool = self.resource_pool
         group.master_address, group.master_port = self.master_address, self.master_port
         group.sub_cls_name, group.fused_worker_used = role, self.fused_worker_used
+        group.time_limits = {prefix + method: seconds for method, seconds in self.time_limits.items()}
         for name, attrs in registered_methods(roles[role]).items():
             group._bind_method(prefix + name, attrs, func_generator, as_name=name)
             group.method_names.append(name)
@@ -195,7 +199,11 @@ class RayWorkerGroup(WorkerGroup):
         many = refs if isinstance(refs, list) else [refs]
         what = f"role {self.sub_cls_name!r}" if self.sub_cls_name else "worker group"
         labels = [f"{what}, rank {rank} ({self._worker_names[rank]})" for rank in range(len(many))]
-        values = fetch(many, labels, method_name)
+        limit = self.time_limits.get(method_name)
+        try:
+            values = fetch(many, labels, method_name, limit)
+        except GetTimeoutError:
+            raise hanging(many, labels, method_name, limit, self._workers) from None
         return values if isinstance(refs, list) else values[0]
 
     def execute_rank_zero_async(self, method_name: str, *args, **kwargs) -> ray.ObjectRef:

@@ -16,14 +16,16 @@ class WorkerDiedError(RuntimeError):
     """A rank's process ended while its group was working."""
 
 
-def fetch(refs: list[ray.ObjectRef], labels: list[str], method: str) -> list[Any]:
+def fetch(refs: list[ray.ObjectRef], labels: list[str], method: str, seconds: float | None = None) -> list[Any]:
     """The values of `refs`, in order. `labels` says of each which rank it comes from.
+
+    Raises GetTimeoutError when they are not there after `seconds`.
 
     When ranks fail, the exception of the one that failed for a reason of its own is raised, with its own type and the
     worker's traceback as a note. A dead process comes first: what the others say then is a broken connection.
     """
     try:
-        return ray.get(refs)
+        return ray.get(refs, timeout=seconds)
     except (RayTaskError, RayActorError):
         failures = _failures(refs)
     deaths = [(i, e) for i, e in failures if isinstance(e, RayActorError)]

@@ -69,6 +69,17 @@ class RewardManagerConfig(BaseConfig, section="reward_manager"):
 
 
 @dataclass
+class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
+    """Seconds that ranks may take for one call of a phase before the run ends; None waits for ever."""
+
+    init: float | None = setting(1800.0, above=0)
+    generate: float | None = setting(3600.0, above=0)
+    log_prob: float | None = setting(1800.0, above=0)
+    update: float | None = setting(3600.0, above=0)
+    save: float | None = setting(1800.0, above=0)
+
+
+@dataclass
 class TrainerConfig(BaseConfig, section="trainer"):
     """One run on nnodes x n_gpus_per_node ranks; steps count optimizer rounds, -1 turns a frequency off."""
 
@@ -82,6 +93,7 @@ class TrainerConfig(BaseConfig, section="trainer"):
     device: str = setting("cuda", choices=("cuda", "cpu"))
     dry_run: bool = False
     report: bool = True
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     nonfinite_steps_max: int = setting(5, low=1)
     balance_batch: bool = True
     critic_warmup: int = setting(0, low=0)

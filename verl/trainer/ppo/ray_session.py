@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +34,7 @@ WORKER_ENV = {
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
+GUARD = Path(__file__).with_name("session_guard.py")
 EXIT_STOPPED_TWICE = 143
 SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 
@@ -82,12 +84,27 @@ def started_session(config: DictConfig) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
         record.write_text(json.dumps(me) + "\n", encoding="utf-8")
-        ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
-        yield
+        with guarded(folder):
+            ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
+            try:
+                yield
+            finally:
+                ray.shutdown()
     finally:
-        ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
+
+
+@contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """A process that ends our session of Ray should this one be killed in the block."""
+    command = [sys.executable, "-I", str(GUARD), str(os.getpid()), str(folder)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):
+            guard.communicate(b".", timeout=30)
 
 
 def stop_left_session(run_dir: Path) -> None:

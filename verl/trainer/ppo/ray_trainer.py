@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Sampler
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray.watchdog import limits
 from verl.trainer.ppo import batching, core_algos, utils
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.batching import compute_response_mask
@@ -92,6 +93,7 @@ class RayPPOTrainer(RunKeeping):
             ray_cls_with_init=RayClassWithInitArgs(worker, config=actor_config, role=str(role), **on),
             name_prefix=str(role),
             ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
+            time_limits=limits(self.config.trainer.watchdog),
             **on,
         )
         self.actor_rollout_wg.init_model()

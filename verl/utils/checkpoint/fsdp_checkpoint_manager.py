@@ -51,11 +51,16 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         folder.mkdir(parents=True, exist_ok=True)
         model = self._model_tensors() if self.should_save_model else {}
         optim = self._optimizer_tensors() if self.should_save_optimizer and self.optimizer is not None else {}
-        self._check_room(folder, [*model.values(), *optim.values()])
-        if model:
-            save_tensors(model, folder / "model")
-        if optim:
-            save_tensors(optim, folder / "optim")
+        needed = self._check_room(folder, [*model.values(), *optim.values()])
+        try:
+            if model:
+                save_tensors(model, folder / "model")
+            if optim:
+                save_tensors(optim, folder / "optim")
+        except Exception as error:  # torch's archive writer tells a full disk as a position that it did not expect
+            if shutil.disk_usage(folder).free < needed:
+                raise disk_full(folder, needed) from error
+            raise
         if self.should_save_extra:
             save_file(rng.get_rng_state(), folder / f"rng_rank_{dist.get_rank()}.safetensors")
         self._save_adapters(folder / "lora_adapter")
@@ -105,13 +110,14 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
         return state
 
-    def _check_room(self, folder: Path, tensors: list[torch.Tensor]) -> None:
-        """Refuses before writing when the disk cannot hold what all ranks are about to write."""
+    def _check_room(self, folder: Path, tensors: list[torch.Tensor]) -> int:
+        """The bytes that all ranks are about to write; refuses before writing when the disk cannot hold them."""
         mine = sum(local_tensor(t).numel() * t.element_size() for t in tensors)
         needed = torch.tensor([mine], dtype=torch.int64, device=self.device)
         dist.all_reduce(needed)
         if shutil.disk_usage(folder).free < needed.item():
             raise disk_full(folder, int(needed.item()))
+        return int(needed.item())
 
     def _save_adapters(self, folder: Path) -> None:
         """LoRA adapters in peft's own format; one inside another model gets a folder of its module's name."""
