@@ -10,6 +10,7 @@ REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE and LOGURU_LEVEL are r
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).resolve().parent
+PR_SET_PDEATHSIG = 1
 # Options that are written into the config too: the environment does not travel to the workers of a remote cluster.
 REWARD_VARIABLES = {
     "REWARD_ALPHA": "spd.reward.alpha", "REWARD_PENALTY_BREAK": "spd.reward.penalty_break",
@@ -272,7 +274,7 @@ def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the trainer; SIGTERM, SIGHUP and Ctrl-C go on to it, once each: it saves and stops. Gives its exit code."""
     logger.info("starts {}", " ".join(command))
     # In a group of its own: a terminal's Ctrl-C would reach it twice, and a second signal ends it without saving.
-    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT, process_group=0)
+    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT, process_group=0, preexec_fn=_stop_with_parent)
     previous = {}
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         previous[sign] = signal.signal(sign, lambda number, frame: child.send_signal(signal.SIGTERM))
@@ -281,6 +283,12 @@ def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
     finally:
         for sign, handler in previous.items():
             signal.signal(sign, handler)
+
+
+def _stop_with_parent() -> None:
+    """In the child: SIGTERM, so that it saves and stops, when this process is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -336,7 +344,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, train; gives the exit code."""
     args = parse_args(argv)
-    from verl.trainer.dry_run_checks import load_model_part
+    from verl.trainer.dry_run_checks import ModelError, load_model_part
     from verl.utils.tokenizer import hf_tokenizer
     from verl.workers.rollout.spd.server import sees_gpu
 
@@ -354,7 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             val = prepare_spd_data_from_real_source(args.val_blocks, metadata, data_dir / "val.parquet", tokenizer)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        planned_for_another_machine = isinstance(error, ModelError) and error.problem.kind == "absent"
+        return 0 if planned_for_another_machine and "trainer.dry_run=true" in args.overrides else 1
     command = build_training_command(args, train, val)
     with local_server(command, _create_training_env(args)) as env:
         return run_training(command, env)

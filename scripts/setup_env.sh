@@ -8,6 +8,18 @@ cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
 VENV="${VENV:-.venv}"
 say() { printf '[setup] %s\n' "$*"; }
+counted() {  # runs a command; every 15 s says how many packages are there
+    "$@" &
+    local work=$! next=15 begun=$SECONDS
+    while kill -0 "$work" 2>/dev/null; do
+        sleep 1
+        if (( SECONDS - begun >= next )); then
+            say "$(ls -d "$VENV"/lib/python*/site-packages/*.dist-info 2>/dev/null | wc -l) of about 200 packages after $(( $(date +%s) - started )) s"
+            next=$(( next + 15 ))
+        fi
+    done
+    wait "$work"
+}
 
 if [ -z "${VERL_DEVICE:-}" ]; then
     if nvidia-smi -L >/dev/null 2>&1; then VERL_DEVICE=cuda; else VERL_DEVICE=cpu; fi
@@ -28,16 +40,17 @@ pip=("$VENV/bin/python" -m pip --disable-pip-version-check -q)
 say "installing the $VERL_DEVICE set (about 200 packages, 2-4 minutes on a fast line)"
 "${pip[@]}" install setuptools wheel
 if [ "$VERL_DEVICE" = cuda ]; then
-    "${pip[@]}" install -r requirements/cuda.txt
+    counted "${pip[@]}" install -r requirements/cuda.txt
 else
     index=(); [ -n "${TORCH_INDEX_URL:-}" ] && index=(--index-url "$TORCH_INDEX_URL")
     say "torch 2.13.0 (CPU)"
-    "${pip[@]}" install "${index[@]}" torch==2.13.0
+    counted "${pip[@]}" install "${index[@]}" torch==2.13.0
     say "vLLM for the CPU, Ray, transformers and the rest"
-    "${pip[@]}" install --no-deps -r requirements/cpu.txt
+    counted "${pip[@]}" install --no-deps -r requirements/cpu.txt
 fi
 "${pip[@]}" install --no-deps -r requirements/test.txt
 "${pip[@]}" install --no-deps --no-build-isolation -e .
 "$VENV/bin/python" -c 'import torch, vllm, ray, transformers; print(f"[setup] torch {torch.__version__}, vllm {vllm.__version__}, ray {ray.__version__}, transformers {transformers.__version__}")'
 printf '%s' "$stamp" > "$VENV/.ready"
-say "ready after $(($(date +%s) - started)) s"
+echo $(( $(date +%s) - started )) > "$VENV/.setup_seconds"
+say "ready after $(cat "$VENV/.setup_seconds") s"

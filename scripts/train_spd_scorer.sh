@@ -35,10 +35,8 @@ TOTAL_EPOCHS="${TOTAL_EPOCHS:-4}"
 PPO_MINI_BATCH_SIZE="${PPO_MINI_BATCH_SIZE:-$TRAIN_BATCH_SIZE}"
 RANKS="${RANKS:-1}"
 
-export REWARD_ALPHA="${REWARD_ALPHA:-0.125}"
-export REWARD_PENALTY_BREAK="${REWARD_PENALTY_BREAK:--16}"
-export REWARD_USELESS="${REWARD_USELESS:-0}"
-export REWARD_CORRECT_BASE="${REWARD_CORRECT_BASE:-1}"
+# The reward's coefficients: REWARD_ALPHA, REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE win over
+# spd.reward.*=...; where they are not set the recipe's defaults hold (recipe/spd/config/spd_trainer.yaml).
 
 PYTHON="${PYTHON:-python}"
 if [[ -x .venv/bin/python && "$PYTHON" == python ]]; then PYTHON=.venv/bin/python; fi

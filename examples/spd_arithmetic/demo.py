@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -25,13 +26,18 @@ from rich.table import Table
 from verl.utils.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
-BUDGET_S = {"test bed": 360.0, "training": 230.0, "evaluation": 120.0}
-OWN_EXTRA_S = {"training": 400.0, "evaluation": 200.0}
-STEPS = {"target": 90, "own": 140}
+BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 120.0}
+OWN_EXTRA_S = {"training": 240.0, "evaluation": 160.0}
+STEPS = {"target": 90, "own": 250}
+JUST_NOW_S = 60.0  # between set-up and demo of one `make demo`
+PATIENCE_S = 120.0  # a stopped training finishes its start-up or step, and saves
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
-SCORER_THRESHOLDS = ("-1", "0", "1")
+SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("-1", "0")}
 MARGINS = ("3", "4", "5")
-OWN_TRAINING = ("--lr", "2e-4", "--batch-size", "64")
+# A backbone of its own learns to accept mismatches that belong together: less chance, and a stricter threshold breaks
+# such pairs, so the penalty is its dial.
+OWN_TRAINING = ("--lr", "1e-3", "--batch-size", "64", "--reward-penalty-break", "-32")
+OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
 console = Console()
 
 
@@ -54,7 +60,11 @@ def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None =
                 time.sleep(0.5)
         except BaseException:
             child.terminate()
-            child.wait(timeout=30)
+            console.print(f"  waits for {command[1]} to end (at most {PATIENCE_S:.0f} s)")
+            try:
+                child.wait(timeout=PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
             raise
     if watch is not None:
         watch()
@@ -98,6 +108,9 @@ class Phases:
     def __init__(self, budget: dict[str, float]):
         self.budget = budget
         self.took: dict[str, float] = {}
+        record = Path(sys.prefix) / ".setup_seconds"  # scripts/setup_env.sh leaves it
+        if record.exists() and time.time() - record.stat().st_mtime < JUST_NOW_S:
+            self.took["set-up"] = float(record.read_text())
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Announce, run and time one phase."""
@@ -115,7 +128,7 @@ class Phases:
         for name, took in self.took.items():
             table.add_row(name, f"{self.budget[name]:.0f}", f"{took:.0f}")
         table.add_section()
-        table.add_row("all", f"{sum(self.budget.values()):.0f}", f"{sum(self.took.values()):.0f}")
+        table.add_row("all", f"{sum(self.budget[name] for name in self.took):.0f}", f"{sum(self.took.values()):.0f}")
         return table
 
 
@@ -139,7 +152,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
-    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS, "--margins", *MARGINS]
+    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone], "--margins", *MARGINS]
     return {"test bed": make, "training": train, "evaluation": evaluate}
 
 
@@ -180,7 +193,8 @@ def train(command: list[str], run: Path, steps: int) -> None:
     """Train anew (an older run of the demo makes way; the completion store stays) under a progress bar."""
     shutil.rmtree(run, ignore_errors=True)
     with make_progress() as progress:
-        run_logged(command, run / "train.log", TrainingWatch(run / "metrics.jsonl", progress, steps))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}  # the rank and the server take turns
+        run_logged(command, run / "train.log", TrainingWatch(run / "metrics.jsonl", progress, steps), environment)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

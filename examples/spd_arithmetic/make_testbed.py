@@ -30,10 +30,14 @@ from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, dri
 from examples.spd_arithmetic.pair import Pair, PairFiles, open_pair
 from examples.spd_arithmetic.questions import SPLITS, Question, Splits, draw_questions, read_gsm8k, write_questions
 from examples.spd_arithmetic.workers import Workers
+from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.rules import accept_all, margin
+from verl.workers.rollout.spd import decode
+from verl.workers.rollout.spd.store import model_dir_fingerprint
 
 HERE = Path(__file__).parent
-CODE = (*train_pair.CODE, "questions.py", "pair.py", "blocks.py", "make_testbed.py")
+CODE = (*train_pair.CODE, "questions.py", "pair.py", "blocks.py", "workers.py", "make_testbed.py")
+CODE_ELSEWHERE = (rules, decode)
 SANITY_QUESTIONS = 200
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -135,10 +139,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def fingerprint(args: argparse.Namespace) -> str:
-    """Hash of everything the result depends on: the arguments and the code."""
+    """Hash of everything the result depends on: the arguments, the files they name, the code."""
     digest = hashlib.sha256(json.dumps(recorded(args)).encode())
-    for source in CODE:
-        digest.update((HERE / source).read_bytes())
+    for source in (*(HERE / name for name in CODE), *(Path(module.__file__) for module in CODE_ELSEWHERE)):
+        digest.update(source.read_bytes())
+    if args.target is not None:
+        digest.update(args.questions.read_bytes())
+        for model in (args.target, args.draft):
+            digest.update(model_dir_fingerprint(model).encode())
     return digest.hexdigest()[:16]
 
 

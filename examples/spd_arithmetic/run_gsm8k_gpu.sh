@@ -4,13 +4,17 @@
 # QUESTIONS holds lines {"question": ..., "answer": "... #### 42"}; TARGET and DRAFT share one vocabulary.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-.venv/bin/python}
+if [[ -z "${PYTHON:-}" ]]; then PYTHON=python; [[ ! -x .venv/bin/python ]] || PYTHON=.venv/bin/python; fi
 OUT=${OUT:-outputs/spd_gsm8k}
 STEPS=${STEPS:-300}
 
-if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+code=0
+"$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else 77)' || code=$?
+if [[ $code == 77 ]]; then
     echo "run_gsm8k_gpu.sh: skipped: no GPU"
     exit 0
+elif [[ $code != 0 ]]; then
+    exit "$code"
 fi
 for name in QUESTIONS TARGET DRAFT; do
     if [ -z "${!name:-}" ]; then

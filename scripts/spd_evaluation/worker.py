@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.spd.answers import is_correct
 from verl.workers.rollout.spd.decode import Block, Judge, SpecResult, end_ids, greedy_generate, speculative_generate
 
@@ -34,7 +35,7 @@ class Worker:
         transformers.logging.set_verbosity_error()  # a target loaded without its output layer is no news
         transformers.logging.disable_progress_bar()
         self.job, self.args = job, job.args
-        self.tokenizer = AutoTokenizer.from_pretrained(self.args.target)
+        self.tokenizer = hf_tokenizer(self.args.target)
         self.target = load_model(self.args.target, self.args.device)
         self.draft = load_model(self.args.draft, self.args.device)
         ends = self.target.generation_config.eos_token_id  # chat models have several

@@ -45,7 +45,8 @@ class FakeServer:
         finally:
             self.inside -= 1
         choices = [
-            {"index": i, "token_ids": [p[-1] + 100, 2], "finish_reason": "length" if p[-1] == 50 else "stop"}
+            {"index": i, "token_ids": [p[-1] + 100, 2], "finish_reason": "stop"} if p[-1] < 50
+            else {"index": i, "token_ids": [p[-1] + 100] * (58 - p[-1]), "finish_reason": "length"}  # 50: all of 8
             for i, p in enumerate(body["prompt"])
         ]
         return web.json_response({"choices": choices[::-1]})  # the order of choices is not promised
@@ -107,10 +108,26 @@ def test_answers_come_in_order_in_chunks_with_bounded_concurrency():
         done = c.complete([[1, i] for i in range(10)], on_chunk=lambda where, what: got.append((where, len(what))))
         assert [d.token_ids for d in done] == EXPECTED  # without the end token
         assert sorted(i for where, _ in got for i in where) == list(range(10))
-        assert c.complete([[50]]) == [Completion((150,), hit_limit=True)]
+        assert c.complete([[50]]) == [Completion((150,) * 8, hit_limit=True)]
     assert server.most_inside == 2 and max(len(r["prompt"]) for r in server.requests) == 4
     first = server.requests[0]
     assert first["model"] == "served" and first["temperature"] == 0 and first["max_tokens"] == 8
+
+
+def test_a_completion_cut_by_the_servers_own_room_is_refused():
+    with FakeServer().running() as url, client(url) as c:
+        with pytest.raises(RequestRefused, match="ended a completion at 5 tokens for want of room.*max-model-len"):
+            c.complete([[53]])
+
+
+def test_an_address_that_lists_no_models_is_told():
+    class Other(FakeServer):
+        async def models(self, request):
+            return web.Response(text="<html>hello</html>")
+
+    with Other().running() as url, client(url) as c:
+        with pytest.raises(RequestRefused, match="lists no models: is a vLLM server there"):
+            c.check_model()
 
 
 def test_a_failure_that_passes_is_retried():

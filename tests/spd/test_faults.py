@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.helpers.spd_run import SPDRuns, driver_of, ranks_of
+from verl.utils.checkpoint.publish import verify_manifest
 from verl.workers.rollout.spd.server import LocalVllmServer
 
 STEPS = 10
@@ -94,6 +95,74 @@ def ended(run: subprocess.Popen, within: float) -> int:
             run.kill()
 
 
+@contextmanager
+def running(runs: SPDRuns, name: str, *more: str):
+    """A run with a store of its own, dead after the block."""
+    run = runs.start(name, *more, store=f"{name}.sqlite3")
+    try:
+        yield run
+    finally:
+        for process in [*psutil.Process(run.pid).children(recursive=True)] if run.poll() is None else []:
+            tell([process], signal.SIGKILL)
+        run.kill()
+        run.wait(30)
+
+
+def test_a_killed_rank_ends_the_run_with_its_name(runs, servers):
+    with running(runs, "rank_killed", *QUICK) as run:
+        runs.wait_for_step("rank_killed", 2, run)
+        ranks_of(run)[0].kill()
+        started = time.monotonic()
+        assert ended(run, 60) == 1
+        assert time.monotonic() - started < 30
+    told = runs.log("rank_killed").rpartition("Training failed:")[2]
+    assert "died while the group was in" in told and "rank" in told
+    assert runs.saved_step("rank_killed") >= 1
+
+
+def test_a_stopped_rank_is_found_by_the_watchdog(runs, servers):
+    limits = [f"trainer.watchdog.{phase}=10" for phase in ("generate", "log_prob", "update", "save")]
+    with running(runs, "rank_stopped", "--ranks", "2", *QUICK, *limits) as run:
+        runs.wait_for_step("rank_stopped", 2, run)
+        stopped = ranks_of(run)[0]
+        tell([stopped], signal.SIGSTOP)
+        assert ended(run, 10 + 30) == 1
+    log = runs.log("rank_stopped")
+    told = log.rpartition("Training failed:")[2]
+    assert "(stopped) did not finish" in told and "trainer.watchdog." in told
+    assert told.count("(stopped)") == 1
+    assert "most recent call first" in log  # the stacks of a rank that still runs
+    assert not psutil.pid_exists(stopped.pid)
+
+
+def leave_free(disk: Path, count: int) -> None:
+    """Fill a disk up to its last `count` bytes while others write to it."""
+    with open(disk / "filler", "wb", buffering=0) as filler:
+        while (free := shutil.disk_usage(disk).free) > count:
+            filler.write(b"x" * min(free - count, 1 << 20))
+
+
+def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(runs, servers):
+    disk = runs.directory / "disk_full"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"this machine mounts no tmpfs for us: {mounted.stderr.decode().strip()}")
+    try:
+        with running(runs, "disk_full", *QUICK) as run:
+            runs.wait_for_step("disk_full", 2, run)
+            leave_free(disk, 300_000)
+            assert ended(run, 120) == 1
+        told = runs.log("disk_full").rpartition("Training failed:")[2]
+        kept = runs.saved_step("disk_full")
+        assert "no room for the checkpoint" in told and str(disk) in told and "bytes" in told
+        assert kept >= 1
+        verify_manifest(disk / f"global_step_{kept}")
+        assert not list(disk.glob("*.tmp"))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=False)
+
+
 def test_servers_that_hang_crawl_and_die_lose_no_sample(runs, servers):
     run = runs.start("servers", *QUICK)
     first = everyone_of(servers[0])
@@ -128,50 +197,6 @@ def test_with_no_server_left_the_run_ends_with_its_checkpoint_kept(runs, servers
     assert len(runs.rows("alone")) >= runs.saved_step("alone")
 
 
-@contextmanager
-def local_run(runs: SPDRuns, name: str, *more: str):
-    """A run with a server of its own, dead after the block."""
-    given, runs.urls = runs.urls, []
-    try:
-        run = runs.start(name, *more, store=f"{name}.sqlite3")
-    finally:
-        runs.urls = given
-    try:
-        yield run
-    finally:
-        for process in [*psutil.Process(run.pid).children(recursive=True)] if run.poll() is None else []:
-            tell([process], signal.SIGKILL)
-        run.kill()
-        run.wait(30)
-
-
-def test_a_killed_rank_ends_the_run_with_its_name(runs):
-    with local_run(runs, "rank_killed", "--ranks", "2") as run:
-        runs.wait_for_step("rank_killed", 2, run)
-        ranks_of(run)[1].kill()
-        started = time.monotonic()
-        assert ended(run, 60) == 1
-        assert time.monotonic() - started < 30
-    told = runs.log("rank_killed").rpartition("Training failed:")[2]
-    assert "died while the group was in" in told and "rank" in told
-    assert runs.saved_step("rank_killed") >= 1
-
-
-def test_a_stopped_rank_is_found_by_the_watchdog(runs):
-    limits = [f"trainer.watchdog.{phase}=15" for phase in ("generate", "log_prob", "update", "save")]
-    with local_run(runs, "rank_stopped", "--ranks", "2", *limits) as run:
-        runs.wait_for_step("rank_stopped", 2, run)
-        stopped = ranks_of(run)[0]
-        tell([stopped], signal.SIGSTOP)
-        assert ended(run, 15 + 30) == 1
-    log = runs.log("rank_stopped")
-    told = log.rpartition("Training failed:")[2]
-    assert "(stopped) did not finish" in told and "trainer.watchdog." in told
-    assert told.count("(stopped)") == 1 and "rank 0" in told or "rank 1" in told
-    assert "most recent call first" in log  # the stacks of a rank that still runs
-    assert not psutil.pid_exists(stopped.pid)
-
-
 def listening(processes: list[psutil.Process]) -> set[int]:
     """TCP ports on which the processes listen."""
     found = set()
@@ -184,8 +209,9 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 
 def test_a_killed_driver_leaves_nothing_behind(runs):
+    runs.urls = []  # this one starts a server of its own, which must go as well
     shared_before = set(os.listdir("/dev/shm"))
-    with local_run(runs, "driver_killed") as run:
+    with running(runs, "driver_killed") as run:
         runs.wait_for_step("driver_killed", 2, run)
         mine = psutil.Process(run.pid).children(recursive=True)
         ports = listening(mine)
@@ -199,33 +225,3 @@ def test_a_killed_driver_leaves_nothing_behind(runs):
     for port in ports:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0, port
-
-
-def leave_free(disk: Path, count: int) -> None:
-    """Fill a disk up to its last `count` bytes while others write to it."""
-    with open(disk / "filler", "wb", buffering=0) as filler:
-        while (free := shutil.disk_usage(disk).free) > count:
-            filler.write(b"x" * min(free - count, 1 << 20))
-
-
-def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(runs):
-    disk = runs.directory / "disk_full"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"this machine mounts no tmpfs for us: {mounted.stderr.decode().strip()}")
-    try:
-        with local_run(runs, "disk_full") as run:
-            runs.wait_for_step("disk_full", 2, run)
-            leave_free(disk, 300_000)
-            assert ended(run, 120) == 1
-        told = runs.log("disk_full").rpartition("Training failed:")[2]
-        kept = runs.saved_step("disk_full")
-        assert "no room for the checkpoint" in told and str(disk) in told and "bytes" in told
-        assert kept >= 1
-        (disk / "filler").unlink()
-        with local_run(runs, "disk_full", f"trainer.total_training_steps={kept + 1}") as run:
-            assert ended(run, 200) == 0, runs.log("disk_full")[-3000:]
-        assert f"resuming from {disk}/global_step_{kept}" in runs.log("disk_full")
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=False)

@@ -85,6 +85,11 @@ def test_draws_depend_on_seed_step_and_row_not_on_neighbours_or_width():
         ("work #### 18", "18"),
         (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("The answer is $-3.", "-3"),
+        ("The answer is **18**.", "18"),
+        (r"The answer is \( 18 \)", "18"),
+        ("The answer is 5 . Q: more ? #### 7", "7"),  # the last mark counts, whichever it is
+        (r"#### 7 so \boxed{9}", "9"),
+        (r"\boxed{9} so the answer is 7", "7"),
         ("22 apples", None),
     ],
 )

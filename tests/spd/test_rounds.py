@@ -16,7 +16,8 @@ def parity_scores(blocks) -> torch.Tensor:
     for ids, (_, _, draft, length, target) in zip(blocks.input_ids.tolist(), blocks.spd_layout.tolist(), strict=True):
         pairs = zip(ids[draft : draft + length], ids[target : target + length], strict=True)
         rows.append([1.0 if (d - t) % 2 == 0 else -1.0 for d, t in pairs])
-    return torch.tensor(rows)
+    width = max(map(len, rows))
+    return torch.tensor([row + [50.0] * (width - len(row)) for row in rows])
 
 
 def argmax_after(model, ids: list[int]) -> int:
@@ -72,8 +73,19 @@ def test_a_rank_with_fewer_blocks_takes_part_in_every_forward():
         return parity_scores(blocks)
 
     # Another rank has 7 blocks each time: three forwards of up to three rows.
-    rounds = further(target, target, blocks=2, gather=lambda mine: [mine, 3])
+    asked = iter([1, 3, 3])  # by that rank: chunks, then forwards of each round
+    rounds = further(target, target, blocks=2, gather=lambda mine: [mine, next(asked)])
     rounds.extend(contexts, scores)
     assert len(shapes) == 6
     shapes.clear()
+    asked = iter([1, 3, 3])
     assert rounds.extend([], scores) == {} and shapes == [1] * 6
+
+
+@torch.no_grad()
+def test_chunks_change_nothing(monkeypatch):
+    target = tiny_llama(0)
+    contexts = [tuple(ids) for ids in ragged_prompts(9)]
+    whole = further(target, noisy_copy(target, 0.08, 1), blocks=2).extend(contexts, parity_scores)
+    monkeypatch.setattr("verl.workers.rollout.spd.rounds.ROWS_AT_A_TIME", 4)
+    assert further(target, noisy_copy(target, 0.08, 1), blocks=2).extend(contexts, parity_scores) == whole

@@ -56,6 +56,8 @@ def test_length_penalty_costs_right_answers_that_grew():
     assert score(4, 1, 1, length_penalty=2.0, **lengths)["score"] == 2.0 - 2.0 * 5 / 10
     assert score(4, 0, 1, length_penalty=2.0, **lengths)["score"] == -7.0  # a wrong answer pays no more
     assert score(4, 1, 1, length_penalty=2.0, hybrid_length=8, baseline_length=10)["score"] == 2.0
+    at_once = {"hybrid_length": 3, "baseline_length": 0}  # the target would have ended there
+    assert score(4, 1, 1, length_penalty=2.0, **at_once)["score"] == 2.0 - 2.0 * 3
     with pytest.raises(ValueError, match="baseline_length=None"):
         score(4, 1, 1, length_penalty=2.0, hybrid_length=8)
 

@@ -11,7 +11,9 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.spd_run import SPDRuns
 from verl.workers.rollout.spd.server import LocalVllmServer
 
@@ -54,6 +56,23 @@ def test_two_ranks_give_the_losses_of_one(bench):
             assert two["data"][name] == pytest.approx(one["data"][name], rel=1e-5, abs=1e-5), (one["step"], name)
     for name, weight in bench.weights("whole").items():
         np.testing.assert_allclose(bench.weights("two")[name], weight, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_an_own_backbone_trains_whole_or_by_lora_and_loads_again(bench, lora_rank):
+    name = f"own{lora_rank}"
+    own = ("--backbone", "own", "--lora-rank", str(lora_rank), "--lr", "1e-3")
+    bench.run(name, *own, "trainer.total_training_steps=2")
+    rows = bench.rows(name)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["data"]["training/scored_samples"] == 8 * 4 for row in rows)
+    assert any(row["data"]["actor/grad_norm"] > 0 for row in rows)
+    saved = [bench.directory / name / f"global_step_{step}" / "actor" / "huggingface" for step in (1, 2)]
+    first, second = (AutoModelForSPDScoring.from_pretrained(folder, base_model_path=bench.model) for folder in saved)
+    changed = [k for k, v in second.state_dict().items() if not torch.equal(v, first.state_dict()[k])]
+    in_backbone = [k for k in changed if k.startswith("backbone.")]
+    assert any(k.startswith("head.") for k in changed) and in_backbone
+    assert all(".lora_" in k for k in in_backbone) is bool(lora_rank)
 
 
 def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench):

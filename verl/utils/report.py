@@ -23,7 +23,7 @@ from verl.utils.report_plots import Curve, draw_panel
 
 TEMPLATE = Path(__file__).with_name("report_template.html.jinja")
 
-_DRIFT = ("actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
+_DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
 # Panels shown first when the run has their metrics: (title, what it tells, metric names or prefixes ending in "/").
 HEADLINES = (
     ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),

@@ -131,6 +131,19 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
     assert second.counters == whole.counters
 
 
+def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    validated = {"trainer__val_before_train": "true"}
+    fake_trainer(compose_run(tmp_path / "whole", "unused", **validated)).fit()
+    first = fake_trainer(compose_run(tmp_path / "parts", "unused", **validated))
+    first.stop_requested = lambda: first.global_steps == 2
+    first.fit()
+    fake_trainer(compose_run(tmp_path / "parts", "unused", **validated)).fit()
+    rows = metrics_rows(tmp_path / "parts")
+    assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(len(rows)))
+
+
 def test_changed_training_data_are_refused_unless_allowed(tmp_path):
     first = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__save_freq=1))
     first.fit()

@@ -138,7 +138,8 @@ class RunKeeping:
 
     def _validate_before_training(self) -> None:
         trainer = self.config.trainer
-        if self.val_reward_fn is not None and (trainer.val_only or trainer.val_before_train):
+        fresh = self.global_steps == 0  # a resumed run has that row already
+        if self.val_reward_fn is not None and (trainer.val_only or (trainer.val_before_train and fresh)):
             self._log_rows(self._validate())
 
     def _validate_if_due(self) -> None:

@@ -107,16 +107,16 @@ def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, 
 
 
 def _length_cost(extra_info: Mapping[str, Any], penalty: float) -> float:
-    """penalty * max(0, extra tokens) / the baseline's tokens, both lengths counted from the end of the context."""
+    """penalty * max(0, extra tokens) / the baseline's tokens (at least 1), both counted from the end of the context."""
     if penalty == 0:
         return 0.0
     lengths = [extra_info.get(name) for name in ("hybrid_length", "baseline_length")]
-    if None in lengths or lengths[1] <= 0:
+    if None in lengths:
         raise ValueError(
             f"spd.reward.length_penalty={penalty} needs the lengths of both outputs, but extra_info has "
             f"hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}."
         )
-    return penalty * max(0, lengths[0] - lengths[1]) / lengths[1]
+    return penalty * max(0, lengths[0] - lengths[1]) / max(1, lengths[1])
 
 
 def compute_score(

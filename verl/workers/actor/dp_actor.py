@@ -150,8 +150,9 @@ class DataParallelPPOActor(BasePPOActor):
             loss = loss + config.kl_loss_coef * kl_loss
         counted = mask.bool()
         drift = torch.where(counted, (log_prob.detach() - old).abs(), 0.0)
-        additive["actor/logprob_drift"] = drift.sum().item() * dp_size / config.global_batch_info["batch_num_tokens"]
-        return loss, additive, {**means, "actor/logprob_drift_max": drift.max().item()}
+        mean_drift, max_drift = self.policy.drift_metrics
+        additive[mean_drift] = drift.sum().item() * dp_size / config.global_batch_info["batch_num_tokens"]
+        return loss, additive, {**means, max_drift: drift.max().item()}
 
     def _select(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Only what the forward and the loss read: the rest need not be cut and moved."""

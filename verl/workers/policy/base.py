@@ -18,6 +18,9 @@ class Policy(ABC):
     #: tensors of the batch that `log_probs` reads
     required_keys: tuple[str, ...] = ("responses", "input_ids", "attention_mask", "position_ids")
 
+    #: metrics of |log-prob in the update - log-prob before it|: mean and maximum over counted positions
+    drift_metrics: tuple[str, str] = ("actor/logprob_drift", "actor/logprob_drift_max")
+
     def bind(self, model: nn.Module) -> None:  # noqa: B027
         """Called once with the model, sharded or not, before its first use."""
 

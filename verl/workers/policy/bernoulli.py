@@ -18,6 +18,8 @@ class BernoulliPolicy(Policy):
     forwarded once and its z handed to every sample; gradients of the samples add up in that one forward.
     """
 
+    drift_metrics = ("spd/drift/mean", "spd/drift/max")
+
     def __init__(self, share: bool = False):
         self.share = share
         self.required_keys = ("responses", "input_ids", "attention_mask", "position_ids", "spd_layout")

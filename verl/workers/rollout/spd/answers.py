@@ -5,17 +5,23 @@ from __future__ import annotations
 import re
 
 _NUMBER = r"[-+]?\$?\s*\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"
-_AFTER_IS = re.compile(r"answer\s+is\s*:?\s*\$?\s*(" + _NUMBER + ")", re.IGNORECASE)
-_AFTER_HASHES = re.compile(r"####\s*\$?\s*(" + _NUMBER + ")")
+_MARKUP = r"[\s*_`$(:]*(?:\\\(|\\\[)?\s*"  # of chat models: bold, code, TeX
+_MARKED = re.compile(rf"(?:answer\s+is|####){_MARKUP}({_NUMBER})", re.IGNORECASE)
+_BOXED = "\\boxed{"
 
 
 def extract_answer(text: str) -> str | None:
-    """The number after the last "answer is", else the last "####", else in the last \\boxed{}; None without one."""
-    for pattern in (_AFTER_IS, _AFTER_HASHES):
-        found = pattern.findall(text)
-        if found:
-            return normalise(found[-1])
-    boxed = _last_boxed(text)
+    """What stands last behind "answer is", behind "####" or in \\boxed{}; None where none of them stands.
+
+    The last of all: an example in the prompt may end its answer another way.
+    """
+    marked = max(_MARKED.finditer(text), key=re.Match.start, default=None)
+    start = text.rfind(_BOXED)
+    if marked is not None and marked.start() > start:
+        return normalise(marked.group(1))
+    boxed = _braced(text, start + len(_BOXED)) if start >= 0 else None
+    if boxed is None and marked is not None:
+        boxed = marked.group(1)
     return None if boxed is None else normalise(boxed)
 
 
@@ -38,12 +44,9 @@ def is_correct(text: str, ground_truth: object) -> bool:
     return found == (normalise(str(ground_truth)) if wanted is None else wanted)
 
 
-def _last_boxed(text: str) -> str | None:
-    """What stands in the braces of the last \\boxed{...}, nested braces included."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, first = 1, start + len("\\boxed{")
+def _braced(text: str, first: int) -> str | None:
+    """What stands from `first` up to the brace that closes the one before it; None where none does."""
+    depth = 1
     for i in range(first, len(text)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:

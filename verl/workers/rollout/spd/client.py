@@ -195,6 +195,12 @@ class VllmEngineServer:
                 raise RequestRefused(
                     f"SPD server {url} sends no token_ids; a vLLM that knows return_token_ids is needed."
                 )
+            if choice["finish_reason"] == "length" and len(ids) < self.max_tokens:
+                raise RequestRefused(
+                    f"SPD server {url} ended a completion at {len(ids)} tokens for want of room, before the "
+                    f"{self.max_tokens} of spd.rollout.max_tokens: raise its --max-model-len (of a local server: "
+                    "spd.rollout.max_model_len)."
+                )
             while ids and ids[-1] in self.eos:
                 ids = ids[:-1]
             done.append(Completion(tuple(ids), hit_limit=choice["finish_reason"] == "length"))

@@ -13,6 +13,7 @@ from verl.workers.rollout.spd.decode import Block, speculative_generate
 
 Scores = Callable[[SPDInputData], torch.Tensor]  # blocks -> z [B, g]
 Gather = Callable[[Any], list[Any]]  # what every rank gave, in rank order
+ROWS_AT_A_TIME = 256  # each has its key/value caches
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,14 @@ class FurtherRounds:
 
     def extend(self, contexts: Sequence[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Continuation]:
         """Context (token ids) -> what `blocks` more rounds add to it. Every rank calls it, with no context too."""
-        distinct = list(dict.fromkeys(contexts))
+        distinct, size = list(dict.fromkeys(contexts)), ROWS_AT_A_TIME
+        found: dict[tuple[int, ...], Continuation] = {}
+        for chunk in range(max(self.gather(-(-len(distinct) // size)))):
+            found |= self._extend(distinct[chunk * size : (chunk + 1) * size], scores)
+        return found
+
+    def _extend(self, contexts: list[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Continuation]:
+        """The same of at most ROWS_AT_A_TIME contexts."""
         judged = 0
 
         def judge(block: Block) -> torch.Tensor:
@@ -50,12 +58,12 @@ class FurtherRounds:
             return (z > 0).to(block.draft_ids.device)
 
         found: dict[tuple[int, ...], Continuation] = {}
-        if distinct:
+        if contexts:
             result = speculative_generate(
-                self.target, self.draft, distinct, judge, gamma=self.gamma, eos_token_id=sorted(self.eos),
-                max_new_tokens=self.blocks * (self.gamma + 1), max_rounds=self.blocks, batch_size=len(distinct),
+                self.target, self.draft, contexts, judge, gamma=self.gamma, eos_token_id=sorted(self.eos),
+                max_new_tokens=self.blocks * (self.gamma + 1), max_rounds=self.blocks, batch_size=len(contexts),
             )  # fmt: skip
-            for context, tokens, ended in zip(distinct, result.tokens, result.finished, strict=True):
+            for context, tokens, ended in zip(contexts, result.tokens, result.finished, strict=True):
                 found[context] = Continuation(tuple(tokens[:-1] if ended else tokens), ended)
         for _ in range(self.blocks - judged):  # rows here ended early; others may still judge
             self._scores([], [], [], scores)
@@ -77,8 +85,13 @@ class FurtherRounds:
         return torch.cat(parts) if parts else torch.empty(0, self.gamma)
 
     def _forward(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
+        # A draft is shown up to its first end token, as in the training data: nobody reads what follows.
+        ends = [next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids)) for ids in drafts]
         sep = self.sep_token_id
         blocks = SPDInputData.from_blocks(
-            contexts, drafts, targets, sep_token_id=sep, pad_token_id=sep, device=self.target.device
-        )
-        return scores(blocks)
+            contexts, [ids[:end] for ids, end in zip(drafts, ends, strict=True)],
+            [ids[: end + 1] for ids, end in zip(targets, ends, strict=True)],
+            sep_token_id=sep, pad_token_id=sep, device=self.target.device,
+        )  # fmt: skip
+        z = scores(blocks)
+        return torch.nn.functional.pad(z, (0, self.gamma - z.shape[1]), value=-1.0)

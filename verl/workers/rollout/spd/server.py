@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 LOCAL_VARIABLE = "SPD_LOCAL_SERVER"  # names, to the processes of a run, the server that its entry started for them
 _LOG_TAIL = 25
+_GPU_SHARE = 0.5  # spd.rollout.server_args=[--gpu-memory-utilization,...] sets another
 _KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM fills it with zeros before it serves, which takes seconds a GiB
 
 
@@ -143,6 +144,8 @@ class LocalVllmServer(RunningServer):
             # more of them than free cores a batch costs several times the CPU time.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+        else:  # the trainer lives on the same GPU; of two arguments alike the last one counts
+            command += ["--gpu-memory-utilization", str(_GPU_SHARE)]
         command += list(extra_args or [])
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(log_file, "w") as log:
@@ -170,5 +173,5 @@ class LocalVllmServer(RunningServer):
 def server_of(settings: SPDSettings, prompt_length: int, response_length: int) -> LocalVllmServer:
     """Start the server of a run; it takes context, block and completion together, unless max_model_len says else."""
     rollout = settings.rollout
-    length = rollout.max_model_len or prompt_length + response_length + 1 + rollout.max_tokens
+    length = rollout.max_model_len or prompt_length + rollout.rounds * (response_length + 1) + rollout.max_tokens
     return LocalVllmServer(settings.target_path, rollout.server_log, length, rollout.server_args)
