@@ -27,8 +27,8 @@ from aiohttp import web
 
 from scripts import submit_spd as command
 from tests.helpers.models import save_tiny_llama
+from tests.helpers.spd_run import write_blocks
 from tests.spd.test_client import FakeServer
-from tests.spd.test_spd_run import write_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands in for the training: says what it got; `code` ends it, `wait` waits for the signal that stops a job.
