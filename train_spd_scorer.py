@@ -10,7 +10,6 @@ REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE and LOGURU_LEVEL are r
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).resolve().parent
-PR_SET_PDEATHSIG = 1
 # Options that are written into the config too: the environment does not travel to the workers of a remote cluster.
 REWARD_VARIABLES = {
     "REWARD_ALPHA": "spd.reward.alpha", "REWARD_PENALTY_BREAK": "spd.reward.penalty_break",
@@ -273,8 +271,12 @@ def _sound_config(command: Sequence[str]) -> DictConfig | None:
 def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the trainer; SIGTERM, SIGHUP and Ctrl-C go on to it, once each: it saves and stops. Gives its exit code."""
     logger.info("starts {}", " ".join(command))
+    from verl.workers.rollout.spd.supervisor import end_with_parent
+
     # In a group of its own: a terminal's Ctrl-C would reach it twice, and a second signal ends it without saving.
-    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT, process_group=0, preexec_fn=_stop_with_parent)
+    # SIGTERM when this process is killed: it saves and stops.
+    ending = {"process_group": 0, "preexec_fn": lambda: end_with_parent(signal.SIGTERM)}
+    child = subprocess.Popen(list(command), env=dict(env), cwd=ROOT, **ending)
     previous = {}
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         previous[sign] = signal.signal(sign, lambda number, frame: child.send_signal(signal.SIGTERM))
@@ -283,12 +285,6 @@ def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
     finally:
         for sign, handler in previous.items():
             signal.signal(sign, handler)
-
-
-def _stop_with_parent() -> None:
-    """In the child: SIGTERM, so that it saves and stops, when this process is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

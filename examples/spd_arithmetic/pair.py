@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
+from verl.utils.dataset.spd_dataset import cut_at_end
 from verl.workers.rollout.spd.answers import extract_answer
 from verl.workers.rollout.spd.decode import Block, Judge, end_ids, greedy_generate, speculative_generate
 
@@ -82,12 +83,6 @@ def open_pair(files: PairFiles, decode: Callable[[Sequence[int]], str], workers:
     """The pair in these files; two vocabularies are a ValueError."""
     (ends,) = workers.run([partial(_ends, files)], lambda *_: None)
     return Pair(files, decode, ends, workers)
-
-
-def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Drop what a draft says after its own end token: nobody ever reads it."""
-    end = next((i for i, token in enumerate(draft) if token in ends), None)
-    return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
 
 
 @dataclass(frozen=True)

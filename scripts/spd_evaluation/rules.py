@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.utils.dataset.spd_dataset import SPDInputData
+from verl.utils.dataset.spd_dataset import SPDInputData, cut_at_end
 from verl.workers.rollout.spd.decode import Block, Judge
 
 
@@ -120,12 +120,12 @@ def scorer_inputs(
     A draft is shown up to its first end token, as in the training data: nobody reads what follows. Returns the fields
     of SPDInputData.
     """
-    drafts, targets = block.draft_ids.tolist(), block.target_ids.tolist()
-    shown = [next((i + 1 for i, token in enumerate(ids) if token in end_ids), len(ids)) for ids in drafts]
+    pairs = zip(block.draft_ids.tolist(), block.target_ids.tolist(), strict=True)
+    drafts, targets = zip(*(cut_at_end(draft, target, end_ids) for draft, target in pairs), strict=True)
     return SPDInputData.from_blocks(
         block.context_ids,
-        [ids[:end] for ids, end in zip(drafts, shown, strict=True)],
-        [ids[: end + 1] for ids, end in zip(targets, shown, strict=True)],
+        drafts,
+        targets,
         sep_token_id=sep_token_id,
         pad_token_id=pad_token_id,
         device=block.draft_ids.device,

@@ -40,6 +40,12 @@ def build_spd_input(
     }  # fmt: skip
 
 
+def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Drop what a draft says after its own end token: nobody ever reads it."""
+    end = next((i for i, token in enumerate(draft) if token in ends), None)
+    return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
+
+
 def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
     """spd_layout: context_start, context_len, draft_start, draft_len, target_start after `padding` columns in front.
 

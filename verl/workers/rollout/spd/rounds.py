@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl.utils.dataset.spd_dataset import SPDInputData
+from verl.utils.dataset.spd_dataset import SPDInputData, cut_at_end
 from verl.workers.rollout.spd.decode import Block, speculative_generate
 
 Scores = Callable[[SPDInputData], torch.Tensor]  # blocks -> z [B, g]
@@ -85,13 +85,8 @@ class FurtherRounds:
         return torch.cat(parts) if parts else torch.empty(0, self.gamma)
 
     def _forward(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
-        # A draft is shown up to its first end token, as in the training data: nobody reads what follows.
-        ends = [next((i + 1 for i, token in enumerate(ids) if token in self.eos), len(ids)) for ids in drafts]
-        sep = self.sep_token_id
-        blocks = SPDInputData.from_blocks(
-            contexts, [ids[:end] for ids, end in zip(drafts, ends, strict=True)],
-            [ids[: end + 1] for ids, end in zip(targets, ends, strict=True)],
-            sep_token_id=sep, pad_token_id=sep, device=self.target.device,
-        )  # fmt: skip
-        z = scores(blocks)
+        pairs = (cut_at_end(draft, target, self.eos) for draft, target in zip(drafts, targets, strict=True))
+        drafts, targets = zip(*pairs, strict=True)
+        tokens = {"sep_token_id": self.sep_token_id, "pad_token_id": self.sep_token_id}
+        z = scores(SPDInputData.from_blocks(contexts, drafts, targets, **tokens, device=self.target.device))
         return torch.nn.functional.pad(z, (0, self.gamma - z.shape[1]), value=-1.0)

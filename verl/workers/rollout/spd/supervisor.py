@@ -16,9 +16,10 @@ PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 
 
-def die_with_parent() -> None:
-    """In the child: SIGKILL if even this supervisor is killed."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(sign: int) -> None:
+    """In a child, before its program starts: have it get this signal when its parent is gone, SIGKILL included."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sign)
 
 
 def end_group(group: int, reap) -> None:
@@ -63,7 +64,8 @@ def main() -> int:
     stopping = []
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, lambda number, frame: stopping.append(number))
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    ending = {"start_new_session": True, "preexec_fn": lambda: end_with_parent(signal.SIGKILL)}
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, **ending)
     guard(child.pid)
     try:
         while child.poll() is None and not stopping and os.getppid() == owner:
