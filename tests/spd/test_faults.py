@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.disks import small_disk
 from tests.helpers.spd_run import SPDRuns, driver_of, ranks_of
 from verl.utils.checkpoint.publish import verify_manifest
 from verl.workers.rollout.spd.server import LocalVllmServer
@@ -143,12 +144,7 @@ def leave_free(disk: Path, count: int) -> None:
 
 
 def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(runs, servers):
-    disk = runs.directory / "disk_full"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"this machine mounts no tmpfs for us: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(runs.directory / "disk_full", "64m") as disk:
         with running(runs, "disk_full", *QUICK) as run:
             runs.wait_for_step("disk_full", 2, run)
             leave_free(disk, 300_000)
@@ -159,8 +155,6 @@ def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(runs, servers):
         assert kept >= 1
         verify_manifest(disk / f"global_step_{kept}")
         assert not list(disk.glob("*.tmp"))
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=False)
 
 
 def test_servers_that_hang_crawl_and_die_lose_no_sample(runs, servers):

@@ -1,13 +1,16 @@
 """Engine checkpoints on one rank: resume to the bit, contents, refusals, nothing unpickled on trust."""
 
 import json
+import os
 import pickle
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.helpers.disks import small_disk
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from verl.utils.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
 
@@ -127,10 +130,26 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_named(tiny_llama, tmp_pat
 
 
 def test_a_full_disk_is_seen_before_writing(tiny_llama, tmp_path, monkeypatch):
-    import shutil
-
     engine = make_engine(tiny_llama)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(OSError, match=r"bytes are needed, 10 are free"):
         engine.save_checkpoint(str(tmp_path / "actor"))
+
+
+def test_a_disk_that_fills_while_it_is_written_to_is_told_as_full(tiny_llama, tmp_path):
+    # Room for the tensors, too little for the archives around them and the files beside them.
+    engine = make_engine(tiny_llama, contents=("model", "optimizer", "extra", "hf_model"))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path / "whole"))
+    needed = 3 * sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    written = sum(f.stat().st_size for f in (tmp_path / "whole").rglob("*") if f.is_file())
+    assert written > needed + 100_000
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        for free in range(needed + 4096, written, 32_768):
+            shutil.rmtree(disk / "actor", ignore_errors=True)
+            with open(disk / "filler", "wb") as filler:
+                os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(disk).free - free)
+            with pytest.raises(OSError, match="no room for the checkpoint"):
+                engine.save_checkpoint(str(disk / "actor"))
+            os.unlink(disk / "filler")

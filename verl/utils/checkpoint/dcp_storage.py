@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
@@ -72,8 +73,15 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
-    """Writes tensors, sharded or alike on all ranks, as one distributed checkpoint. All ranks call it."""
-    dcp.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True))
+    """Writes tensors, sharded or alike on all ranks, as one distributed checkpoint. All ranks call it.
+
+    Raises OSError when a file could not be written.
+    """
+    try:
+        dcp.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True))
+    except CheckpointException as error:  # a BaseException: no `except Exception` above would see it
+        # torch's archive writer tells a failed write as a position that it did not expect
+        raise OSError(f"{folder} could not be written: {error}") from error
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from loguru import logger
 from peft import PeftModel, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -53,14 +54,18 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         optim = self._optimizer_tensors() if self.should_save_optimizer and self.optimizer is not None else {}
         needed = self._check_room(folder, [*model.values(), *optim.values()])
         try:
-            if model:
-                save_tensors(model, folder / "model")
-            if optim:
-                save_tensors(optim, folder / "optim")
-        except Exception as error:  # torch's archive writer tells a full disk as a position that it did not expect
+            self._write(folder, model, optim, global_step)
+        except (OSError, SafetensorError) as error:
             if shutil.disk_usage(folder).free < needed:
                 raise disk_full(folder, needed) from error
             raise
+        dist.barrier()
+
+    def _write(self, folder: Path, model: dict, optim: dict, global_step: int) -> None:
+        if model:
+            save_tensors(model, folder / "model")
+        if optim:
+            save_tensors(optim, folder / "optim")
         if self.should_save_extra:
             save_file(rng.get_rng_state(), folder / f"rng_rank_{dist.get_rank()}.safetensors")
         self._save_adapters(folder / "lora_adapter")
@@ -68,7 +73,6 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if dist.get_rank() == 0:
             _write_json(folder / EXTRA_FILE, self._extra_state(model, optim, global_step))
             _write_json(folder / "fsdp_config.json", {"FSDP_version": 2, "world_size": dist.get_world_size()})
-        dist.barrier()
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Trained parameters and stored buffers by name."""
