@@ -134,23 +134,34 @@ class Phases:
         return table
 
 
+def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
+    """Training of a scorer on a test bed's blocks, saved at its last step."""
+    command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
+    command += ["--blocks", str(testbed / "blocks_train.parquet")]
+    command += ["--metadata", str(testbed / "metadata_train.parquet")]
+    command += ["--store", str(store), "--steps", str(steps), "--seed", str(seed), "--save-freq", str(steps)]
+    command += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT)]
+    return [*command, "trainer.logger=[file]", "trainer.val_before_train=false"]
+
+
+def saved_scorer(run: Path, steps: int) -> Path:
+    """Where a training of that many steps leaves its scorer."""
+    return run / f"global_step_{steps}" / "actor" / "huggingface"
+
+
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase, as a user would type it."""
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
     make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(args.seed)]
     make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
-    train = [python, "train_spd_scorer.py", "--backbone", args.backbone, "--model", str(testbed / "target")]
-    for split, prefix in (("train", "--"), ("val", "--val-")):
-        train += [f"{prefix}blocks", str(testbed / f"blocks_{split}.parquet")]
-        train += [f"{prefix}metadata", str(testbed / f"metadata_{split}.parquet")]
-    train += ["--output-dir", str(run), "--store", str(args.out / "completions.sqlite3")]
-    train += ["--steps", str(args.steps), "--seed", str(args.seed), "--device", "cpu", "--epochs", "1000"]
-    train += [*OWN_TRAINING] if args.backbone == "own" else []
-    train += ["--max-tokens", str(LIMIT), "--save-freq", str(args.steps)]
-    train += ["trainer.logger=[file,tensorboard]", "trainer.val_before_train=false"]
+    train = training_command(testbed, run, args.out / "completions.sqlite3", args.steps, args.seed)
+    train += ["--backbone", args.backbone, *(OWN_TRAINING if args.backbone == "own" else ())]
+    train += ["--val-blocks", str(testbed / "blocks_val.parquet")]
+    train += ["--val-metadata", str(testbed / "metadata_val.parquet")]
+    train += ["trainer.logger=[file,tensorboard]"]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
-    evaluate += ["--scorer", str(run / f"global_step_{args.steps}" / "actor" / "huggingface")]
+    evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples.spd_arithmetic.demo import LIMIT, ROOT, PhaseFailed, run_logged
+from examples.spd_arithmetic.demo import LIMIT, ROOT, PhaseFailed, run_logged, saved_scorer, training_command
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 
@@ -36,14 +36,10 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(seed)]
     make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
-    train = [python, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
-    train += ["--blocks", str(testbed / "blocks_train.parquet"), "--metadata", str(testbed / "metadata_train.parquet")]
-    train += ["--store", str(out / "completions.sqlite3"), "--steps", str(args.steps), "--seed", str(seed)]
-    train += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT), "--save-freq", str(args.steps)]
-    train += ["trainer.logger=[file]", "trainer.val_before_train=false"]
+    train = training_command(testbed, run, out / "completions.sqlite3", args.steps, seed)
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
-    evaluate += ["--scorer", str(run / f"global_step_{args.steps}" / "actor" / "huggingface")]
+    evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]

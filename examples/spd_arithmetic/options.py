@@ -11,19 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Value
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.spd_arithmetic.demo import LIMIT, ROOT, STEPS, PhaseFailed, run_logged
-from scripts.spd_evaluation import measures, rules
-from spd_scorer import AutoModelForSPDScoring
-from verl.workers.rollout.spd.answers import is_correct
-from verl.workers.rollout.spd.decode import Judge, speculative_generate
+from examples.spd_arithmetic.demo import LIMIT, ROOT, STEPS, PhaseFailed, run_logged, saved_scorer, training_command
+from scripts.eval_spd_scorer import load_questions, parse
+from scripts.spd_evaluation import measures
+from scripts.spd_evaluation.pool import Job, Run
+from scripts.spd_evaluation.worker import Worker
 
 OPTIONS = {
     "default": [],
@@ -39,48 +39,32 @@ console = Console()
 def train(args: argparse.Namespace, option: str, seed: int) -> Path:
     """The scorer of one option and seed, trained here or by an earlier run."""
     testbed, run = args.testbed, args.out / f"{option}-seed{seed}"
-    command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
-    command += ["--blocks", str(testbed / "blocks_train.parquet")]
-    command += ["--metadata", str(testbed / "metadata_train.parquet")]
-    command += ["--store", str(args.out / "completions.sqlite3"), "--steps", str(args.steps), "--seed", str(seed)]
-    command += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT), "--save-freq", str(args.steps)]
-    command += ["trainer.logger=[file]", "trainer.val_before_train=false", "trainer.report=false"]
-    command += [setting.format(testbed=testbed) for setting in OPTIONS[option]]
-    scorer = run / f"global_step_{args.steps}" / "actor" / "huggingface"
+    command = training_command(testbed, run, args.out / "completions.sqlite3", args.steps, seed)
+    command += ["trainer.report=false", *(setting.format(testbed=testbed) for setting in OPTIONS[option])]
+    scorer = saved_scorer(run, args.steps)
     if not scorer.exists():
         run_logged(command, args.out / f"{option}-seed{seed}.log")
         console.print(f"trained {option}, seed {seed}")
     return scorer
 
 
-class Judged:
-    """Decodes the validation questions under a rule, and compares with exact match on the same questions."""
-
-    def __init__(self, testbed: Path):
-        lines = (testbed / "questions_val.jsonl").read_text().splitlines()
-        self.questions = [json.loads(line) for line in lines]
-        self.tokenizer = AutoTokenizer.from_pretrained(testbed / "target")
-        self.target = AutoModelForCausalLM.from_pretrained(testbed / "target").eval()
-        self.draft = AutoModelForCausalLM.from_pretrained(testbed / "draft").eval()
-        self.exact = self._decode(rules.exact())
-        self.target_tokens = sum(len(tokens) for tokens in self.exact[0].tokens)  # exact match is the target's own text
-
-    def _decode(self, judge: Judge) -> tuple:
-        result = speculative_generate(
-            self.target, self.draft, [q["prompt_ids"] for q in self.questions], judge, max_new_tokens=LIMIT,
-            eos_token_id=self.tokenizer.eos_token_id,
-        )
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in result.tokens]
-        correct = [ended and is_correct(text, q["ground_truth"])
-                   for ended, text, q in zip(result.finished, texts, self.questions, strict=True)]
-        return result, correct
-
-    def row(self, scorer: Path) -> measures.EvaluationRow:
-        """What the scorer does at z > 0."""
-        model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=self.target).eval()
-        result, correct = self._decode(rules.head_scorer(model, 0.0))
-        return measures.measure("scorer", 0.0, result, correct, exact_correct=self.exact[1],
-                                target_tokens=self.target_tokens)
+def judge(testbed: Path, scorers: Mapping[tuple[str, int], Path]) -> dict[tuple[str, int], measures.EvaluationRow]:
+    """Decode the validation questions with each scorer at z > 0; drops are against exact match."""
+    options = ["--target", str(testbed / "target"), "--draft", str(testbed / "draft"), "--max-new-tokens", str(LIMIT)]
+    for name in ("--questions", "--val-questions"):
+        options += [name, str(testbed / "questions_val.jsonl")]
+    options += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--out", str(testbed)]
+    exact, rows = None, {}
+    for job, scorer in scorers.items():
+        args = parse([*options, "--scorer", str(scorer)])
+        worker = Worker(Job(args, {"val": load_questions(args.questions, None)}, []), Value("q", 0))
+        exact = exact or worker.decode(Run("val", "exact", 0.0))
+        outcome = worker.decode(Run("val", "scorer", 0.0))
+        rows[job] = measures.measure(
+            "scorer", 0.0, outcome.result, outcome.correct, exact_correct=exact.correct,
+            target_tokens=sum(len(tokens) for tokens in exact.result.tokens),  # exact match is the target's own text
+        )  # fmt: skip
+    return rows
 
 
 def summarize(rows: Sequence[measures.EvaluationRow]) -> dict[str, float]:
@@ -123,8 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     except PhaseFailed as failure:
         console.print(f"[red]{failure}[/red]")
         return 1
-    judged = Judged(args.testbed)
-    found = {o: summarize([judged.row(scorers[o, seed]) for seed in args.seeds]) for o in args.options}
+    rows = judge(args.testbed, scorers)
+    found = {o: summarize([rows[o, seed] for seed in args.seeds]) for o in args.options}
     console.print(show(found))
     (args.out / "options.json").write_text(json.dumps({"seeds": args.seeds, "options": found}, indent=1))
     return 0
