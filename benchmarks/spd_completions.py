@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row, say
-from examples.spd_arithmetic.demo import LIMIT, ROOT, run_logged
+from examples.running import ROOT, run_logged
+from examples.spd_arithmetic.demo import LIMIT
 
 TESTBED = ROOT / "outputs" / "spd_arithmetic" / "testbed"
 SMALL_TESTBED = ROOT / "outputs" / "benchmarks" / "testbed"

@@ -9,28 +9,20 @@ arguments made before is reused.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-
+from examples.running import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
 from verl.utils.report import write_report
 
-ROOT = Path(__file__).resolve().parents[2]
-BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 120.0}
+BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 240.0, "evaluation": 160.0}
 STEPS = {"target": 90, "own": 230}
-JUST_NOW_S = 60.0  # between set-up and demo of one `make demo`
-PATIENCE_S = 120.0  # a stopped training finishes its start-up or step, and saves
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("-1", "0")}
 MARGINS = ("3", "4", "5")
@@ -40,98 +32,6 @@ MARGINS = ("3", "4", "5")
 OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
 OWN_TRAINING += ("--reward-penalty-break", "-32")
 OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
-console = Console()
-
-
-class PhaseFailed(RuntimeError):
-    """A command of the demo ended with an error; its log is named."""
-
-
-def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None = None, env: dict | None = None) -> None:
-    """Run a command with its output in `log`; `watch` is called twice a second meanwhile.
-
-    Raises PhaseFailed with the log's last lines when it fails; the child ends when this process is interrupted.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as out:
-        child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
-        try:
-            while child.poll() is None:
-                if watch is not None:
-                    watch()
-                time.sleep(0.5)
-        except BaseException:
-            child.terminate()
-            console.print(f"  waits for {command[1]} to end (at most {PATIENCE_S:.0f} s)")
-            try:
-                child.wait(timeout=PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-            raise
-    if watch is not None:
-        watch()
-    if child.returncode != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise PhaseFailed(f"{' '.join(command[:4])} ... ended with {child.returncode}; its last lines ({log}):\n{tail}")
-
-
-class TrainingWatch:
-    """Moves a progress bar along with the metrics that the trainer appends to metrics.jsonl."""
-
-    def __init__(self, metrics: Path, progress: Progress, total: int):
-        self.metrics, self.progress = metrics, progress
-        self.task = progress.add_task("starting Ray, FSDP and vLLM", total=total)
-        self.read_bytes = 0
-
-    def __call__(self) -> None:
-        if not self.metrics.exists() or self.metrics.stat().st_size == self.read_bytes:
-            return
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        self.read_bytes = self.metrics.stat().st_size
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        rows = [row for row in rows if "critic/score/mean" in row["data"]]
-        if rows:
-            data = rows[-1]["data"]
-            text = f"step {rows[-1]['step']}  reward {data['critic/score/mean']:+.3f}"
-            text += f"  accepted {data['spd/accepted_len/mean']:.2f}  entropy {data['actor/entropy']:.3f}"
-            self.progress.update(self.task, completed=rows[-1]["step"], description=text)
-
-
-def make_progress() -> Progress:
-    """Bar with elapsed and remaining time."""
-    return Progress(
-        TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=console
-    )
-
-
-class Phases:
-    """Runs named phases, and remembers what each took beside its budget (seconds)."""
-
-    def __init__(self, budget: dict[str, float]):
-        self.budget = budget
-        self.took: dict[str, float] = {}
-        record = Path(sys.prefix) / ".setup_seconds"  # scripts/setup_env.sh leaves it
-        if record.exists() and time.time() - record.stat().st_mtime < JUST_NOW_S:
-            self.took["set-up"] = float(record.read_text())
-
-    def run(self, name: str, work: Callable[[], None]) -> None:
-        """Announce, run and time one phase."""
-        console.print(f"[bold]{name}[/bold]  (budget {self.budget[name]:.0f} s)")
-        started = time.monotonic()
-        work()
-        self.took[name] = time.monotonic() - started
-        console.print(f"  took {self.took[name]:.0f} s of {self.budget[name]:.0f} s")
-
-    def table(self) -> Table:
-        """Budget against time taken, a row a phase and the sum."""
-        table = Table(title="Time")
-        for column in ("phase", "budget s", "took s"):
-            table.add_column(column, justify="left" if column == "phase" else "right")
-        for name, took in self.took.items():
-            table.add_row(name, f"{self.budget[name]:.0f}", f"{took:.0f}")
-        table.add_section()
-        table.add_row("all", f"{sum(self.budget[name] for name in self.took):.0f}", f"{sum(self.took.values()):.0f}")
-        return table
 
 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
@@ -195,19 +95,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def run_shown(command: list[str]) -> None:
-    """Run a command that draws its own progress bars. Raises PhaseFailed when it fails."""
-    code = subprocess.run(command, cwd=ROOT).returncode
-    if code != 0:
-        raise PhaseFailed(f"{' '.join(command[:4])} ... ended with {code}")
-
-
 def train(command: list[str], run: Path, steps: int) -> None:
     """Train anew (an older run of the demo makes way; the completion store stays) under a progress bar."""
     shutil.rmtree(run, ignore_errors=True)
     with make_progress() as progress:
+        watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
         environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}  # the rank and the server take turns
-        run_logged(command, run / "train.log", TrainingWatch(run / "metrics.jsonl", progress, steps), environment)
+        run_logged(command, run / "train.log", watch, environment)
+
+
+def describe(data: Mapping[str, float]) -> str:
+    """What of a step's metrics stands beside the bar."""
+    return f"  accepted {data['spd/accepted_len/mean']:.2f}  entropy {data['actor/entropy']:.3f}"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

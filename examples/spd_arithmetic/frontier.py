@@ -19,7 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples.spd_arithmetic.demo import LIMIT, ROOT, PhaseFailed, run_logged, saved_scorer, training_command
+from examples.running import ROOT, PhaseFailed, run_logged
+from examples.spd_arithmetic.demo import LIMIT, saved_scorer, training_command
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 

@@ -31,6 +31,8 @@ class ScoringModelConfig:
     backbone: str = "target"
     # Mask of the `own` backbone; `target` runs the target as it is, causally.
     attention: str = "causal"
+    # Last tokens of the context that the `own` backbone reads; 0 = all. `target` always reads the whole context.
+    context_tokens: int = 0
     # Width of the model underneath; 0 = as its config says.
     hidden_size: int = 0
     # Width of the target head's two hidden layers.
@@ -53,6 +55,11 @@ class ScoringModelConfig:
                 raise ValueError(
                     f"spd.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}."
                 )
+        if self.context_tokens < 0 or (self.context_tokens and self.backbone == "target"):
+            raise ValueError(
+                f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "
+                "reads so many tokens of the context, or all with 0; a target head needs 0."
+            )
         if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
             raise ValueError(
                 f"spd.backbone=target runs the frozen target causally, but spd.attention={self.attention!r} and "

@@ -87,6 +87,10 @@ class ScoringActor(nn.Module):
         gamma is the longest draft of the batch; matches and the padding of shorter drafts get mismatch_logit_value.
         `spd` and `hybrid` attention count their own positions, `target` those of context and draft alone.
         """
+        if self.config.context_tokens:
+            input_ids, attention_mask, position_ids, spd_layout = cut_context(
+                input_ids, attention_mask, spd_layout, self.config.context_tokens
+            )
         draft_ids, target_ids, judged = block_tokens(input_ids, spd_layout)
         if self.config.backbone == "target":
             hidden = self._target_hidden(input_ids, spd_layout, draft_ids.shape[1])
@@ -256,6 +260,20 @@ def _load_backbone(backbone: nn.Module, directory: Path, saved: ScoringModelConf
         return
     trained = AutoModel.from_pretrained(directory / BACKBONE_DIR, dtype=torch.float32)
     backbone.load_state_dict(trained.state_dict())
+
+
+def cut_context(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, spd_layout: torch.Tensor, keep: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same blocks with the last `keep` tokens of each context: ids, mask, positions [B, W], spd_layout [B, 5]."""
+    layout = spd_layout.clone()
+    layout[:, 0] += (spd_layout[:, 1] - keep).clamp(min=0)
+    layout[:, 1] = spd_layout[:, 1].clamp(max=keep)
+    first = int(layout[:, 0].min())
+    layout[:, [0, 2, 4]] -= first
+    columns = torch.arange(input_ids.shape[1] - first, device=input_ids.device)
+    mask = attention_mask[:, first : input_ids.shape[1]] * (columns >= layout[:, :1])
+    return input_ids[:, first:], mask, (mask.cumsum(-1) - 1).clamp(min=0), layout
 
 
 def block_tokens(input_ids: torch.Tensor, spd_layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

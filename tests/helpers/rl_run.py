@@ -26,6 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 def write_prompts(directory: Path, prompts: int = 24) -> dict[str, str]:
     """train.jsonl, val.jsonl and reward.py in `directory`; their paths by name."""
+    directory.mkdir(exist_ok=True)
     rows = [
         {
             "data_source": "letters",
@@ -78,15 +79,16 @@ def overrides(directory: Path, model: str, **more) -> list[str]:
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def compose_run(directory: Path, model: str, **more) -> DictConfig:
-    """The config of such a run."""
-    return OmegaConf.merge(_defaults(), OmegaConf.from_dotlist(overrides(directory, model, **more)))
+def compose_run(directory: Path, model: str, tree: str = "verl.trainer.config/ppo_trainer", **more) -> DictConfig:
+    """The config of such a run; `tree`: module and name of the config it starts from."""
+    return OmegaConf.merge(_defaults(tree), OmegaConf.from_dotlist(overrides(directory, model, **more)))
 
 
 @functools.cache
-def _defaults() -> DictConfig:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer")
+def _defaults(tree: str) -> DictConfig:
+    module, _, name = tree.partition("/")
+    with initialize_config_module(module, version_base=None):
+        return compose(name)
 
 
 def metrics_rows(directory: Path) -> list[dict]:
@@ -150,7 +152,7 @@ class FakeGroup:
         self.version = int((Path(path) / "version").read_text())
 
 
-def fake_trainer(config: DictConfig, group_class: type = FakeGroup):
+def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_class: type | None = None):
     """A RayPPOTrainer whose only worker group is a FakeGroup; nothing of it needs Ray."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
     from verl.trainer.ppo.reward import load_reward_manager
@@ -160,7 +162,7 @@ def fake_trainer(config: DictConfig, group_class: type = FakeGroup):
             self.resource_pool_dict = {"pool": None}
 
     tokenizer = make_tokenizer()
-    trainer = RayPPOTrainer(
+    trainer = (trainer_class or RayPPOTrainer)(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping={Role.ActorRollout: FakeGroup},

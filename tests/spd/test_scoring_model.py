@@ -67,6 +67,20 @@ def test_own_score_does_not_hang_on_padding_or_neighbours(tiny_llama, settings):
     assert torch.allclose(both[1:, :2], model(**alone.as_kwargs()), atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", ["causal", "spd", "hybrid"])
+def test_a_cut_context_is_a_block_that_begins_later(tiny_llama, attention):
+    model = build(tiny_llama, backbone="own", attention=attention, context_tokens=2)
+    found = model(**data().as_kwargs())
+    whole = build(tiny_llama, backbone="own", attention=attention)
+    short = SPDInputData.from_blocks(
+        [context[-2:] for context in CONTEXTS], DRAFTS, TARGETS, sep_token_id=3, pad_token_id=0
+    )
+    torch.testing.assert_close(found, whole(**short.as_kwargs()), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found, whole(**data().as_kwargs()), atol=1e-4)
+    with pytest.raises(ValueError, match="spd.context_tokens=2 does not fit spd.backbone=target"):
+        ScoringModelConfig(backbone="target", context_tokens=2)
+
+
 def test_what_each_mask_lets_the_first_score_see(tiny_llama):
     """Changing d_3 reaches z_2 (i = 1) under hybrid only; changing t_4, the bonus, likewise."""
     for attention, sees in (("causal", False), ("spd", False), ("hybrid", True)):

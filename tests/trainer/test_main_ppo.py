@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 
 from verl.trainer.main_ppo import create_rl_sampler
 from verl.trainer.ppo.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, refuse_missing_parts, uses_kl
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction, uses_kl
 
 
 def data_config(**keys):
@@ -68,12 +68,11 @@ def test_a_critic_is_needed_by_gae_alone_unless_said_otherwise():
     assert uses_kl(algorithm(use_kl_in_reward=True)) and not uses_kl(algorithm())
 
 
-def test_missing_parts_are_refused():
-    refuse_missing_parts(algorithm())
-    with pytest.raises(NotImplementedError, match="adv_estimator='gae' .* asks for a critic"):
-        refuse_missing_parts(algorithm(adv_estimator="gae"))
-    with pytest.raises(NotImplementedError, match="use_pf_ppo"):
-        refuse_missing_parts(algorithm(use_pf_ppo=True))
+def test_the_rollout_is_corrected_where_any_part_of_it_is_switched_on():
+    off = {"rollout_is": None, "rollout_rs": None, "rollout_token_veto_threshold": None, "bypass_mode": False}
+    assert rollout_correction(algorithm()) is None and rollout_correction(algorithm(rollout_correction=off)) is None
+    for part in ({"rollout_is": "token"}, {"rollout_token_veto_threshold": 1e-4}, {"bypass_mode": True}):
+        assert rollout_correction(algorithm(rollout_correction=off | part)) is not None
 
 
 def test_local_ray_has_a_cpu_for_each_rank_and_the_runner():

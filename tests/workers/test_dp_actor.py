@@ -135,10 +135,14 @@ def test_cuts_along_groups_keep_groups_whole():
     assert pack([[0, 1, 2], [3, 4]], [3, 2], 2) == [[0, 1, 2], [3, 4]]
     parts = [part for part, _ in micro_batches(batch, rows=5, tokens=None, whole_groups=True)]
     assert parts == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    lengths = batch.batch["attention_mask"].sum(-1)
-    budget = int(lengths[0] + lengths[3])
-    shared = micro_batches(batch, rows=None, tokens=budget, whole_groups=True, shared=True)
-    assert [part for part, _ in shared] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    mask = batch.batch["attention_mask"]
+    lengths, answers = mask.sum(-1), mask[:, -batch.batch["responses"].shape[1] :].sum(-1)
+    for budget, reads_answers in ((lengths[[0, 3]].sum(), False),
+                                  (lengths[[0, 3]].sum() + answers[[1, 2, 4]].sum(), True)):
+        for tokens, joined in ((int(budget), True), (int(budget) - 1, False)):
+            parts = micro_batches(batch, rows=None, tokens=tokens, whole_groups=True, shared=True,
+                                  reads_answers=reads_answers)
+            assert ([0, 1, 2, 3, 4] in [part for part, _ in parts]) == joined
 
 
 def test_pieces_go_back_to_their_rows():

@@ -15,7 +15,8 @@ from verl.workers.config import RolloutConfig
 from verl.workers.config.rollout import SamplingConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import BaseRollout, get_rollout_class, register_rollout
-from verl.workers.rollout.hf_rollout import HFRollout, Sampling, choose
+from verl.workers.rollout.hf_rollout import HFRollout, choose
+from verl.workers.rollout.sampling import Sampling, sampling_of
 
 PAD, EOS = 0, 2
 
@@ -137,9 +138,9 @@ def test_rollout_log_probs_are_the_actors(tiny_llama, temperature):
 
 def test_validation_uses_its_own_settings(tiny_llama):
     made = rollout(tiny_llama, temperature=0.7, val_kwargs=SamplingConfig(temperature=0.3, top_k=4, top_p=0.9))
-    assert made.sampling({"temperature": 0.7}) == Sampling(False, 0.7, -1, 1.0)
-    assert made.sampling({"temperature": 0.7, "validate": True}) == Sampling(False, 0.3, 4, 0.9)
-    assert made.sampling({"do_sample": False}).greedy
+    assert sampling_of(made.config, {"temperature": 0.7}) == Sampling(False, 0.7, -1, 1.0)
+    assert sampling_of(made.config, {"temperature": 0.7, "validate": True}) == Sampling(False, 0.3, 4, 0.9)
+    assert sampling_of(made.config, {"do_sample": False}).greedy
 
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
@@ -181,8 +182,9 @@ def test_registry_names_the_nearest_and_the_modes():
     assert get_rollout_class("hf", "sync") is HFRollout
     with pytest.raises(ValueError, match=r"rollout.name='hff' is unknown; did you mean 'hf'\?"):
         get_rollout_class("hff", "sync")
-    with pytest.raises(ValueError, match="rollout.mode='async' is unknown for rollout.name='hf'.*mode=sync"):
-        get_rollout_class("hf", "async")
+    with pytest.raises(ValueError, match="rollout.mode='server' is unknown for rollout.name='hf'.*mode=sync"):
+        get_rollout_class("hf", "server")
+    assert get_rollout_class("hf", "async") is HFRollout  # a step generates in one call either way
 
     @register_rollout("test_hf_rollout_own", "sync")
     class Own(BaseRollout):

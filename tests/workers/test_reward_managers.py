@@ -191,6 +191,7 @@ def reward_config(path=None, name="compute_score", **manager):
         {
             "custom_reward_function": {"path": path, "name": name},
             "reward_manager": settings,
+            "reward_model": {"overlong_buffer": None},
             "data": {"reward_fn_key": "data_source"},
         }
     )

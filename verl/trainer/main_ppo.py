@@ -11,12 +11,12 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.ppo.ray_session import StopFlag, run_until_done, started_session
-from verl.trainer.ppo.utils import Role, need_critic, refuse_missing_parts, uses_kl
+from verl.trainer.ppo.utils import Role, need_critic, uses_kl
 from verl.utils.config import hydra_main, validate_config
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 
-POOL = "global_pool"
+POOL, REWARD_POOL = "global_pool", "reward_pool"
 
 
 def __getattr__(name: str) -> Any:
@@ -45,9 +45,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
     try:
         validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
-        refuse_missing_parts(config)
         refuse_bad_input(config)
-    except (ValueError, NotImplementedError) as e:
+    except ValueError as e:
         sys.exit(str(e))
     runner_class = ray.remote(num_cpus=1)(TaskRunner) if task_runner_class is None else task_runner_class
     with started_session(config):
@@ -77,10 +76,20 @@ class TaskRunner:
         return ActorRolloutRefWorker, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
-        """There is no such worker in this version: asking for one ends with one sentence."""
-        refuse_missing_parts(config)
+        """The value model, where the estimator or critic.enable asks for one; in the actor's processes."""
+        from verl.workers.fsdp_workers import CriticWorker
 
-    add_reward_model_worker = add_critic_worker
+        if need_critic(config):
+            self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
+            self.mapping[Role.Critic] = POOL
+
+    def add_reward_model_worker(self, config: DictConfig) -> None:
+        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own."""
+        from verl.workers.fsdp_workers import RewardModelWorker
+
+        if config.reward_model.enable:
+            self.role_worker_mapping[Role.RewardModel] = ray.remote(RewardModelWorker)
+            self.mapping[Role.RewardModel] = REWARD_POOL if config.reward_model.enable_resource_pool else POOL
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:
         """The reference lives in the actor's process: as the actor without its adapters, or as a second engine."""
@@ -89,10 +98,12 @@ class TaskRunner:
             self.mapping[Role.RefPolicy] = POOL
 
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
-        """One pool: every role shares the ranks."""
+        """One pool that every role shares, and one for the reward model where it asks for ranks of its own."""
         from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 
         spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        if REWARD_POOL in self.mapping.values():
+            spec[REWARD_POOL] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
         return ResourcePoolManager(spec, self.mapping, use_gpu=config.trainer.device != "cpu")
 
     def make_trainer(self, config: DictConfig, stop_flag: Any = None) -> Any:

@@ -51,17 +51,7 @@ ARITHMETIC = {
 # Keys that users' scripts set and that have one working value here: what each must be, and why.
 FIXED: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.hybrid_engine": (True, "training and rollout always share their ranks"),
-    "actor_rollout_ref.rollout.mode": ("sync", "the server mode comes with multi-turn"),
     "actor_rollout_ref.rollout.multi_turn.enable": (False, "multi-turn is not built yet"),
-    "actor_rollout_ref.model.use_liger": (False, "Liger's kernels are not built in yet"),
-    "actor_rollout_ref.model.use_fused_kernels": (False, "fused kernels are not built in yet"),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (1, "sequence parallelism is not built yet"),
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": (1, "sequence parallelism is not built yet"),
-    "algorithm.rollout_correction.rollout_is": (None, "the correction of the rollout is not built yet"),
-    "algorithm.rollout_correction.rollout_rs": (None, "the correction of the rollout is not built yet"),
-    "algorithm.rollout_correction.bypass_mode": (False, "the correction of the rollout is not built yet"),
-    "algorithm.use_pf_ppo": (False, "preference feedback PPO is not built yet"),
-    "reward_model.enable": (False, "a model as the reward is not built yet; score with custom_reward_function.path"),
     "transfer_queue.enable": (False, "the transfer queue is not part of this project"),
     "global_profiler.tool": (None, "no profiler is built in yet"),
 }
@@ -229,7 +219,7 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
 
 def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
-    run, critic, path = plain["trainer"], plain["critic"]["enable"], plain["trainer"]["resume_from_path"]
+    run, path = plain["trainer"], plain["trainer"]["resume_from_path"]
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
     found = []
     if sampling["do_sample"] and sampling["temperature"] == 0:
@@ -238,10 +228,17 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     if not sampling["do_sample"] and sampling["n"] > 1:
         rule = f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true"
         found.append(wrong(f"{key}.n", f"{rule} and a temperature."))
-    if roles_in_use(plain)[1]:
-        key = "algorithm.adv_estimator"
-        rule = f"{key}={plain['algorithm']['adv_estimator']} with critic.enable={text(critic)} needs a critic, which "
-        found.append(wrong(key, f"{rule}is not built yet. Set {key}=grpo and critic.enable=null."))
+    correction, rollout = plain["algorithm"]["rollout_correction"], plain["actor_rollout_ref"]["rollout"]
+    parts = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
+    if used := [name for name in parts if correction and correction[name]]:
+        key = f"algorithm.rollout_correction.{used[0]}"
+        wanted = "actor_rollout_ref.rollout.calculate_log_probs"
+        if not rollout["calculate_log_probs"]:
+            rule = f"{key}={text(correction[used[0]])} compares with the rollout's log-probs, which are not asked for."
+            found.append(wrong(key, f"{rule} Set {wanted}=true."))
+    if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
+        rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
+        found.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
     if run["resume_mode"] == "resume_path" and (path is None or "global_step_" not in path):
         key = "trainer.resume_from_path"
         found.append(wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path."))

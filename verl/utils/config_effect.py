@@ -20,6 +20,13 @@ NOT_READ = {
     "actor_rollout_ref.*.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.*.entropy_checkpointing": "chunks of logits are always computed again in the backward",
     "actor_rollout_ref.*.entropy_from_logits_with_chunking": "logits are always taken in chunks",
+    "*.ulysses_sequence_parallel_size": "each rank keeps whole sequences, which takes more memory for the same loss",
+    "actor_rollout_ref.model.use_liger": "the model's own layers run, and logits are always taken in chunks",
+    "actor_rollout_ref.model.use_fused_kernels": "the model's own layers run, and logits are always taken in chunks",
+    "actor_rollout_ref.rollout.mode": "a step generates in one call on the ranks (sync)",
+    "critic.*.use_orig_params": "FSDP2 always keeps the original parameters",
+    "critic.model.enable_activation_offload": "activations stay on the device",
+    "critic.model.use_shm": "weights are read where they lie",
     "actor_rollout_ref.*.use_orig_params": "FSDP2 always keeps the original parameters",
     "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
     "actor_rollout_ref.model.hf_config_path": "the model is built from the config.json in its own folder",
@@ -36,8 +43,6 @@ NOT_READ = {
     "actor_rollout_ref.rollout.prometheus.*": "there is no server mode",
     "actor_rollout_ref.rollout.skip_rollout": "every step generates",
     "actor_rollout_ref.rollout.skip_dump_dir": "every step generates",
-    "algorithm.rollout_correction.*": "the rollout is not corrected",
-    "algorithm.pf_ppo.*": "samples are not drawn again",
     "data.tokenizer": "the data use the model's tokenizer",
     "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code decides",
     "data.return_raw_chat": "rows always carry the chat messages",
@@ -62,6 +67,20 @@ ENGINE_KEYS = (
     "repetition_penalty", "over_sample_rate",
 )  # fmt: skip
 
+VLLM_NOT_READ = {
+    f"actor_rollout_ref.rollout.{name}": why
+    for why, names in {
+        "an engine lives on one rank, or on tensor_model_parallel_size of them":
+            ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size"),
+        "weights are handed over tensor by tensor": ("update_weights_bucket_megabytes", "layered_summon"),
+        "weights wake before the cache": ("multi_stage_wake_up",),
+        "the engine takes and gives token ids": ("skip_tokenizer_init",),
+        "every prompt asked is answered": ("over_sample_rate",),
+        "engine_kwargs.vllm.hf_overrides takes such settings": ("quantization_config_file",),
+    }.items()
+    for name in names
+}  # fmt: skip
+
 
 def settings_without_effect(config: DictConfig) -> list[Problem]:
     """One sentence for each key that is set to another value than its default and that nothing reads."""
@@ -74,6 +93,8 @@ def settings_without_effect(config: DictConfig) -> list[Problem]:
     if rollout in ROLLOUTS_OF_THE_ACTOR:
         why = f"rollout {rollout} generates with the actor's own module"
         table.update({f"actor_rollout_ref.rollout.{name}": why for name in ENGINE_KEYS})
+    elif rollout == "vllm":
+        table.update(VLLM_NOT_READ)
     top = OmegaConf.to_container(OmegaConf.load(Path(verl.trainer.config.__file__).with_name("ppo_trainer.yaml")))
     found = []
     for key in paths(plain):

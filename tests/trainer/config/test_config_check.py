@@ -87,7 +87,7 @@ def test_a_removed_key_is_told():
         ("actor_rollout_ref.actor.calculate_entropy=1", "expected bool"),
         ("actor_rollout_ref.actor.checkpoint.save_contents=[models]", "did you mean 'model'"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "did you mean 'vanilla'"),
-        ("actor_rollout_ref.rollout.mode=async", "comes with multi-turn"),
+        ("algorithm.rollout_correction.bypass_mode=true", "rollout.calculate_log_probs=true"),
         ("actor_rollout_ref.rollout.val_kwargs.n=4", "greedy samples"),
         ("trainer.resume_mode=resume_path", "global_step_N"),
         ("reward_manager.source=importlib", "reward_manager.module.path"),
@@ -108,8 +108,7 @@ def test_an_unknown_estimator_has_the_nearest():
 @pytest.mark.parametrize(
     "override",
     [
-        "algorithm.rollout_correction.rollout_is=token", "algorithm.use_pf_ppo=true",
-        "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.multi_turn.enable=true",
         "actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.actor.optim.lr=nan",
     ],
 )  # fmt: skip
@@ -210,9 +209,12 @@ def test_validate_config_raises_one_error_with_all():
     validate_config(compose_ppo(*SOUND), use_reference_policy=False, use_critic=False)
 
 
-def test_what_is_not_built_is_said_before_the_start():
-    assert "needs a critic, which is not built yet" in only("algorithm.adv_estimator=gae").message
-    assert "custom_reward_function.path" in problems("reward_model.enable=true")[0].message
+def test_a_critic_and_a_reward_model_bring_their_own_rules():
+    assert problems("algorithm.adv_estimator=gae") == []
+    assert only("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=2000").key == "critic.ppo_mini_batch_size"
+    assert only("reward_model.enable=true").key == "reward_model.micro_batch_size_per_gpu"
+    shared = "actor_rollout_ref.actor.share_prompt_forward=true"
+    assert only("algorithm.use_pf_ppo=true", shared).key == "algorithm.use_pf_ppo"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from tests.helpers.configs import SOUND, compose_ppo
 from verl.utils.config import validate_config
 from verl.utils.config_check import paths
-from verl.utils.config_effect import ENGINE_KEYS, NOT_READ, settings_without_effect
+from verl.utils.config_effect import ENGINE_KEYS, NOT_READ, VLLM_NOT_READ, settings_without_effect
 
 
 def told(*overrides):
@@ -31,7 +31,10 @@ def test_defaults_and_followers_are_not_told():
         "actor_rollout_ref.actor.use_rollout_log_probs=true",
         "actor_rollout_ref.actor.checkpoint.async_save=true",
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
-        "algorithm.rollout_correction.rollout_is_threshold=3.0",
+        "actor_rollout_ref.rollout.mode=async",
+        "actor_rollout_ref.model.use_liger=true",
+        "actor_rollout_ref.model.use_fused_kernels=true",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
@@ -45,11 +48,14 @@ def test_a_key_that_nothing_reads_is_told_with_its_value(override):
 
 def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
     assert told("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.name=own") == []
+    name = "actor_rollout_ref.rollout.name=vllm"
+    assert told("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", name) == []
+    assert len(told("actor_rollout_ref.rollout.layered_summon=true", name)) == 1
 
 
 def test_each_line_of_the_table_names_a_key_that_exists():
     keys = list(paths(OmegaConf.to_container(compose_ppo(), resolve=False)))
-    patterns = [*NOT_READ, *(f"actor_rollout_ref.rollout.{name}" for name in ENGINE_KEYS)]
+    patterns = [*NOT_READ, *VLLM_NOT_READ, *(f"actor_rollout_ref.rollout.{name}" for name in ENGINE_KEYS)]
     assert [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)] == []
 
 

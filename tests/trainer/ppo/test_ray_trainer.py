@@ -195,11 +195,6 @@ def test_rollout_dump_has_a_row_a_sample(tmp_path):
     assert rows[0]["input"].startswith("q : ")
 
 
-def test_what_is_not_there_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(NotImplementedError, match="asks for a critic, which this version does not have"):
-        fake_trainer(compose_run(tmp_path, "unused", algorithm__adv_estimator="gae"))
-
-
 def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
     with pytest.raises(ValueError, match="gives 24 prompts, fewer than one batch of 32"):
         fake_trainer(compose_run(tmp_path, "unused", data__train_batch_size=32))

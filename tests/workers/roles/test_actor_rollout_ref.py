@@ -5,7 +5,8 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
-from verl.workers.roles.actor_rollout_ref import finite_weights, per_rank_sizes
+from verl.workers.roles.actor_rollout_ref import finite_weights
+from verl.workers.roles.ranks import per_rank_sizes
 
 
 def actor(**keys):
@@ -15,19 +16,19 @@ def actor(**keys):
 
 def test_mini_batch_counts_samples_of_one_rank():
     given = actor()
-    assert per_rank_sizes(given, n=4, ranks=3).ppo_mini_batch_size == 8  # 6 prompts x 4 / 3
+    assert per_rank_sizes(given, "actor", n=4, ranks=3).ppo_mini_batch_size == 8  # 6 prompts x 4 / 3
     assert given.ppo_mini_batch_size == 6
 
 
 def test_old_global_micro_batch_is_shared_out():
-    sizes = per_rank_sizes(actor(ppo_micro_batch_size=8, ppo_micro_batch_size_per_gpu=None), n=1, ranks=2)
+    sizes = per_rank_sizes(actor(ppo_micro_batch_size=8, ppo_micro_batch_size_per_gpu=None), "actor", n=1, ranks=2)
     assert sizes.ppo_micro_batch_size_per_gpu == 4
     assert sizes.ppo_micro_batch_size is None
 
 
 def test_mini_batch_that_ranks_cannot_share_is_refused():
     with pytest.raises(ValueError, match="ppo_mini_batch_size=6 x rollout.n=1 gives 6 samples, which 4 ranks"):
-        per_rank_sizes(actor(), n=1, ranks=4)
+        per_rank_sizes(actor(), "actor", n=1, ranks=4)
 
 
 def test_a_weight_that_is_not_finite_never_reaches_a_rollout():

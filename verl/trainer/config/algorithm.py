@@ -29,6 +29,7 @@ class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
     enable: bool = False
     metric: str | None = None
     max_num_gen_batches: int = 0
+    keep_surplus: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.algos.reweight import compute_pf_ppo_reweight_data
 from verl.utils.groupwise import as_torch_index
 
 LOST = "__lost__"
@@ -153,6 +155,14 @@ def share_weights(data: DataProto) -> list[list[int]]:
     """Tokens of each row (ones of attention_mask [B, T]), group by group; groups must be adjacent."""
     tokens = data.batch["attention_mask"].sum(-1).tolist()
     return [[int(tokens[row]) for row in rows] for rows in group_rows(data)]
+
+
+def draw_again(data: DataProto, n: int, settings: Mapping[str, Any]) -> None:
+    """Replace the rows by as many, drawn by their scores (PF-PPO); every n neighbours count as one group then."""
+    drawn = compute_pf_ppo_reweight_data(data, **settings)
+    data.batch, data.non_tensor_batch = drawn.batch, drawn.non_tensor_batch
+    data.non_tensor_batch["uid"] = np.array([f"drawn{i // n}" for i in range(len(data))], dtype=object)
+    data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
 
 
 def rollout_probs_diff(data: DataProto) -> dict[str, float]:

@@ -6,7 +6,7 @@ from verl.trainer.ppo.algos.advantage import (
     compute_grpo_outcome_advantage, compute_grpo_passk_outcome_advantage, compute_grpo_vectorized_outcome_advantage,
     compute_opo_outcome_advantage, compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage, compute_remax_outcome_advantage, compute_rloo_outcome_advantage,
-    compute_rloo_vectorized_outcome_advantage, estimate_advantages, get_adv_estimator_fn, register_adv_est,
+    compute_rloo_vectorized_outcome_advantage, estimate_advantages, get_adv_estimator_fn, inputs_of, register_adv_est,
 )
 from verl.trainer.ppo.algos.aggregation import LOSS_AGG_MODES, agg_loss
 from verl.trainer.ppo.algos.kl import (

@@ -8,21 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import OmegaConf
 from torch.utils.data import Dataset, Sampler
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import limits
 from verl.trainer.ppo import batching, core_algos, utils
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.batching import compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
-from verl.trainer.ppo.resources import ResourcePoolManager, kill_worker_group
+from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.rollout_corr_helper import (
+    apply_bypass_mode,
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
+)
 from verl.trainer.ppo.run_keeping import RunKeeping
 from verl.trainer.ppo.steps import step
 from verl.trainer.ppo.utils import Role, WorkerType
+from verl.trainer.ppo.worker_groups import WorkerGroups, actor_role, classes
 from verl.utils.groupwise import as_torch_index
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
@@ -64,13 +69,14 @@ class RayPPOTrainer(RunKeeping):
         self.use_reference_policy = utils.need_reference_policy(role_worker_mapping)
         self.use_rm = utils.need_reward_model(role_worker_mapping)
         self.use_critic = utils.need_critic(config)
-        utils.refuse_missing_parts(config)
-
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.actor_rollout_wg: RayWorkerGroup | None = None
+        self.critic_wg: RayWorkerGroup | None = None
+        self.rm_wg: RayWorkerGroup | None = None
         self.n = rollout.n
         self.critic_warmup = config.trainer.critic_warmup
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        self.correction = utils.rollout_correction(config)
         # One update on the whole batch sees ratio 1: its own detached log-probs are the old ones.
         self.needs_old_log_probs = bool(
             actor.ppo_epochs > 1
@@ -78,32 +84,30 @@ class RayPPOTrainer(RunKeeping):
             or config.algorithm.use_kl_in_reward
             or rollout.calculate_log_probs
         )
+        self.needs_greedy_baseline = "reward_baselines" in core_algos.inputs_of(config.algorithm.adv_estimator)
         self._init_run(train_dataset, val_dataset, collate_fn, train_sampler)
 
     def init_workers(self) -> None:
         """Make the pools, start the ranks, load the models."""
         self.resource_pool_manager.create_resource_pool()
-        # Resolved here: a part sent to a rank has no root that its interpolations could point to.
-        actor_config = OmegaConf.create(OmegaConf.to_container(self.config.actor_rollout_ref, resolve=True))
-        actor_config.actor.optim.total_training_steps = self.total_training_steps
-        role = Role.ActorRolloutRef if self.use_reference_policy else Role.ActorRollout
-        worker, on = self.role_worker_mapping[Role.ActorRollout], {"device_name": self.device_name}
-        self.actor_rollout_wg = self.ray_worker_group_cls(
-            resource_pool=self.resource_pool_manager.get_resource_pool(Role.ActorRollout),
-            ray_cls_with_init=RayClassWithInitArgs(worker, config=actor_config, role=str(role), **on),
-            name_prefix=str(role),
+        parts = classes(self.config, self.role_worker_mapping, self.device_name, self.total_training_steps)
+        self.groups = WorkerGroups(
+            self.resource_pool_manager, parts, self.ray_worker_group_cls, device_name=self.device_name,
             ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
             time_limits=limits(self.config.trainer.watchdog),
-            **on,
-        )
-        self.actor_rollout_wg.init_model()
-        self.ranks = self.actor_rollout_wg.world_size // actor_config.actor.ulysses_sequence_parallel_size
+        )  # fmt: skip
+        self.critic_wg, self.rm_wg = (self.groups.roles.get(role) for role in (Role.Critic, Role.RewardModel))
+        self.actor_rollout_wg = self.groups.roles[actor_role(self.role_worker_mapping)]
+        for group in (self.critic_wg, self.rm_wg, self.actor_rollout_wg):  # a rollout engine takes what memory is left
+            if group is not None:
+                group.init_model()
+        self.ranks = self.actor_rollout_wg.world_size
 
     def shutdown(self) -> None:
         """End the ranks and free their pools."""
         if self.actor_rollout_wg is not None:
-            kill_worker_group(self.actor_rollout_wg, self.resource_pool_manager)
-            self.actor_rollout_wg = None
+            self.groups.end()
+            self.actor_rollout_wg = self.critic_wg = self.rm_wg = None
 
     def fit(self) -> None:
         """Train until the last step, or until a stop is asked for, then leave checkpoint, metrics and report."""
@@ -132,8 +136,13 @@ class RayPPOTrainer(RunKeeping):
 
     def _gather_batch(self) -> DataProto:
         """One step's samples with scores: prompts of one draw, n samples each, less what was dropped."""
-        samples = self._generate(self._draw_prompts())
-        samples, counts = batching.drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
+        return self._gather_from(self._draw_prompts())
+
+    def _gather_from(self, prompts: DataProto) -> DataProto:
+        baselines = self._greedy_baselines(prompts) if self.needs_greedy_baseline else None
+        samples, counts = batching.drop_lost(
+            self._generate(prompts), self.n, self.ranks, self._keeps_groups_whole()
+        )
         self.metrics.update(counts.metrics())
         if not counts.scored:
             raise ValueError(
@@ -141,7 +150,24 @@ class RayPPOTrainer(RunKeeping):
                 f"{counts.small_group} were alone in their group, {counts.uneven} gave the ranks no even share."
             )
         self._score(samples)
+        if baselines is not None:
+            own = [baselines[uid] for uid in samples.non_tensor_batch["uid"]]
+            samples.batch["reward_baselines"] = torch.tensor(own, dtype=torch.float32)
         return samples
+
+    @step("gen_max")
+    def _greedy_baselines(self, prompts: DataProto) -> dict[str, float]:
+        """The score of each prompt's greedy answer, by uid (ReMax, arXiv 2310.10505)."""
+        again = DataProto(prompts.batch, dict(prompts.non_tensor_batch), dict(prompts.meta_info))
+        meta = {**self.generation_meta(validate=False), "n": 1, "do_sample": False}
+        answers, _ = self.generate_rows(again, meta)
+        if batching.LOST in answers.non_tensor_batch:
+            lost = answers.non_tensor_batch.pop(batching.LOST).astype(bool)
+            if lost.any():
+                raise ValueError(f"{lost.sum()} greedy answers were lost; advantages need one of each prompt.")
+        self._add_rm_scores(answers)
+        scores, _ = compute_reward(answers, self.reward_fn)
+        return dict(zip(answers.non_tensor_batch["uid"].tolist(), scores.sum(-1).tolist(), strict=True))
 
     @step("data")
     def _draw_prompts(self) -> DataProto:
@@ -174,15 +200,15 @@ class RayPPOTrainer(RunKeeping):
     @step("gen")
     def _generate(self, prompts: DataProto) -> DataProto:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
-        samples, metrics = self.generate_rows(prompts, validate=False)
+        samples, metrics = self.generate_rows(prompts, self.generation_meta(validate=False))
         self.metrics.update(metrics)
         self.metrics["training/weights_version"] = _one_version(samples)
         return samples
 
-    def generate_rows(self, prompts: DataProto, validate: bool) -> tuple[DataProto, dict[str, float]]:
+    def generate_rows(self, prompts: DataProto, meta: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
         """Samples of the prompts joined with the prompts' own columns; the rollout's metrics. Serves validation too."""
         gen_batch = self._get_gen_batch(prompts)
-        gen_batch.meta_info.update(self.generation_meta(validate))
+        gen_batch.meta_info.update(meta)
         n = gen_batch.meta_info["n"]
         padded, pad = pad_dataproto_to_divisor(gen_batch, self.ranks)
         output = unpad_dataproto(self.actor_rollout_wg.generate_sequences(padded), pad_size=pad * n)
@@ -208,6 +234,7 @@ class RayPPOTrainer(RunKeeping):
         """Add token_level_scores [B, R] and the reward's extra columns; their means become metrics."""
         prompts = len(batching.group_rows(samples))
         logger.debug(f"step {self.global_steps}: {len(samples)} samples of {prompts} prompts go to the reward")
+        self._add_rm_scores(samples)
         scores, extras = compute_reward(samples, self.reward_fn)
         samples.batch["token_level_scores"] = scores
         self.reward_extra_keys = sorted(extras)
@@ -216,6 +243,18 @@ class RayPPOTrainer(RunKeeping):
             if key != "score" and samples.non_tensor_batch[key].dtype.kind in "bif":
                 name = key if "/" in key else f"reward/{key}/mean"
                 self.metrics[name] = float(samples.non_tensor_batch[key].mean())
+
+    def _add_rm_scores(self, samples: DataProto) -> None:
+        """rm_scores [B, R] of the reward model, where there is one; the reward manager takes or mixes them."""
+        if self.rm_wg is None:
+            return
+        columns = ["raw_prompt"] if "raw_prompt" in samples.non_tensor_batch else []
+        sent = samples.select(
+            batch_keys=["input_ids", "attention_mask", "position_ids", "responses", "response_mask"],
+            non_tensor_batch_keys=columns,
+        )
+        padded, pad = pad_dataproto_to_divisor(sent, self.rm_wg.world_size)
+        samples.union(unpad_dataproto(self.rm_wg.compute_rm_score(padded), pad_size=pad))
 
     def _keeps_groups_whole(self) -> bool:
         return bool(self.config.actor_rollout_ref.actor.share_prompt_forward)
@@ -243,7 +282,10 @@ class RayPPOTrainer(RunKeeping):
     @step("old_log_prob")
     def _compute_old_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs [B, R], or nothing where the update's own detached log-probs are the same."""
-        if not self.needs_old_log_probs:
+        if self.correction is not None and self.correction.bypass_mode:
+            apply_bypass_mode(batch)
+            return DataProto()
+        if not self.needs_old_log_probs or "old_log_probs" in batch.batch:
             return DataProto()
         output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
         mode = self.config.actor_rollout_ref.actor.loss_agg_mode
@@ -253,17 +295,27 @@ class RayPPOTrainer(RunKeeping):
 
     @step("ref")
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [B, R]."""
+        """ref_log_prob [B, R]; nothing where a step before has asked for it."""
+        if "ref_log_prob" in batch.batch:
+            return DataProto()
         output = self._on_ranks(self.actor_rollout_wg.compute_ref_log_prob, batch)
         return output.select(batch_keys=["ref_log_prob"], meta_info_keys=[])
 
+    @step("values")
+    def _compute_values(self, batch: DataProto) -> DataProto:
+        """values [B, R]."""
+        return self._on_ranks(self.critic_wg.compute_values, batch).select(meta_info_keys=[])
+
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
         filled, own = batching.fill_groups(batch, self.n)
+        filled.batch["group_index"] = as_torch_index(filled.non_tensor_batch["uid"])
         return method(filled.select(non_tensor_batch_keys=[])).select_idxs(own)
 
     @step("adv")
     def _assign_token_rewards(self, batch: DataProto) -> None:
         """token_level_rewards [B, R]: the scores, less the KL penalty where it is part of the reward."""
+        if "token_level_rewards" in batch.batch:
+            return
         if self.config.algorithm.use_kl_in_reward:
             _, metrics = apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
             self.metrics.update(metrics)
@@ -272,9 +324,16 @@ class RayPPOTrainer(RunKeeping):
 
     @step("adv")
     def _correct_rollout(self, batch: DataProto) -> None:
-        """Compare the rollout's log-probs with the trained model's, where both are there."""
-        if "rollout_log_probs" in batch.batch and "old_log_probs" in batch.batch:
-            self.metrics.update(batching.rollout_probs_diff(batch))
+        """Compare the rollout's log-probs with the trained model's, where both are there; weigh, reject, as asked."""
+        if "rollout_log_probs" not in batch.batch or "old_log_probs" not in batch.batch:
+            return
+        self.metrics.update(batching.rollout_probs_diff(batch))
+        if self.correction is None:
+            columns = (batch.batch[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+            self.metrics.update(compute_rollout_corr_metrics_from_logprobs(*columns))
+        elif not self.correction.bypass_mode:  # there the update does it, with the log-probs of each step
+            _, found = compute_rollout_correction_and_add_to_batch(batch, self.correction)
+            self.metrics.update(found)
 
     @step("adv")
     def _assign_advantages(self, batch: DataProto) -> None:
@@ -282,6 +341,15 @@ class RayPPOTrainer(RunKeeping):
         conf = self.config.algorithm
         by_std = conf.norm_adv_by_std_in_grpo
         compute_advantage(batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, by_std, config=conf)
+        if conf.use_pf_ppo:
+            batching.draw_again(batch, self.n, conf.pf_ppo)
+
+    @step("update_critic")
+    def _update_critic(self, batch: DataProto) -> None:
+        """One pass of value updates over the batch."""
+        filled, _ = batching.fill_groups(batch, self.n)
+        output = self.critic_wg.update_critic(filled.select(non_tensor_batch_keys=[]))
+        self.metrics.update(reduce_metrics(output.meta_info["metrics"]))
 
     @step("update_actor")
     def _update_actor(self, batch: DataProto) -> None:

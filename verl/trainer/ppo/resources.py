@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import ray
-from loguru import logger
-from ray.exceptions import RayError
 
-from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray import RayResourcePool
 from verl.trainer.ppo.utils import Role
-
-CLOSE_TIMEOUT_S = 20
 
 
 @dataclass
@@ -53,20 +49,3 @@ class ResourcePoolManager:
                 f"trainer.nnodes x trainer.n_gpus_per_node asks for {wanted} {kind} ranks, but Ray has {total:g} "
                 f"{kind}s free; {mend}lower them or give Ray more."
             )
-
-
-def kill_worker_group(group: RayWorkerGroup, manager: ResourcePoolManager) -> None:
-    """Let the rollouts end what they started, end the ranks, then give the pools back to Ray."""
-    closing = group.execute_all_async("close_rollout")
-    done, hanging = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-    for ref in done:
-        try:
-            ray.get(ref)
-        except RayError as e:
-            logger.warning(f"a rollout could not be closed: {str(e).strip().splitlines()[-1]}")
-    if hanging:
-        logger.warning(f"{len(hanging)} of {len(closing)} ranks did not close within {CLOSE_TIMEOUT_S} s: killed")
-    group.shutdown()
-    for pool in manager.resource_pool_dict.values():
-        pool.release()
-    manager.resource_pool_dict.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import ray
@@ -55,8 +56,24 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
     else:
         raise ValueError(f"reward_manager.source={settings.source!r} is unknown. Known: register, importlib.")
     compute_score = get_custom_reward_fn(config) or default_compute_score
+    kwargs = {**_length_kwargs(config, manager_cls), **kwargs}
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
     return manager_cls(tokenizer=tokenizer, **settings, **kwargs)
+
+
+def _length_kwargs(config: DictConfig, manager_cls: type) -> dict[str, Any]:
+    """The length limit and reward_model.overlong_buffer, for a manager that takes them."""
+    buffer = config.reward_model.overlong_buffer
+    if buffer is None:
+        return {}
+    if "overlong_buffer_cfg" not in inspect.signature(manager_cls).parameters:
+        if buffer.enable:
+            raise ValueError(
+                f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} knows no such "
+                "buffer; set reward_model.reward_manager=dapo."
+            )
+        return {}
+    return {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": _plain(buffer)}
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -174,6 +174,8 @@ class RunKeeping:
         trainer = self.config.trainer
         with CheckpointWriter(trainer.default_local_dir, self.global_steps, trainer.max_actor_ckpt_to_keep) as w:
             self.actor_rollout_wg.save_checkpoint(os.path.join(w.path, "actor"), None, self.global_steps, None)
+            if self.use_critic:
+                self.critic_wg.save_checkpoint(os.path.join(w.path, "critic"), None, self.global_steps, None)
             checkpointing.write_trainer_state(w.path, self._trainer_state(), self.train_dataloader.state_dict())
         self.saved_step = self.global_steps
         self.run_files.write_report()
@@ -209,6 +211,8 @@ class RunKeeping:
             else:
                 self.prompt_stream.restart(state.position)
             self.actor_rollout_wg.load_checkpoint(str(path / "actor"), None, trainer.del_local_ckpt_after_load)
+            if self.use_critic:
+                self.critic_wg.load_checkpoint(str(path / "critic"), None, trainer.del_local_ckpt_after_load)
             self.kl_ctrl.load_state_dict(state.kl_controller)
             self.counters, self.best = state.counters, state.best
             self.global_steps = self.saved_step = state.global_step

@@ -59,26 +59,10 @@ def uses_kl(config: DictConfig) -> bool:
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def refuse_missing_parts(config: DictConfig) -> None:
-    """One clear sentence for a part of the framework that this version does not have."""
-    algorithm = config.algorithm
-    if need_critic(config):
-        raise NotImplementedError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator!r} with critic.enable={config.critic.enable} asks for a "
-            "critic, which this version does not have; use an estimator without one, such as "
-            "algorithm.adv_estimator=grpo."
-        )
-    if config.reward_model.enable:
-        raise NotImplementedError(
-            "reward_model.enable=true asks for a reward model worker, which this version does not have; "
-            "score with a function: custom_reward_function.path."
-        )
-    correction = algorithm.rollout_correction
-    if correction is not None and (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
-        raise NotImplementedError(
-            f"algorithm.rollout_correction (rollout_is={correction.rollout_is}, rollout_rs={correction.rollout_rs}, "
-            f"bypass_mode={correction.bypass_mode}) is not in this version; set rollout_is and rollout_rs to null "
-            "and bypass_mode to false."
-        )
-    if algorithm.use_pf_ppo:
-        raise NotImplementedError("algorithm.use_pf_ppo=true is not in this version; set it to false.")
+def rollout_correction(config: DictConfig) -> DictConfig | None:
+    """algorithm.rollout_correction where any part of it is switched on, else None."""
+    section = config.algorithm.rollout_correction
+    if section is None:
+        return None
+    parts = (section.rollout_is, section.rollout_rs, section.rollout_token_veto_threshold)
+    return section if section.bypass_mode or any(part is not None for part in parts) else None

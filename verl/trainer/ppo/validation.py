@@ -52,7 +52,7 @@ class ValidationPass:
         prompts.non_tensor_batch["uid"] = np.array([f"v{self.prompts + i}" for i in range(len(prompts))], dtype=object)
         self.prompts += len(prompts)
         self.requested += len(prompts) * self.n
-        samples, metrics = trainer.generate_rows(prompts, validate=True)
+        samples, metrics = trainer.generate_rows(prompts, trainer.generation_meta(validate=True))
         for key, value in metrics.items():
             self.rollout_metrics[f"val-aux/{key}"].append(value)
         if LOST in samples.non_tensor_batch:
@@ -60,6 +60,7 @@ class ValidationPass:
         if not len(samples):
             return
         samples.meta_info["validate"] = True
+        trainer._add_rm_scores(samples)
         reward_tensor, extras = compute_reward(samples, trainer.val_reward_fn)  # [B, R]
         self.take(samples, reward_tensor.sum(-1).tolist(), extras)
 

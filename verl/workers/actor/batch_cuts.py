@@ -46,11 +46,12 @@ def mini_batches(
 
 
 def micro_batches(
-    data: DataProto, *, rows: int | None, tokens: int | None, whole_groups: bool, shared: bool = False
+    data: DataProto, *, rows: int | None, tokens: int | None, whole_groups: bool, shared: bool = False,
+    reads_answers: bool = True,
 ) -> list[tuple[list[int], DataProto]]:
     """(row numbers, micro-batch) pieces of at most `rows` rows, or `tokens` attended tokens where that is given.
 
-    `shared`: a group's input is forwarded once, so that it counts once.
+    `shared`: a group's prompt is forwarded once, so that it counts once; `reads_answers`: the answers are, too.
     """
     if tokens is None and rows is None:
         raise ValueError(
@@ -63,8 +64,11 @@ def micro_batches(
     if tokens is None:
         parts = pack(units, [len(u) for u in units], rows)
     else:
-        lengths = data.batch["attention_mask"].sum(-1).tolist()
-        parts = pack(units, [lengths[u[0]] if shared else sum(lengths[i] for i in u) for u in units], tokens)
+        mask = data.batch["attention_mask"]
+        answers = data.batch["responses"].shape[1] if reads_answers else 0
+        prompt, answer = mask[:, : mask.shape[1] - answers].sum(-1), mask[:, mask.shape[1] - answers :].sum(-1)
+        weights = [int(prompt[u[:1] if shared else u].sum() + answer[u].sum()) for u in units]
+        parts = pack(units, weights, tokens)
     return [(part, data.select_idxs(np.asarray(part))) for part in _agreed(units, parts, "micro-batches")]
 
 

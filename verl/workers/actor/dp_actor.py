@@ -6,13 +6,13 @@ import math
 from collections import defaultdict
 
 import torch
-import torch.distributed as dist
 from loguru import logger
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
+from verl.workers.actor.optimizer_step import accumulate_and_step, global_counts
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import Policy
@@ -93,29 +93,14 @@ class DataParallelPPOActor(BasePPOActor):
             return False
         budget = self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None
         micros = self._micro_batches(mini, rows=self.config.ppo_micro_batch_size_per_gpu, tokens=budget)
-        sums: dict[str, float] = defaultdict(float)
-        largest: dict[str, float] = defaultdict(lambda: -math.inf)
-        self.engine.optimizer_zero_grad()
-        for number, (_, micro) in enumerate(micros):
-            batch = micro.to(self.engine.device).batch
-            loss, additive, means = self._loss(batch, temperature)
-            self.engine.backward(loss, is_last_micro_batch=number == len(micros) - 1)
-            share = batch["response_mask"].sum().item() * self.engine.get_data_parallel_size() / tokens
-            for name, value in additive.items():
-                sums[name] += value
-            for name, value in means.items():
-                if "max" in name:
-                    largest[name] = max(largest[name], value)
-                else:
-                    sums[name] += value * share
-        step = self.engine.optimizer_step(max_grad_norm=self.config.grad_clip)
+        found, step = accumulate_and_step(
+            self.engine, micros, lambda batch: self._loss(batch, temperature), tokens, self.config.grad_clip
+        )
         if math.isfinite(step.grad_norm):
-            sums["actor/grad_norm"] = step.grad_norm
-        if step.skipped:
-            logger.warning("loss or gradient is not finite (grad norm {}): no weight is changed", step.grad_norm)
-        for name, value in {**sums, **largest}.items():
+            found["actor/grad_norm"] = step.grad_norm
+        for name, value in found.items():
             metrics[name].append(value)
-        self._log_step(mini, {**sums, **largest})
+        self._log_step(mini, found)
         return step.skipped
 
     def _loss(self, batch, temperature: float) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
@@ -180,21 +165,16 @@ class DataParallelPPOActor(BasePPOActor):
 
     def _micro_batches(self, data: DataProto, *, rows: int | None, tokens: int | None) -> list:
         shared = self.config.share_prompt_forward
-        return micro_batches(data, rows=rows, tokens=tokens, whole_groups=shared, shared=shared)
+        reads = self.policy.reads_answers
+        return micro_batches(
+            data, rows=rows, tokens=tokens, whole_groups=shared, shared=shared, reads_answers=reads
+        )
 
     def _set_global_counts(self, mini: DataProto) -> int:
         """Counts over all ranks that losses are divided by; returns the number of counted tokens."""
-        mask = mini.batch["response_mask"]
-        counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum()]).to(self.engine.device)
-        dist.all_reduce(counts)
-        tokens, sequences = (int(c) for c in counts.tolist())
-        self.config.global_batch_info.update(
-            dp_size=self.engine.get_data_parallel_size(),
-            batch_num_tokens=tokens,
-            global_batch_size=sequences,
-            loss_scale_factor=self.config.loss_scale_factor,
-        )
-        return tokens
+        counts = global_counts(self.engine, mini.batch["response_mask"])
+        self.config.global_batch_info.update(counts, loss_scale_factor=self.config.loss_scale_factor)
+        return counts["batch_num_tokens"]
 
     def _log_step(self, mini: DataProto, values: dict[str, float]) -> None:
         if self.engine.rank != 0:

@@ -25,7 +25,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 @dataclass
-class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
+class PolicyLossConfig(BaseConfig, section="actor.policy_loss", mutable=("loss_mode", "rollout_correction")):
     """Policy loss by registered name, and the numbers that some of them read."""
 
     loss_mode: str = "vanilla"
@@ -34,6 +34,7 @@ class PolicyLossConfig(BaseConfig, section="actor.policy_loss"):
     clip_cov_ub: float = 5.0
     kl_cov_ratio: float = setting(0.0002, low=0, high=1)
     ppo_kl_coef: float = setting(0.1, low=0)
+    rollout_correction: Any = None
 
 
 @dataclass

@@ -50,6 +50,7 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     forward_max_token_len_per_gpu: int = setting(32768, low=1)
     max_length: int | None = setting(None, low=1)
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    overlong_buffer: dict[str, Any] | None = None
     rollout: RolloutConfig | None = None
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)

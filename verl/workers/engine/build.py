@@ -19,13 +19,6 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelCo
 
 def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *, trains: bool) -> nn.Module:
     """The whole model on the CPU, with adapters: the same on every rank, since every rank seeds alike."""
-    if model_config.use_liger or model_config.use_fused_kernels:
-        raise ValueError("model.use_liger and model.use_fused_kernels are not available here; set them to false.")
-    if engine_config.ulysses_sequence_parallel_size > 1:
-        raise ValueError(
-            f"fsdp_config.ulysses_sequence_parallel_size={engine_config.ulysses_sequence_parallel_size}: sequence "
-            "parallelism is not available here; use 1."
-        )
     dtype = torch_dtype_of(engine_config.model_dtype, "fsdp_config.model_dtype")
     module = get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs)
     module = add_adapters(module, model_config, trains=trains)
@@ -53,7 +46,7 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
     return get_peft_model(
         module,
         LoraConfig(
-            task_type=TaskType.CAUSAL_LM if isinstance(module, PreTrainedModel) and module.can_generate() else None,
+            task_type=_task_type(module),
             r=model_config.lora_rank,
             lora_alpha=model_config.lora_alpha,
             target_modules=targets if isinstance(targets, str) else list(targets),
@@ -61,6 +54,13 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
             bias="none",
         ),
     )
+
+
+def _task_type(module: nn.Module) -> TaskType | None:
+    """What peft needs to know to train a new head as a whole beside the adapters."""
+    if isinstance(module, PreTrainedModel) and module.can_generate():
+        return TaskType.CAUSAL_LM
+    return TaskType.TOKEN_CLS if type(module).__name__.endswith("ForTokenClassification") else None
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -18,8 +18,14 @@ class Policy(ABC):
     #: tensors of the batch that `log_probs` reads
     required_keys: tuple[str, ...] = ("responses", "input_ids", "attention_mask", "position_ids")
 
+    #: whether the forward reads the answers, not only the prompts
+    reads_answers: bool = True
+
     #: metrics of |log-prob in the update - log-prob before it|: mean and maximum over counted positions
     drift_metrics: tuple[str, str] = ("actor/logprob_drift", "actor/logprob_drift_max")
+
+    def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:  # noqa: B027
+        """What model.use_remove_padding and actor.share_prompt_forward ask for; told once, before `bind`."""
 
     def bind(self, model: nn.Module) -> None:  # noqa: B027
         """Called once with the model, sharded or not, before its first use."""

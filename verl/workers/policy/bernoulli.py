@@ -18,6 +18,7 @@ class BernoulliPolicy(Policy):
     forwarded once and its z handed to every sample; gradients of the samples add up in that one forward.
     """
 
+    reads_answers = False
     drift_metrics = ("spd/drift/mean", "spd/drift/max")
 
     def __init__(self, share: bool = False):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.workers.policy.base import Policy, check_temperature, register_policy
+from verl.workers.policy.packing import Packing, make_packable, pack, whole_mask
 
 #: name under which the chunked forward is attached to a sharded model
 FORWARD_METHOD = "response_log_probs"
@@ -21,6 +22,8 @@ FORWARD_METHOD = "response_log_probs"
 @register_policy("causal_lm")
 class CausalLMPolicy(Policy):
     """Hidden states of the decoder, then vocabulary logits for `chunk_tokens` response tokens at a time.
+
+    Where padding is removed or prompts are shared, the decoder sees one flat row of tokens (packing.py).
 
     A chunk's logits are thrown away and computed again in the backward pass, so that no more than
     [chunk_tokens, vocab] of them exist at any time.
@@ -32,12 +35,20 @@ class CausalLMPolicy(Policy):
         if chunk_tokens < 1:
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
+        self.remove_padding = self.share_prompt = False
         self._bound: WeakSet[nn.Module] = WeakSet()
+
+    def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
+        self.remove_padding, self.share_prompt = remove_padding, share_prompt
+        if share_prompt:
+            self.required_keys = (*type(self).required_keys, "group_index")
 
     def bind(self, model: nn.Module) -> None:
         """Attaches the chunked forward to a sharded model, whose parameters are whole only inside its own forward."""
         if model in self._bound:
             return
+        if (self.remove_padding or self.share_prompt) and not make_packable(_causal_model(model)):
+            self.remove_padding = self.share_prompt = False
         if isinstance(model, FSDPModule):
             setattr(model, FORWARD_METHOD, _response_log_probs.__get__(model))
             register_fsdp_forward_method(model, FORWARD_METHOD)
@@ -51,7 +62,10 @@ class CausalLMPolicy(Policy):
         Padded response positions hold 0.
         """
         self.bind(model)
-        inputs = {k: micro_batch[k] for k in self.required_keys}
+        inputs = {k: micro_batch[k] for k in type(self).required_keys}
+        if self.remove_padding or self.share_prompt:
+            groups = micro_batch["group_index"] if self.share_prompt else None
+            inputs["packing"] = pack(inputs["attention_mask"], inputs["responses"].shape[1], groups)
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
         forward = model.response_log_probs if isinstance(model, FSDPModule) else _response_log_probs.__get__(model)
         log_probs, entropy = forward(**inputs, chunk_tokens=self.chunk_tokens)
@@ -68,17 +82,21 @@ def _response_log_probs(
     temperature: float,
     with_entropy: bool,
     chunk_tokens: int,
+    packing: Packing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs [B, R] and entropy [B, R] (zeros when not asked) of the response tokens; padding gives 0."""
     causal = _causal_model(model)
     length = responses.shape[1]
-    hidden = causal.get_decoder()(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-    ).last_hidden_state
-    # The state at position t predicts token t+1: response tokens are predicted one position to their left.
-    hidden = hidden[:, -length - 1 : -1]
     attended = attention_mask[:, -length:].bool()
-    hidden, labels = hidden[attended], responses[attended]  # [N, H], [N]
+    # The state at position t predicts token t+1: response tokens are predicted one position to their left.
+    if packing is None:
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][attended]
+    else:
+        inputs = {"input_ids": packing.flat(input_ids), "position_ids": packing.flat(position_ids)}
+        inputs |= {"attention_mask": whole_mask(input_ids.device), "packing": packing, "use_cache": False}
+        hidden = causal.get_decoder()(**inputs).last_hidden_state[0][packing.predicted_from]
+    labels = responses[attended]  # hidden [N, H], labels [N]
     head, config = causal.get_output_embeddings(), causal.config
 
     pieces = []

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig
 
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy import get_policy
+from verl.workers.policy import Policy, get_policy
+from verl.workers.roles.ranks import join_ranks, per_rank_sizes
 from verl.workers.rollout.base import get_rollout_class
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
@@ -50,11 +50,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, then build what the role asks for."""
-        if self.device_name == "cuda":
-            torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(self.local_rank))
-        initialize_global_process_group_ray(timeout_second=self.config.nccl_timeout)
-        for mesh in ("actor", "rollout", "ref"):
-            self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
+        join_ranks(self, ("actor", "rollout", "ref"), self.device_name, self.config.nccl_timeout)
         self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model, HFModelConfig).load()
         if self._is_actor:
             self._build_actor()
@@ -68,10 +64,11 @@ class ActorRolloutRefWorker(Worker):
         return self._is_actor and self.engine.has_adapters
 
     def _build_actor(self) -> None:
-        actor_config = per_rank_sizes(self.config.actor, self.config.rollout.n, self.world_size)
+        section = "actor_rollout_ref.actor"
+        actor_config = per_rank_sizes(self.config.actor, section, self.config.rollout.n, self.world_size)
         self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(actor_config, FSDPActorConfig)
-        self.policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         config = self.actor_config
+        self.policy = self._make_policy(config)
         self.engine = FSDPEngine(
             self.model_config, config.fsdp_config, config.optim, config.checkpoint, device=self.device_name
         )
@@ -90,9 +87,15 @@ class ActorRolloutRefWorker(Worker):
             self.model_config, ref_config.fsdp_config, None, CheckpointConfig(), device=self.device_name
         )
         self.ref_engine.initialize()
-        policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
-        self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, policy)
+        self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, self._make_policy(actor_config))
+
+    def _make_policy(self, config: FSDPActorConfig) -> Policy:
+        policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
+        policy.set_forward(
+            remove_padding=self.model_config.use_remove_padding, share_prompt=config.share_prompt_forward
+        )
+        return policy
 
     def rollout_mode(self) -> None:
         """Wake the rollout with the actor's weights of this moment."""
@@ -193,20 +196,3 @@ def finite_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tupl
         if not torch.isfinite(tensor).all():
             raise FloatingPointError(f"weight '{name}' {tuple(tensor.shape)} is not finite: no rollout gets it.")
         yield name, tensor
-
-
-def per_rank_sizes(actor: DictConfig, n: int, ranks: int) -> DictConfig:
-    """A copy whose batch sizes count the samples of one rank: prompts * n / ranks; micro-batches are set per rank."""
-    actor = OmegaConf.create(OmegaConf.to_container(actor, resolve=True))
-    samples = actor.ppo_mini_batch_size * n
-    if samples % ranks:
-        raise ValueError(
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} x rollout.n={n} gives {samples} "
-            f"samples, which {ranks} ranks cannot share evenly. Use a multiple of {ranks}."
-        )
-    with open_dict(actor):
-        actor.ppo_mini_batch_size = samples // ranks
-        if actor.ppo_micro_batch_size is not None:
-            actor.ppo_micro_batch_size_per_gpu = max(1, actor.ppo_micro_batch_size // ranks)
-            actor.ppo_micro_batch_size = None
-    return actor

@@ -55,7 +55,11 @@ class BaseRollout(ABC):
 
 
 # Rollouts that come with verl are imported when they are asked for: some need packages of their own.
-_BUILT_IN = {"hf/sync": "verl.workers.rollout.hf_rollout", "spd/sync": "verl.workers.rollout.spd_rollout"}
+_BUILT_IN = {
+    "hf/sync": "verl.workers.rollout.hf_rollout",
+    "spd/sync": "verl.workers.rollout.spd_rollout",
+    "vllm/sync": "verl.workers.rollout.vllm_rollout",
+}
 _KNOWN = set(_BUILT_IN)
 
 _ROLLOUTS: Registry[type[BaseRollout]] = Registry(
@@ -73,6 +77,8 @@ def register_rollout(name: str, mode: str) -> Callable[[type[BaseRollout]], type
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
     """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
     key = f"{rollout_name}/{mode}"
+    if mode == "async" and key not in _KNOWN and f"{rollout_name}/sync" in _KNOWN:
+        key = f"{rollout_name}/sync"  # a step generates in one call either way
     if key not in _ROLLOUTS and key in _BUILT_IN:
         importlib.import_module(_BUILT_IN[key])
     if key in _ROLLOUTS:

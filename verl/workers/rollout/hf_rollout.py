@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import DynamicCache
 
 from verl.protocol import DataProto
 from verl.workers.rollout.base import BaseRollout, register_rollout
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; greedy ignores the filters. top_k -1 and top_p 1 turn a filter off."""
-
-    greedy: bool
-    temperature: float
-    top_k: int
-    top_p: float
+from verl.workers.rollout.sampling import Sampling, answered, sample_seeds, sampling_of
 
 
 @register_rollout("hf", "sync")
@@ -50,19 +38,11 @@ class HFRollout(BaseRollout):
             parts = [self._generate(prompts[start : start + step], n) for start in range(0, len(prompts), step)]
         return DataProto.from_dict(tensors={key: torch.cat([part[key] for part in parts]) for key in parts[0]})
 
-    def sampling(self, meta: dict[str, Any]) -> Sampling:
-        """The sampling of a batch: the rollout's settings, those of val_kwargs for validation; meta_info wins."""
-        base = self.config.val_kwargs if meta.get("validate") else self.config
-        temperature = meta["temperature"] if "temperature" in meta and not meta.get("validate") else base.temperature
-        do_sample = meta["do_sample"] if "do_sample" in meta else base.do_sample
-        greedy = not do_sample or temperature == 0
-        return Sampling(greedy, 1.0 if temperature == 0 else temperature, base.top_k, base.top_p)
-
     def _generate(self, prompts: DataProto, n: int) -> dict[str, torch.Tensor]:
         module = self.engine.module
         device = next(module.parameters()).device
         meta = prompts.meta_info
-        sampling = self.sampling(meta)
+        sampling = sampling_of(self.config, meta)
         eos = meta["eos_token_id"]  # a number, several, or None
         eos = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).view(-1)
         pad = meta["pad_token_id"]
@@ -75,9 +55,8 @@ class HFRollout(BaseRollout):
         logits = self._forward(*inputs, cache).repeat_interleave(n, 0)  # [B*n, V]
         if n > 1:
             cache.batch_repeat_interleave(n)
-        prompt_ids, prompt_mask, prompt_positions = (tensor.repeat_interleave(n, 0) for tensor in inputs)
-        attention_mask = prompt_mask
-        responses = torch.full((len(prompt_ids), limit), pad, device=device)
+        _, attention_mask, positions = (tensor.repeat_interleave(n, 0) for tensor in inputs)
+        responses = torch.full((len(attention_mask), limit), pad, device=device)
         response_mask = torch.zeros_like(responses)
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
@@ -91,20 +70,10 @@ class HFRollout(BaseRollout):
             if t + 1 == limit or self._all_done(done):
                 break
             attention_mask = torch.cat([attention_mask, response_mask[:, t : t + 1]], 1)
-            position = prompt_positions[:, -1:] + t + 1
+            position = positions[:, -1:] + t + 1
             logits = self._forward(responses[:, t : t + 1], attention_mask, position, cache)
-        steps = torch.arange(1, limit + 1, device=device)
-        result = {
-            "prompts": prompt_ids,
-            "responses": responses,
-            "input_ids": torch.cat([prompt_ids, responses], 1),
-            "attention_mask": torch.cat([prompt_mask, response_mask], 1),
-            "position_ids": torch.cat([prompt_positions, prompt_positions[:, -1:] + steps], 1),
-            "response_mask": response_mask,
-        }
-        if self.config.calculate_log_probs:
-            result["rollout_log_probs"] = log_probs
-        return {key: value.cpu() for key, value in result.items()}
+        kept = log_probs if self.config.calculate_log_probs else None
+        return answered(prompts, n, responses, response_mask, kept)
 
     def _forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache
@@ -149,15 +118,5 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> t
 
 def _uniforms(prompts: DataProto, n: int, length: int) -> torch.Tensor:
     """One number in [0, 1) for each sample and token, from a seed of its own. -> [B*n, length]."""
-    meta = prompts.meta_info
-    step = meta["global_steps"] if "global_steps" in meta else 0
-    keep = prompts.batch["attention_mask"].bool()
-    draws = []
-    for i, ids in enumerate(prompts.batch["input_ids"]):
-        known = prompts.non_tensor_batch["sample_index"][i] if "sample_index" in prompts.non_tensor_batch else ""
-        identity = np.asarray(ids[keep[i]].cpu(), dtype=np.int64).tobytes()
-        for sample in range(n):
-            digest = hashlib.blake2b(identity + f"|{known}|{step}|{sample}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-            draws.append(torch.rand(length, generator=generator))
-    return torch.stack(draws)
+    seeds = [seed for group in sample_seeds(prompts, n) for seed in group]
+    return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

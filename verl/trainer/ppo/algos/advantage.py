@@ -44,6 +44,11 @@ class AdvantageEstimator(StrEnum):
     GRPO_VECTORIZED = "grpo_vectorized"
 
 
+def inputs_of(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
+    """Names of what an estimator takes."""
+    return tuple(inspect.signature(get_adv_estimator_fn(name_or_enum)).parameters)
+
+
 def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[str, Any]) -> Estimate:
     """Call the estimator with those of `inputs` that its signature names (all of them if it takes **kwargs).
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.trainer.ppo.algos.aggregation import agg_loss
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask, settings_of
 from verl.utils.registry import Registry
 from verl.utils.torch_functional import masked_mean
 
@@ -240,6 +241,31 @@ def compute_policy_loss_geo_mean(
     clipped = pessimistic != log_ratio
     loss = _aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
     return loss, _metrics(log_ratio, response_mask, clipped & (advantages > 0), clipped & (advantages < 0))
+
+
+@register_policy_loss("bypass_mode")
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """The loss where old_log_prob [B, T] are the rollout's (algorithm.rollout_correction.bypass_mode).
+
+    ppo_clip: the vanilla loss, whose ratio corrects for the rollout; reinforce: -A w log pi with the truncated weight
+    w = pi / pi_rollout. What rejection leaves out counts as a token with loss 0.
+    """
+    settings = config.policy_loss.rollout_correction
+    weights, kept, found = compute_rollout_correction_and_rejection_mask(
+        log_prob.detach(), old_log_prob, response_mask, **settings_of(settings)
+    )
+    if settings.loss_type == "ppo_clip":
+        loss, metrics = compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, kept, loss_agg_mode, config, None
+        )
+        return loss, {**metrics, **found}
+    weight = torch.ones_like(log_prob) if weights is None else weights.batch["rollout_is_weights"]
+    loss = _aggregate(-advantages * log_prob, kept, loss_agg_mode, config, weight)
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **found}
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

@@ -1,0 +1,120 @@
+"""GRPO of a small language model on word problems: vLLM in the ranks' own processes, FSDP, a rule reward.
+
+    python -m examples.grpo_arithmetic.demo [--steps N] [--control-steps N] [--seed 0] [--out DIR]
+
+Trains a start by SFT on worked answers, improves it by GRPO, and runs the same command with learning rate 0 beside it
+as a control. Ends with the accuracies on validation questions and OUT/result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.table import Table
+
+from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
+from examples.running import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
+
+BUDGET_S = {"set-up": 400.0, "start": 150.0, "GRPO": 420.0, "control": 100.0}
+STEPS, CONTROL_STEPS = 120, 8
+VALIDATIONS = 4
+ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
+HERE = "examples/grpo_arithmetic"
+
+
+def training_command(start: Path, run: Path, steps: int, seed: int, *more: str) -> list[str]:
+    """GRPO as a user would type it."""
+    settings = {
+        "algorithm.adv_estimator": "grpo", "data.train_files": start / "train.parquet",
+        "data.val_files": start / "val.parquet", "data.train_batch_size": 32, "data.max_prompt_length": 96,
+        "data.max_response_length": 96, "data.seed": seed, "data.dataloader_num_workers": 0,
+        "custom_reward_function.path": f"{HERE}/reward.py",
+        "actor_rollout_ref.model.path": start / "model", "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.n": 8, "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.max_num_seqs": 256,
+        "actor_rollout_ref.actor.share_prompt_forward": "true", "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.optim.lr": "3e-4", "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 64,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
+        "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_epochs": 1000,
+        "trainer.total_training_steps": steps, "trainer.test_freq": max(1, steps // VALIDATIONS),
+        "trainer.save_freq": steps, "trainer.default_local_dir": run, "trainer.logger": "[file,tensorboard]",
+        "trainer.project_name": "grpo_arithmetic", "trainer.experiment_name": run.name,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
+
+
+def accuracies(run: Path) -> dict[int, float]:
+    """Validation accuracy by step; step 0 is the start."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["data"][ACCURACY] for row in rows if ACCURACY in row["data"]}
+
+
+def train(command: list[str], run: Path, steps: int) -> None:
+    """Train anew (an older run makes way) under a progress bar."""
+    shutil.rmtree(run, ignore_errors=True)
+    with make_progress() as progress:
+        watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+        run_logged(command, run / "train.log", watch, environment)
+
+
+def describe(data: Mapping[str, float]) -> str:
+    """What of a step's metrics stands beside the bar."""
+    return f"  answer {data['response_length/mean']:.0f} tokens  {data['timing_s/step']:.1f} s a step"
+
+
+def result_table(trained: dict[int, float], control: dict[int, float]) -> Table:
+    """Accuracies as people read them."""
+    table = Table("", "step", "validation accuracy %", title="GRPO on word problems")
+    for name, found in (("GRPO", trained), ("control, learning rate 0", control)):
+        for step, accuracy in found.items():
+            table.add_row(name, str(step), f"{100 * accuracy:.1f}")
+        table.add_section()
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the phases; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--control-steps", type=int, default=CONTROL_STEPS)
+    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "grpo_arithmetic")
+    args = parser.parse_args(argv)
+    out, begun = args.out.resolve(), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
+    start, run, control = out / "start", out / "run", out / "control"
+    phases = Phases(BUDGET_S)
+    console.rule("GRPO with a vLLM hybrid engine")
+    make = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start), "--seed", str(args.seed)]
+    zero = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=-1")
+    try:
+        phases.run("start", lambda: run_shown([*make, "--sft-steps", str(args.sft_steps)]))
+        command = training_command(start, run, args.steps, args.seed)
+        phases.run("GRPO", lambda: train(command, run, args.steps))
+        command = training_command(start, control, args.control_steps, args.seed, *zero)
+        phases.run("control", lambda: train(command, control, args.control_steps))
+    except PhaseFailed as failure:
+        console.print(f"[red]{failure}[/red]")
+        return 1
+    trained, same = accuracies(run), accuracies(control)
+    (out / "result.json").write_text(json.dumps({"seed": args.seed, "grpo": trained, "control": same}, indent=1))
+    console.print(result_table(trained, same))
+    console.print(phases.table())
+    console.print(f"report {run / 'report.html'}\nall in {time.monotonic() - begun:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

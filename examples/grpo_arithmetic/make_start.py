@@ -1,0 +1,101 @@
+"""Makes what the demo starts from: a small causal LM trained on worked answers (SFT), and questions as parquet files.
+
+    python -m examples.grpo_arithmetic.make_start --out DIR [--seed 0] [--sft-steps N]
+
+The model is trained in plain torch and stops early, so that it answers only part of the questions rightly. A start
+that the same arguments made before is reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+from loguru import logger
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from examples.spd_arithmetic import train_models, train_pair
+from examples.spd_arithmetic.questions import draw_questions
+from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
+
+HERE = Path(__file__).parent
+SFT_STEPS = 260
+SOFTNESS = 0.2
+COUNTS = {"train": 8000, "val": 400, "test": 0}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
+DATA_SOURCE = "word_problems"
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Make the start, or say that it is there; returns its folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
+    args = parser.parse_args(argv)
+    key, record = fingerprint(args), args.out / "start.json"
+    if record.exists() and json.loads(record.read_text())["fingerprint"] == key:
+        logger.info("{} was made with the same arguments and code: reused", args.out)
+        return args.out
+    unfinished = args.out.with_name(args.out.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns) as progress:
+        task = progress.add_task("SFT of the start", total=args.sft_steps)
+        write_model(unfinished / "model", args.seed, args.sft_steps, lambda step, _: progress.update(
+            task, completed=step
+        ))  # fmt: skip
+    write_questions(unfinished, args.seed)
+    (unfinished / "start.json").write_text(json.dumps({"fingerprint": key, "sft_steps": args.sft_steps}))
+    shutil.rmtree(args.out, ignore_errors=True)
+    os.replace(unfinished, args.out)
+    return args.out
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Hash of the arguments and of the code that the start depends on."""
+    digest = hashlib.sha256(f"{args.seed} {args.sft_steps}".encode())
+    for file in (*(train_pair.HERE / name for name in (*train_pair.CODE, "questions.py")), Path(__file__)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def write_model(directory: Path, seed: int, steps: int, on_step: Callable[[int, float], None]) -> None:
+    """0.7 M parameters (4 layers, width 128), with the tokenizer and a chat template."""
+    encoder = Encoder()
+    config = train_models.target_config(len(encoder.tokens), steps)
+    model = train_models.train(
+        config, lambda rng: train_models.target_row(rng, encoder, SOFTNESS), seed, on_step
+    )
+    train_pair.publish(model, directory)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+
+
+def write_questions(folder: Path, seed: int) -> None:
+    """train.parquet and val.parquet in the RL data format; no question is in both."""
+    for split, questions in draw_questions(COUNTS, seed, build_tokenizer()).items():
+        rows = [
+            {
+                "data_source": DATA_SOURCE, "ability": "math",
+                "prompt": [{"role": "user", "content": question.question}],
+                "reward_model": {"style": "rule", "ground_truth": question.ground_truth},
+                "extra_info": {"index": i, "split": split},
+            }
+            for i, question in enumerate(questions)
+        ]  # fmt: skip
+        if rows:
+            pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
+
+
+if __name__ == "__main__":
+    main()

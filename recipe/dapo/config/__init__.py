@@ -1,0 +1,1 @@
+"""Hydra configs of the scorer's training."""

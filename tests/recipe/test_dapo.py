@@ -1,0 +1,193 @@
+"""DAPO on the driver: filtered groups, surplus prompts, limits, counts, resume; the overlong buffer by hand numbers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, _merged
+from tests.helpers.models import make_tokenizer
+from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
+from verl.protocol import DataProto
+from verl.trainer.ppo.steps import StepFailed
+from verl.workers.reward_manager import get_reward_manager_cls
+
+TREE = "recipe.dapo.config/dapo_trainer"
+
+
+class OddPromptsAlike(FakeGroup):
+    """All samples of a prompt with an odd number in the data set are the same."""
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        output = super().generate_sequences(prompts)
+        odd = np.repeat(prompts.non_tensor_batch["sample_index"] % 2 == 1, prompts.meta_info["n"])
+        output.batch["responses"][torch.from_numpy(odd)] = 30
+        return output
+
+
+class AllAlike(FakeGroup):
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        output = super().generate_sequences(prompts)
+        output.batch["responses"][:] = 30
+        return output
+
+
+def dapo(directory, group_class=OddPromptsAlike, **more):
+    settings = {"algorithm__filter_groups__enable": "true", "algorithm__filter_groups__metric": "seq_reward",
+                "data__train_batch_size": 4, "data__gen_batch_size": 6,
+                "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "trainer__total_training_steps": 3, **more}
+    return fake_trainer(compose_run(directory, "unused", TREE, **settings), group_class, RayDAPOTrainer)
+
+
+def test_batches_are_filled_with_groups_that_differ(tmp_path):
+    trainer = dapo(tmp_path)
+    trainer.fit()
+    rows = metrics_rows(tmp_path)
+    assert len(rows) == 3
+    for row, update in zip(rows, trainer.actor_rollout_wg.updates, strict=True):
+        assert len(update) == 16 and row["training/scored_samples"] == 16
+        assert row["training/requested_samples"] == 16 + row["training/dropped_samples"]
+        dropped = [row[f"training/dropped_samples/{why}"] for why in ("filtered", "surplus", "lost")]
+        assert sum(dropped) == row["training/dropped_samples"]
+        for index in update.batch["group_index"].unique():
+            scores = (update.batch["responses"] != 30).sum(-1)[update.batch["group_index"] == index]
+            assert scores.unique().numel() == 4
+    drawn = [uid for asked in trainer.actor_rollout_wg.generated for uid in asked]
+    assert sum(row["train/num_gen_batches"] for row in rows) == len(trainer.actor_rollout_wg.generated)
+    assert set(drawn) == {str(i) for i in range(len(set(drawn)))}  # no prompt of the stream is passed over
+
+
+def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
+    trainer = dapo(tmp_path, FakeGroup)  # all 6 groups differ: 2 are left over, then 4
+    trainer.fit()
+    generated = trainer.actor_rollout_wg.generated
+    assert generated == [["0", "1", "2", "3", "4", "5"], ["4", "5", "6", "7", "8", "9", "10", "11"],
+                         ["8", "9", "10", "11"]]
+    assert [row["training/dropped_samples/surplus"] for row in metrics_rows(tmp_path)] == [8, 16, 0]
+    assert [row["training/weights_version"] for row in metrics_rows(tmp_path)] == [0, 1, 2]
+
+
+def test_surplus_can_be_left_behind(tmp_path):
+    trainer = dapo(tmp_path, FakeGroup, algorithm__filter_groups__keep_surplus="false")
+    trainer.fit()
+    assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
+
+
+def test_surplus_prompts_survive_a_resume(tmp_path):
+    trainer = dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=2)
+    trainer.fit()
+    state = json.loads((tmp_path / "out" / "global_step_2" / "trainer_state.json").read_text())
+    assert [row["uid"] for row in state["variant"]["surplus"]] == ["8", "9", "10", "11"]
+    whole = dapo(tmp_path / "whole", FakeGroup)
+    whole.fit()
+    again = dapo(tmp_path, FakeGroup, trainer__save_freq=1)
+    again.fit()
+    assert again.actor_rollout_wg.generated == whole.actor_rollout_wg.generated[2:]
+    assert torch.equal(again.actor_rollout_wg.updates[0].batch["input_ids"],
+                       whole.actor_rollout_wg.updates[2].batch["input_ids"])
+
+
+def test_the_limit_ends_a_run_whose_groups_are_all_alike(tmp_path):
+    trainer = dapo(tmp_path, AllAlike, algorithm__filter_groups__max_num_gen_batches=3)
+    with pytest.raises(StepFailed, match=r"3 generations gave 0 of data.train_batch_size=4 .*max_num_gen_batches=3"):
+        trainer.fit()
+
+
+def test_a_metric_that_no_reward_gives_is_named(tmp_path):
+    with pytest.raises(StepFailed, match="metric='accc' is nothing that the reward gives.*seq_reward.*words"):
+        dapo(tmp_path, FakeGroup, algorithm__filter_groups__metric="accc").fit()
+
+
+def test_without_a_filter_it_is_the_plain_trainer(tmp_path):
+    trainer = dapo(tmp_path, algorithm__filter_groups__enable="false", data__gen_batch_size=4)
+    trainer.fit()
+    assert [len(asked) for asked in trainer.actor_rollout_wg.generated] == [4, 4, 4]
+    assert "train/num_gen_batches" not in metrics_rows(tmp_path)[0]
+
+
+def test_metrics_of_all_generations_are_kept():
+    found = [{"actor/reward_kl_penalty": 1.0, "training/requested_samples": 4, "training/epoch": 0},
+             {"actor/reward_kl_penalty": 2.0, "training/requested_samples": 8, "training/epoch": 1}]
+    assert _merged(found) == {"actor/reward_kl_penalty": 1.5, "training/requested_samples": 12, "training/epoch": 1,
+                              "train/num_gen_batches": 2}
+
+
+class WithLogProbs(OddPromptsAlike):
+    """Ranks that also give log-probs, 0.1 apart from the reference's."""
+
+    def compute_log_prob(self, data):
+        self.calls.append("old")
+        zeros = torch.zeros(data.batch["responses"].shape)
+        return DataProto.from_dict({"old_log_probs": zeros, "entropys": zeros})
+
+    def compute_ref_log_prob(self, data):
+        self.calls.append("ref")
+        return DataProto.from_dict({"ref_log_prob": torch.full(data.batch["responses"].shape, -0.1)})
+
+
+def test_a_filter_on_final_rewards_subtracts_the_kl_before_it_and_not_twice(tmp_path):
+    from verl.trainer.ppo.ray_trainer import Role
+
+    def build(*args, role_worker_mapping, **kwargs):
+        return RayDAPOTrainer(*args, role_worker_mapping={**role_worker_mapping, Role.RefPolicy: FakeGroup}, **kwargs)
+
+    config = compose_run(
+        tmp_path, "unused", TREE, algorithm__filter_groups__enable="true", data__train_batch_size=4,
+        algorithm__filter_groups__metric="seq_final_reward", algorithm__use_kl_in_reward="true",
+        algorithm__kl_ctrl__kl_coef=0.5, data__gen_batch_size=4, trainer__total_training_steps=1,
+        actor_rollout_ref__actor__ppo_mini_batch_size=4,
+    )
+    trainer = fake_trainer(config, WithLogProbs, build)
+    trainer.fit()
+    group, row = trainer.actor_rollout_wg, metrics_rows(tmp_path)[0]
+    generations = row["train/num_gen_batches"]
+    assert generations > 1
+    assert group.calls.count("old") == group.calls.count("ref") == generations  # not asked again by the loop
+    # k1 = old - ref = 0.1 on each of 6 tokens, times 0.5
+    assert row["critic/rewards/mean"] == pytest.approx(row["critic/score/mean"] - 0.5 * 0.1 * 6, rel=1e-4)
+    assert row["actor/reward_kl_penalty"] == pytest.approx(0.1, rel=1e-4)
+
+
+def answers(lengths):
+    tokens = 10
+    mask = (torch.arange(tokens)[None] < torch.tensor(lengths)[:, None]).long()
+    prompt = torch.ones(len(lengths), 2, dtype=torch.int64)
+    return DataProto.from_dict(
+        tensors={"prompts": prompt, "responses": torch.full((len(lengths), tokens), 7),
+                 "attention_mask": torch.cat([prompt, mask], 1), "response_mask": mask},
+        non_tensors={"data_source": np.array(["x"] * len(lengths), dtype=object),
+                     "reward_model": np.array([{"ground_truth": "a"}] * len(lengths), dtype=object)},
+    )
+
+
+def manager(**buffer):
+    return get_reward_manager_cls("dapo")(
+        tokenizer=make_tokenizer(), num_examine=0, compute_score=lambda **kw: 1.0, max_resp_len=10,
+        overlong_buffer_cfg={"enable": True, "len": 4, "penalty_factor": 0.5, "log": True, **buffer},
+    )
+
+
+def test_the_buffer_takes_points_in_a_straight_line():
+    # 10 - 4 = 6 tokens are free; then 0.5 / 4 a token.
+    result = manager()(answers([6, 7, 10]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == pytest.approx([1.0, 0.875, 0.5])
+    assert result["reward_extra_info"]["overlong"] == [False, True, True]
+    assert result["reward_extra_info"]["overlong_reward"] == pytest.approx([0.0, -0.125, -0.5])
+    assert result["reward_extra_info"]["acc"] == [1.0, 1.0, 1.0]
+    quiet = manager(enable=False)(answers([10]), return_dict=True)
+    assert quiet["reward_tensor"].sum().item() == 1.0 and "overlong" not in quiet["reward_extra_info"]
+
+
+def test_a_buffer_longer_than_the_answers_is_refused():
+    with pytest.raises(ValueError, match="overlong_buffer.len=11 must lie between 1 and"):
+        manager(len=11)
+
+
+def test_a_step_of_the_loop_that_fails_is_named(tmp_path):
+    class Broken(FakeGroup):
+        def generate_sequences(self, prompts):
+            raise RuntimeError("no answer")
+
+    with pytest.raises(StepFailed, match="step 'gen' of global step 1 failed"):
+        dapo(tmp_path, Broken).fit()

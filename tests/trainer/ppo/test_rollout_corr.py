@@ -1,0 +1,160 @@
+"""Rollout correction by hand numbers: weights, rejection, veto, and how far two policies are apart."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.trainer.ppo.rollout_corr_helper import (
+    apply_bypass_mode,
+    compute_offpolicy_metrics,
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+
+# Ratios pi_old / pi_rollout of two sequences; the last token of the second one is padding.
+RATIO = torch.tensor([[1.0, 4.0, 0.5], [0.5, 0.25, 9.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+LOG_RATIO = RATIO.log()
+
+
+def test_token_weights_are_cut_at_the_threshold():
+    weights, metrics = compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 0.5], [0.5, 0.25, 0.0]]))
+    assert metrics["rollout_is_mean"] == pytest.approx((1 + 4 + 0.5 + 0.5 + 0.25) / 5)
+    assert metrics["rollout_is_max"] == 4.0 and metrics["rollout_is_min"] == 0.25
+    assert metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
+    assert metrics["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)  # below 1 / 2: 0.25 alone
+    cut = torch.tensor([1, 2, 0.5, 0.5, 0.25])
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx((cut.sum() ** 2 / (5 * (cut**2).sum())).item())
+
+
+def test_sequence_weights_are_the_products():
+    weights, _ = compute_rollout_correction_weights(LOG_RATIO, MASK, "sequence", 1.5)
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.5, 1.5], [0.125, 0.125, 0.0]]))
+
+
+def test_normalised_weights_have_mean_1():
+    weights, metrics = compute_rollout_correction_weights(LOG_RATIO, MASK, "token", 2.0, True)
+    assert metrics["rollout_is_batch_norm_factor"] == pytest.approx(4.25 / 5)
+    assert weights[MASK.bool()].mean().item() == pytest.approx(1.0)
+    weights, metrics = compute_rollout_correction_weights(LOG_RATIO, MASK, "sequence", 2.0, True)
+    assert metrics["rollout_is_batch_norm_factor"] == pytest.approx((2.0 + 0.125) / 2)
+    assert weights[:, 0].mean().item() == pytest.approx(1.0)
+
+
+def test_weights_carry_no_gradient():
+    log_ratio = LOG_RATIO.clone().requires_grad_()
+    assert not compute_rollout_correction_weights(log_ratio, MASK, "token")[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("level", "kept"),
+    [
+        ("token", [[1, 0, 1], [1, 0, 0]]),  # 4 is above 3, 0.25 below 1/3
+        ("sequence", [[1, 1, 1], [0, 0, 0]]),  # 2 and 0.125
+        ("geometric", [[1, 1, 1], [1, 1, 0]]),  # 2^(1/3) and 0.125^(1/2) = 0.354
+    ],
+)
+def test_rejection_at_each_level(level, kept):
+    mask, metrics = compute_rollout_rejection_mask(LOG_RATIO, MASK, level, 3.0)
+    assert mask.tolist() == kept
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx((5 - mask.sum().item()) / 5)
+
+
+def test_a_lower_bound_of_its_own_and_a_missing_upper_one():
+    mask, _ = compute_rollout_rejection_mask(LOG_RATIO, MASK, "geometric", 3.0, 0.5)
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 0]]
+    with pytest.raises(ValueError, match="rollout_rs_threshold is not set"):
+        compute_rollout_rejection_mask(LOG_RATIO, MASK, "token")
+
+
+def test_one_impossible_token_vetoes_its_sequence():
+    weights, mask, metrics = compute_rollout_correction_and_rejection_mask(
+        LOG_RATIO, torch.zeros(2, 3), MASK, rollout_is="token", rollout_token_veto_threshold=0.3
+    )
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert weights.batch["rollout_is_weights"][1, 0] == 0.5  # weights stay those of all counted tokens
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
+    assert metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx(1 / 5)
+
+
+def test_distances_by_hand():
+    ours = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]])
+    theirs = torch.tensor([[-1.5, -1.0], [-2.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    found = compute_offpolicy_metrics(ours, theirs, mask)
+    gaps = [0.5, -1.0, -1.0]  # ours - theirs
+    assert found["kl"] == pytest.approx(-sum(gaps) / 3, rel=1e-4)
+    assert found["k3_kl"] == pytest.approx(sum(math.exp(g) - 1 - g for g in gaps) / 3, rel=1e-4)
+    assert found["training_log_ppl"] == pytest.approx((1.5 + 3) / 2, rel=1e-4)
+    assert found["training_ppl"] == pytest.approx((math.exp(1.5) + math.exp(3)) / 2, rel=1e-4)
+    assert found["rollout_log_ppl"] == pytest.approx((1.25 + 2) / 2, rel=1e-4)
+    assert found["log_ppl_diff"] == pytest.approx((0.25 + 1.0) / 2, rel=1e-4)
+    assert found["log_ppl_abs_diff"] == pytest.approx((0.25 + 1.0) / 2, rel=1e-4)
+    assert found["log_ppl_diff_max"] == pytest.approx(1.0, rel=1e-4)
+    assert found["log_ppl_diff_min"] == pytest.approx(0.25, rel=1e-4)
+    assert found["ppl_ratio"] == pytest.approx((math.exp(0.25) + math.exp(1)) / 2, rel=1e-4)
+    assert found["chi2_token"] == pytest.approx(sum(math.exp(2 * g) for g in gaps) / 3 - 1, rel=1e-4)
+    assert found["chi2_seq"] == pytest.approx((math.exp(-1) + math.exp(-2)) / 2 - 1, rel=1e-5)
+    assert compute_offpolicy_metrics(ours, theirs, torch.zeros_like(mask)) == {}
+    same = compute_offpolicy_metrics(ours, ours, mask)
+    assert same["kl"] == same["k3_kl"] == same["chi2_token"] == same["chi2_seq"] == 0.0
+
+
+def test_the_batch_gets_weights_and_a_smaller_mask():
+    columns = {"old_log_probs": LOG_RATIO, "rollout_log_probs": torch.zeros(2, 3), "response_mask": MASK}
+    batch = DataProto.from_dict(columns)
+    config = RolloutCorrectionConfig.decoupled_seq_is_rs(is_threshold=1.5, rs_threshold=3.0)
+    batch, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert batch.batch["rollout_is_weights"][0].tolist() == [1.5, 1.5, 1.5]
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0.5
+
+
+def loss_config(correction):
+    return SimpleNamespace(
+        policy_loss=SimpleNamespace(rollout_correction=correction), clip_ratio=0.2, clip_ratio_low=None,
+        clip_ratio_high=None, clip_ratio_c=3.0, global_batch_info={},
+    )  # fmt: skip
+
+
+def test_bypass_takes_the_rollouts_log_probs_as_old_ones():
+    batch = DataProto.from_dict({"rollout_log_probs": LOG_RATIO})
+    apply_bypass_mode(batch)
+    assert torch.equal(batch.batch["old_log_probs"], LOG_RATIO)
+    with pytest.raises(ValueError, match="calculate_log_probs=true"):
+        apply_bypass_mode(DataProto.from_dict({"old_log_probs": LOG_RATIO}))
+
+
+def test_bypass_reinforce_is_the_weighted_policy_gradient():
+    log_prob = torch.tensor([[-1.0, -0.5, -2.0], [-1.0, -3.0, 0.0]], requires_grad=True)
+    rollout = log_prob.detach() - LOG_RATIO
+    advantages = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, 0.0]])
+    config = loss_config(RolloutCorrectionConfig.bypass_pg_is(threshold=1.5))
+    loss, metrics = get_policy_loss_fn("bypass_mode")(
+        old_log_prob=rollout, log_prob=log_prob, advantages=advantages, response_mask=MASK,
+        loss_agg_mode="token-mean", config=config, rollout_is_weights=None,
+    )  # fmt: skip
+    loss.backward()
+    expected = -advantages * torch.tensor([[1.5] * 3, [0.125, 0.125, 0.0]]) / 5
+    torch.testing.assert_close(log_prob.grad, expected)
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(2.0)
+
+
+def test_bypass_clip_leaves_out_what_is_rejected():
+    log_prob = torch.tensor([[-1.0, -0.5, -2.0], [-1.0, -3.0, 0.0]], requires_grad=True)
+    rollout = log_prob.detach() - LOG_RATIO
+    config = loss_config(RolloutCorrectionConfig.bypass_ppo_clip_geo_rs(rs_threshold=2.0, veto_threshold=None))
+    loss, _ = get_policy_loss_fn("bypass_mode")(
+        old_log_prob=rollout, log_prob=log_prob, advantages=-torch.ones(2, 3), response_mask=MASK,
+        loss_agg_mode="token-mean", config=config, rollout_is_weights=None,
+    )  # fmt: skip
+    loss.backward()
+    assert log_prob.grad[1].abs().sum() == 0 and log_prob.grad[0].abs().sum() > 0

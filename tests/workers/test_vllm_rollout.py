@@ -1,0 +1,177 @@
+"""vLLM in this process against the trained model: the same log-probs after every hand-over of weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.models import save_tiny_llama
+from verl.protocol import DataProto
+from verl.workers.config import RolloutConfig
+from verl.workers.config.rollout import SamplingConfig
+from verl.workers.policy import get_policy
+from verl.workers.rollout import get_rollout_class
+
+PAD, EOS, P, R = 0, 2, 6, 8
+
+
+@pytest.fixture(scope="module")
+def wide_llama(tmp_path_factory):
+    """A model with more words (96) than its tokenizer knows (64)."""
+    return save_tiny_llama(tmp_path_factory.mktemp("wide"), vocab_size=96)
+
+
+class Hybrid:
+    """An actor's engine with a vLLM of its weights, as a rank has them."""
+
+    def __init__(self, path, **model):
+        self.engine = make_engine(path, lr=3e-2, **model)
+        self.actor = make_actor(self.engine)
+        settings = {"name": "vllm", "prompt_length": P, "response_length": R, "dtype": "float32", "max_num_seqs": 32,
+                    "calculate_log_probs": True}  # fmt: skip
+        config = RolloutConfig(**settings, val_kwargs=SamplingConfig(temperature=0, do_sample=False))
+        self.rollout = get_rollout_class("vllm", "sync")(config, self.engine.model_config, self.engine.mesh)
+        self.policy = get_policy("causal_lm")
+
+    def generate(self, prompts, sync=True):
+        if sync:
+            self.rollout.resume(["weights"])
+            self.rollout.update_weights(self.engine.get_per_tensor_param())
+            self.rollout.resume(["kv_cache"])
+        output = self.rollout.generate_sequences(prompts)
+        self.rollout.release()
+        return output
+
+    def log_probs(self, output, temperature):
+        with torch.no_grad(), self.engine.eval_mode():
+            batch = output.batch
+            return self.policy.log_probs(self.engine.module, batch, temperature=temperature, with_entropy=False)[0]
+
+    def sample_with(self, **settings):
+        for name, value in settings.items():
+            object.__setattr__(self.rollout.config, name, value)
+
+
+@pytest.fixture(scope="module")
+def hybrid(wide_llama):
+    made = Hybrid(wide_llama)
+    yield made
+    made.rollout.close()
+    leave_group()
+
+
+def prompts(n=4, seed=0, lengths=(6, 3, 1), **meta):
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(P)[None] >= P - torch.tensor(lengths)[:, None]).long()
+    ids = torch.randint(5, 60, (len(lengths), P), generator=generator) * mask
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+        meta_info={"n": n, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": True, "temperature": 1.0,
+                   "global_steps": 1, **meta},
+    )  # fmt: skip
+
+
+def difference(output, log_probs):
+    mask = output.batch["response_mask"].bool()
+    return (output.batch["rollout_log_probs"] - log_probs)[mask].abs().mean().item()
+
+
+def test_log_probs_agree_after_every_update_in_between(hybrid):
+    versions = []
+    for step in range(3):
+        output = hybrid.generate(prompts(global_steps=step))
+        mask = output.batch["response_mask"]
+        assert mask.sum() > 40 and output.batch["responses"].max() >= 64  # words beyond the tokenizer are drawn too
+        assert difference(output, hybrid.log_probs(output, 1.0)) < 1e-4
+        versions.append(output.batch["rollout_log_probs"])
+        hybrid.actor.update_policy(rl_batch(seed=step))
+    stale = hybrid.generate(prompts(global_steps=9), sync=False)
+    assert difference(stale, hybrid.log_probs(stale, 1.0)) > 1e-2  # without a hand-over the comparison fails
+
+
+def test_log_probs_agree_at_another_temperature(hybrid):
+    output = hybrid.generate(prompts(temperature=0.7))
+    assert difference(output, hybrid.log_probs(output, 0.7)) < 1e-4
+    assert difference(output, hybrid.log_probs(output, 1.0)) > 1e-2
+
+
+def test_with_filters_the_rollout_says_what_it_drew_from(hybrid):
+    # Compared with: the trained model's distribution at this temperature, cut to the allowed words, norm restored.
+    hybrid.sample_with(top_k=5, top_p=0.6)
+    try:
+        output = hybrid.generate(prompts(temperature=0.7))
+    finally:
+        hybrid.sample_with(top_k=-1, top_p=1.0)
+    batch = output.batch
+    with torch.no_grad(), hybrid.engine.eval_mode():
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        logits = hybrid.engine.module(**inputs).logits[:, P - 1 : -1].float() / 0.7
+    ordered, words = logits.sort(-1, descending=True)
+    ordered[..., 5:] = -torch.inf
+    probs = ordered.softmax(-1)
+    ordered[probs.cumsum(-1) - probs >= 0.6] = -torch.inf
+    allowed = torch.full_like(logits, -torch.inf).scatter(-1, words, ordered).log_softmax(-1)
+    drawn = allowed.gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
+    assert difference(output, drawn) < 1e-4
+
+
+def test_rows_end_at_the_end_token_and_are_padded(hybrid):
+    output = hybrid.generate(prompts(n=16, global_steps=3, eos_token_id=[EOS, 7, 8, 9, 10, 11, 12]))
+    ids, mask = output.batch["responses"], output.batch["response_mask"]
+    ends = torch.isin(ids, torch.tensor([EOS, 7, 8, 9, 10, 11, 12])) & mask.bool()
+    assert ends.any() and (mask.sum(-1) < R).any()
+    for row, kept, end in zip(ids, mask, ends, strict=True):
+        length = int(end.float().argmax()) + 1 if end.any() else R
+        assert kept.tolist() == [1] * length + [0] * (R - length) and (row[length:] == PAD).all()
+    assert torch.equal(output.batch["attention_mask"][:, P:], mask)
+    assert (output.batch["rollout_log_probs"][mask == 0] == 0).all()
+
+
+def test_seeds_make_samples_repeatable_and_different(hybrid):
+    first = hybrid.generate(prompts()).batch["responses"]
+    again = hybrid.generate(prompts()).batch["responses"]
+    other = hybrid.generate(prompts(global_steps=2)).batch["responses"]
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert len({tuple(row) for row in first[:4].tolist()}) == 4
+    alone = hybrid.generate(prompts().select_idxs(np.array([1]))).batch["responses"]
+    assert torch.equal(alone, first[4:8])  # no other row decides what a prompt's samples are
+
+
+def test_greedy_validation_follows_the_argmax(hybrid):
+    output = hybrid.generate(prompts(n=1, validate=True, do_sample=False))
+    ids, mask = output.batch["input_ids"], output.batch["attention_mask"]
+    with torch.no_grad(), hybrid.engine.eval_mode():
+        inputs = {key: output.batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        best = hybrid.engine.module(**inputs).logits.argmax(-1)[:, P - 1 : -1]
+    kept = mask[:, P:].bool()
+    assert torch.equal(best[kept], ids[:, P:][kept])
+
+
+def test_samples_of_a_prompt_share_its_cache(hybrid):
+    long = prompts(n=8, lengths=(6,))
+    outputs = hybrid.rollout._generate(long, 8)
+    assert [len(output.outputs) for output in outputs] == [8]
+    block = hybrid.rollout.llm.llm_engine.vllm_config.cache_config.block_size
+    assert hybrid.rollout.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching and block > 0
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_before_they_are_handed_over(wide_llama):
+    made = Hybrid(wide_llama, lora_rank=4, lora_alpha=16)
+    try:
+        for step in range(2):
+            output = made.generate(prompts(global_steps=step))
+            assert difference(output, made.log_probs(output, 1.0)) < 1e-4
+            made.actor.update_policy(rl_batch(seed=step))
+        with made.engine.disable_adapter():
+            assert difference(output, made.log_probs(output, 1.0)) > 1e-4
+    finally:
+        made.rollout.close()
+        leave_group()
+
+
+def test_an_unknown_engine_option_is_named(wide_llama):
+    engine = make_engine(wide_llama)
+    config = RolloutConfig(name="vllm", engine_kwargs={"vllm": {"swap_spaec": 1}})
+    with pytest.raises(ValueError, match="engine_kwargs.vllm has swap_spaec"):
+        get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)

@@ -1,0 +1,50 @@
+"""The naive manager with DAPO's soft punishment of overlong answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.workers.reward_manager.abstract import RawRewardFn
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.registry import register
+from verl.workers.reward_manager.rows import Row
+
+
+@register("dapo")
+class DAPORewardManager(NaiveRewardManager):
+    """score - penalty_factor * max(0, length - (max_resp_len - buffer)) / buffer (DAPO, arXiv 2503.14476, eq. 13).
+
+    Extras: acc (the score before that, where the reward gives no acc), and with `log` overlong_reward and overlong.
+    """
+
+    def __init__(
+        self, tokenizer: Any, num_examine: int, compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source", max_resp_len: int | None = None,
+        overlong_buffer_cfg: Mapping[str, Any] | None = None, **reward_kwargs: Any,
+    ) -> None:
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+        self.max_resp_len, self.buffer = max_resp_len, None
+        if overlong_buffer_cfg is not None and overlong_buffer_cfg["enable"]:
+            self.buffer = dict(overlong_buffer_cfg)
+            if max_resp_len is None or not 0 < self.buffer["len"] <= max_resp_len:
+                raise ValueError(
+                    f"overlong_buffer.len={self.buffer['len']} must lie between 1 and the longest answer, "
+                    f"data.max_response_length={max_resp_len}."
+                )
+
+    def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
+        results = super().results(data, rows)
+        return [self._with_penalty(result, row) for result, row in zip(results, rows, strict=True)]
+
+    def _with_penalty(self, result: Any, row: Row) -> dict[str, Any]:
+        found = dict(result) if isinstance(result, dict) else {"score": result}
+        found.setdefault("acc", found["score"])
+        if self.buffer is not None:
+            over = len(row.response_ids) - (self.max_resp_len - self.buffer["len"])
+            penalty = -max(0, over) / self.buffer["len"] * self.buffer["penalty_factor"]
+            found["score"] = found["score"] + penalty
+            if self.buffer["log"]:
+                found |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return found

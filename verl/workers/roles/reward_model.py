@@ -1,0 +1,95 @@
+"""One rank of a reward model that scores whole answers."""
+
+from __future__ import annotations
+
+import torch
+from omegaconf import DictConfig
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import get_device_name
+from verl.utils.model import compute_position_id_with_mask
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.actor.batch_cuts import micro_batches, restore_order
+from verl.workers.config import CheckpointConfig, RewardModelConfig
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.reward_manager.rows import place_scores
+from verl.workers.roles.critic import value_model
+from verl.workers.roles.ranks import join_ranks
+
+
+class RewardModelWorker(Worker):
+    """A frozen model with one value a token; an answer's score is the value at its last token.
+
+    With `model.input_tokenizer` (the policy's) the conversation is decoded and written anew in the chat template of
+    the reward model's own tokenizer.
+    """
+
+    def __init__(
+        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None, **kwargs
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.nccl_timeout = nccl_timeout
+        self.device_name = get_device_name() if device_name is None else device_name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the process group, load the reward model."""
+        join_ranks(self, ("reward",), self.device_name, self.nccl_timeout)
+        self.settings: RewardModelConfig = omega_conf_to_dataclass(self.config, RewardModelConfig)
+        model = self.settings.model
+        self.engine = FSDPEngine(
+            value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name
+        )
+        self.engine.initialize()
+        self.policy_tokenizer = self.tokenizer = None
+        if model.input_tokenizer is not None:
+            trust = model.trust_remote_code
+            self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, trust_remote_code=trust)
+            self.tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=trust)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
+    @torch.no_grad()
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """rm_scores [B, R] float32: each answer's score at its last counted token, 0 elsewhere."""
+        inputs = data if self.tokenizer is None else self._rewritten(data)
+        chosen = inputs.select(batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=[])
+        rows, budget = self._micro_batch_size(), self.settings.forward_max_token_len_per_gpu
+        index, scores = [], []
+        with self.engine.eval_mode(), self.engine.autocast():
+            budget = budget if self.settings.use_dynamic_bsz else None
+            for part, micro in micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False):
+                batch = dict(micro.to(self.engine.device).batch.items())
+                values = self.engine.module(**batch, use_cache=False).logits[..., 0].float()  # [b, T]
+                places = torch.arange(values.shape[1], device=values.device)
+                last = torch.where(batch["attention_mask"].bool(), places, 0).amax(-1, keepdim=True)
+                index.append(part)
+                scores.append(values.gather(1, last).squeeze(1).cpu())
+        return DataProto.from_dict({"rm_scores": place_scores(data, restore_order(scores, index).tolist())})
+
+    def _micro_batch_size(self) -> int | None:
+        settings = self.settings
+        if settings.micro_batch_size is not None:
+            return max(1, settings.micro_batch_size // self.world_size)
+        return settings.micro_batch_size_per_gpu
+
+    def _rewritten(self, data: DataProto) -> DataProto:
+        """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""
+        kept = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
+        answers = [ids[mask] for ids, mask in zip(data.batch["responses"], kept, strict=True)]
+        texts = self.policy_tokenizer.batch_decode(answers, skip_special_tokens=True)
+        chats = [
+            [*messages, {"role": "assistant", "content": text}]
+            for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
+        ]
+        longest = self.settings.max_length or data.batch["input_ids"].shape[1]
+        encoded = self.tokenizer.apply_chat_template(
+            chats, tokenize=True, return_dict=True, return_tensors="pt", padding="max_length", truncation=True,
+            max_length=longest, tokenizer_kwargs={"padding_side": "left"},
+        )  # fmt: skip
+        ids, mask = encoded["input_ids"], encoded["attention_mask"]
+        positions = compute_position_id_with_mask(mask)
+        return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "position_ids": positions})

@@ -1,0 +1,182 @@
+"""Generates with a vLLM engine in the rank's own process, which takes the actor's weights before every batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from verl.protocol import DataProto
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import BaseRollout, register_rollout
+from verl.workers.rollout.sampling import Sampling, answered, prompt_ids, right_padded, sample_seeds, sampling_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from vllm import SamplingParams
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank, unless engine_kwargs.vllm.kv_cache_memory_bytes says else
+KEY = "actor_rollout_ref.rollout"
+
+
+@register_rollout("vllm", "sync")
+class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
+    """One engine a rank, or one over `tensor_model_parallel_size` neighbouring ranks, which then answer together.
+
+    `resume(["weights"])`, `update_weights`, `resume(["kv_cache"])` wake it, `release` puts it to sleep. Where vLLM
+    cannot sleep (CPU) weights and cache stay in memory, which is said once. Log-probs are those of the distribution
+    that was sampled from (`logprobs_mode`; by default behind temperature, top-k and top-p).
+    """
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
+        self.tp_group = _tensor_parallel_group(config.tensor_model_parallel_size)
+        self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
+        if not self.on_cuda and config.free_cache_engine:
+            logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
+        self.llm = _start_engine(self._engine_arguments(), self.on_cuda)
+        self._warm_up()
+        self.release()
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        config, model = self.config, self.model_config
+        limit = config.max_model_len or config.prompt_length + config.response_length
+        given: dict[str, Any] = {
+            "model": model.local_path, "skip_tokenizer_init": True, "trust_remote_code": model.trust_remote_code,
+            "dtype": DTYPES.get(config.dtype, config.dtype), "max_model_len": limit, "seed": 0,
+            "load_format": config.load_format, "enforce_eager": config.enforce_eager or not self.on_cuda,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": max(config.max_num_batched_tokens, limit, config.max_num_seqs),
+            "enable_prefix_caching": config.enable_prefix_caching, "logprobs_mode": config.logprobs_mode,
+            "enable_chunked_prefill": config.enable_chunked_prefill, "disable_log_stats": config.disable_log_stats,
+            "tensor_parallel_size": config.tensor_model_parallel_size, "quantization": config.quantization,
+            "gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": self.can_sleep,
+            "disable_custom_all_reduce": True,
+        }  # fmt: skip
+        if config.tensor_model_parallel_size > 1:
+            given["distributed_executor_backend"] = "external_launcher"
+        if config.cudagraph_capture_sizes:
+            given["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+        if not self.on_cuda:
+            given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+        return given | _engine_kwargs(config)
+
+    def _warm_up(self) -> None:
+        """The first batch of an engine takes seconds more than the next ones; better here than in a step."""
+        logger.debug("vLLM answers one prompt to warm up")
+        self.llm.generate([{"prompt_token_ids": [0]}], self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, None, 2),
+                          use_tqdm=False)  # fmt: skip
+        self.llm.reset_prefix_cache()
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self.llm.reset_prefix_cache()  # what it holds was computed by the weights before
+
+    def resume(self, tags: list[str]) -> None:
+        if self.can_sleep:
+            self.llm.wake_up(tags=tags)
+
+    def release(self) -> None:
+        if self.can_sleep:
+            self.llm.reset_prefix_cache()
+            self.llm.sleep(level=2)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        own, everyone = prompts, self._gathered(prompts)
+        n = prompts.meta_info["n"] if "n" in prompts.meta_info else 1
+        outputs = self._generate(everyone, n)
+        if self.tp_group is not None:
+            rank = dist.get_rank(self.tp_group)
+            outputs = outputs[rank * len(own) : (rank + 1) * len(own)]
+        answers = [answer for output in outputs for answer in output.outputs]
+        tokens, length = [list(answer.token_ids) for answer in answers], self.config.response_length
+        responses = right_padded(tokens, length, prompts.meta_info["pad_token_id"], torch.int64)
+        mask = right_padded([[1] * len(row) for row in tokens], length, 0, torch.int64)
+        log_probs = None
+        if self.config.calculate_log_probs:
+            log_probs = right_padded([_sampled(answer) for answer in answers], length, 0.0, torch.float32)
+        return DataProto.from_dict(answered(own, n, responses, mask, log_probs))
+
+    def _gathered(self, prompts: DataProto) -> DataProto:
+        """The prompts of all ranks that share an engine: each of them runs the same requests."""
+        if self.tp_group is None:
+            return prompts
+        parts: list[Any] = [None] * dist.get_world_size(self.tp_group)
+        dist.all_gather_object(parts, prompts, group=self.tp_group)
+        return DataProto.concat(parts)
+
+    def _generate(self, prompts: DataProto, n: int) -> list:
+        meta = prompts.meta_info
+        sampling, ends = sampling_of(self.config, meta), meta["eos_token_id"]
+        inputs = [{"prompt_token_ids": ids} for ids in prompt_ids(prompts)]
+        limit = self.config.response_length
+        # vLLM gives the k-th sample of a prompt the seed + k
+        params = [self._params(sampling, n, seeds[0], ends, limit) for seeds in sample_seeds(prompts, 1)]
+        return self.llm.generate(inputs, params, use_tqdm=False)
+
+    def _params(self, sampling: Sampling, n: int, seed: int, ends: Any, limit: int) -> SamplingParams:
+        from vllm import SamplingParams
+
+        stops = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        drawn = {"temperature": 0.0} if sampling.greedy else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": seed,
+        }  # fmt: skip
+        return SamplingParams(
+            n=n, max_tokens=limit, stop_token_ids=stops, ignore_eos=self.config.ignore_eos, detokenize=False,
+            logprobs=0 if self.config.calculate_log_probs else None,
+            repetition_penalty=self.config.repetition_penalty, **drawn,
+        )  # fmt: skip
+
+
+def _sampled(answer: Any) -> list[float]:
+    """Log-prob of each sampled token."""
+    return [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+
+
+def _tensor_parallel_group(size: int) -> dist.ProcessGroup | None:
+    """The `size` neighbouring ranks that share an engine with this one; None where each has its own."""
+    if size == 1:
+        return None
+    world = dist.get_world_size()
+    if world % size:
+        raise ValueError(f"{KEY}.tensor_model_parallel_size={size} does not divide the {world} ranks; use a divisor.")
+    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, world, size)]
+    return groups[dist.get_rank() // size]
+
+
+def _engine_kwargs(config: RolloutConfig) -> dict[str, Any]:
+    """rollout.engine_kwargs.vllm without nulls; a key that vLLM does not know is refused."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {k: v for k, v in dict(config.engine_kwargs.get("vllm") or {}).items() if v is not None}
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"{KEY}.engine_kwargs.vllm has {', '.join(unknown)}, which vLLM's EngineArgs do not know.")
+    return given
+
+
+def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are handed over inside this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not on_cuda:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the actor's threads are the engine's
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    # Without a tokenizer the engine's renderer has nothing to warm up, and says so with a traceback.
+    logging.getLogger("vllm.renderers.base").setLevel(logging.CRITICAL)
+    return LLM(**arguments)
