@@ -22,14 +22,14 @@ from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 240.0, "evaluation": 160.0}
-STEPS = {"target": 90, "own": 230}
+STEPS = {"target": 90, "own": 500}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
-SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("-1", "0")}
+SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("1", "3", "5")}
 MARGINS = ("3", "4", "5")
 # A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
-# itself. It learns which mismatches belong together, and a stricter threshold breaks such pairs:
-# the penalty is its dial.
+# itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more.
 OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
+OWN_TRAINING += ("--context-tokens", "24")
 OWN_TRAINING += ("--reward-penalty-break", "-32")
 OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
 
