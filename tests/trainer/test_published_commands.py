@@ -1,0 +1,169 @@
+"""Settings of verl 0.7.0's published command lines for FSDP text models, and our own scripts: all pass a dry run.
+
+Model and data paths are ours; every other key stands as its users know it. Not covered: SFT's command lines.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_module
+
+from verl.trainer.dry_run import dry_run
+from verl.utils.config import forced_override
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))
+
+COMMON = """
+data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error'
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 trainer.critic_warmup=0
+trainer.logger=['console','wandb'] trainer.project_name=verl_example trainer.experiment_name=published
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6
+"""
+KL_LOSS = """
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+algorithm.use_kl_in_reward=False actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16
+actor_rollout_ref.ref.fsdp_config.param_offload=True
+"""
+MICRO = """
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
+"""
+DYNAMIC = """
+actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
+actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
+"""
+CRITIC = """
+critic.optim.lr=1e-5 critic.model.use_remove_padding=True critic.model.path=MODEL
+critic.model.enable_gradient_checkpointing=True critic.ppo_micro_batch_size_per_gpu=32
+critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False
+"""
+COMMANDS = {
+    "grpo": COMMON + KL_LOSS + MICRO + """algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5
+        actor_rollout_ref.rollout.tensor_model_parallel_size=2""",
+    "grpo_seq_balance": COMMON + KL_LOSS + DYNAMIC + """algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=5
+        actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.mode=async
+        trainer.val_before_train=False data.return_raw_chat=True""",
+    "ppo": COMMON + MICRO + CRITIC + """algorithm.adv_estimator=gae actor_rollout_ref.actor.use_kl_loss=False
+        actor_rollout_ref.rollout.tensor_model_parallel_size=4 algorithm.use_kl_in_reward=False""",
+    "ppo_fused_kernels": COMMON + DYNAMIC + CRITIC + """algorithm.adv_estimator=gae
+        actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.use_liger=True
+        actor_rollout_ref.rollout.free_cache_engine=True critic.ppo_max_token_len_per_gpu=98304""",
+    "reward_model": COMMON + DYNAMIC + CRITIC + """algorithm.adv_estimator=gae reward_model.enable=True
+        reward_model.model.path=MODEL reward_model.model.use_remove_padding=True
+        reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32
+        reward_model.use_dynamic_bsz=True reward_model.forward_max_token_len_per_gpu=98304
+        actor_rollout_ref.rollout.tensor_model_parallel_size=2""",
+    "sequence_parallel": COMMON + DYNAMIC + CRITIC + """algorithm.adv_estimator=gae reward_model.enable=True
+        actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.ref.ulysses_sequence_parallel_size=2
+        critic.ulysses_sequence_parallel_size=2 +reward_model.ulysses_sequence_parallel_size=2
+        reward_model.model.path=MODEL reward_model.use_dynamic_bsz=True""",
+    "rloo": COMMON + KL_LOSS + MICRO + """algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=5
+        algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl algorithm.kl_ctrl.kl_coef=0.001
+        actor_rollout_ref.actor.use_kl_loss=False""",
+    "remax": COMMON + DYNAMIC + """algorithm.adv_estimator=remax actor_rollout_ref.rollout.n=4
+        algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl algorithm.kl_ctrl.kl_coef=0.001
+        actor_rollout_ref.ref.fsdp_config.param_offload=True""",
+    "gspo": COMMON + DYNAMIC + """algorithm.adv_estimator=grpo actor_rollout_ref.actor.policy_loss.loss_mode=gspo
+        actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.actor.clip_ratio_low=0.0003
+        actor_rollout_ref.actor.clip_ratio_high=0.0004 actor_rollout_ref.actor.clip_ratio_c=10.0
+        actor_rollout_ref.rollout.n=16 actor_rollout_ref.rollout.val_kwargs.do_sample=True
+        actor_rollout_ref.rollout.val_kwargs.temperature=1.0 actor_rollout_ref.rollout.val_kwargs.top_p=0.7
+        actor_rollout_ref.rollout.enable_chunked_prefill=True""",
+    "cispo": COMMON + KL_LOSS + MICRO + """algorithm.adv_estimator=grpo
+        actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.actor.clip_ratio_low=10
+        actor_rollout_ref.actor.clip_ratio_high=0.2 actor_rollout_ref.rollout.n=5""",
+    "gpg": COMMON + MICRO + """algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=gpg
+        actor_rollout_ref.rollout.n=5 actor_rollout_ref.actor.use_kl_loss=False algorithm.use_kl_in_reward=False""",
+    "reinforce_plus_plus": COMMON + MICRO + """algorithm.adv_estimator=reinforce_plus_plus
+        actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+        actor_rollout_ref.actor.kl_loss_type=mse actor_rollout_ref.rollout.n=8
+        actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16""",
+    "reinforce_plus_plus_baseline": COMMON + DYNAMIC + """algorithm.adv_estimator=reinforce_plus_plus_baseline
+        actor_rollout_ref.rollout.n=8""",
+    "lora": COMMON + KL_LOSS + MICRO + """algorithm.adv_estimator=grpo actor_rollout_ref.model.lora_rank=64
+        actor_rollout_ref.model.lora_alpha=32 actor_rollout_ref.model.target_modules=all-linear
+        actor_rollout_ref.rollout.load_format=safetensors actor_rollout_ref.rollout.layered_summon=True
+        actor_rollout_ref.rollout.n=5 actor_rollout_ref.model.use_shm=True""",
+    "rollout_correction": COMMON + DYNAMIC + """algorithm.adv_estimator=rloo actor_rollout_ref.rollout.n=8
+        algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=2.0
+        algorithm.rollout_correction.rollout_rs=token algorithm.rollout_correction.rollout_rs_threshold=2.0
+        algorithm.rollout_correction.rollout_token_veto_threshold=1e-4
+        actor_rollout_ref.rollout.calculate_log_probs=True""",
+}
+DAPO = COMMON + DYNAMIC + """
+algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.0
+actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.0
+actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+actor_rollout_ref.actor.clip_ratio_c=10.0 algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc
+algorithm.filter_groups.max_num_gen_batches=10 data.train_batch_size=512 data.gen_batch_size=1536
+actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=16 reward_model.reward_manager=dapo
+reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512
+reward_model.overlong_buffer.penalty_factor=1.0 actor_rollout_ref.actor.loss_agg_mode=token-mean
+actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 actor_rollout_ref.rollout.tensor_model_parallel_size=4
+actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.optim.weight_decay=0.1
+actor_rollout_ref.actor.optim.lr_warmup_steps=10 trainer.resume_mode=auto
+actor_rollout_ref.rollout.max_num_batched_tokens=22528
+"""
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory, tiny_llama):
+    folder = tmp_path_factory.mktemp("published")
+    rows = [
+        {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1 + 1"}], "ability": "math",
+         "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": i, "split": "train"}}
+        for i in range(1600)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+    pd.DataFrame(rows[:20]).to_parquet(folder / "val.parquet")
+    return {"MODEL": tiny_llama, "TRAIN": str(folder / "train.parquet"), "VAL": str(folder / "val.parquet")}
+
+
+def planned(module, name, settings, paths, capsys):
+    data = [f"data.train_files={paths['TRAIN']}", f"data.val_files={paths['VAL']}",
+            f"actor_rollout_ref.model.path={paths['MODEL']}"]  # fmt: skip
+    given = [forced_override(s.replace("MODEL", paths["MODEL"])) for s in settings.split()]
+    with initialize_config_module(module, version_base=None):
+        code = dry_run(compose(name, overrides=[*given, *data]), known=compose(name))
+    return code, capsys.readouterr().out.rpartition("Problems")[2]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_published_command_passes(name, paths, capsys):
+    code, told = planned("verl.trainer.config", "ppo_trainer", COMMANDS[name], paths, capsys)
+    assert code == 0, told
+    assert "Wrong on every machine: 0" in told
+
+
+def test_the_published_dapo_command_passes(paths, capsys):
+    code, told = planned("recipe.dapo.config", "dapo_trainer", DAPO, paths, capsys)
+    assert code == 0, told
+
+
+def test_a_published_command_with_a_misspelt_key_does_not(paths, capsys):
+    settings = COMMANDS["grpo"] + " actor_rollout_ref.rollout.nn=5"
+    code, told = planned("verl.trainer.config", "ppo_trainer", settings, paths, capsys)
+    assert code == 1 and "actor_rollout_ref.rollout.nn is no known key" in told
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_of_ours_passes_as_a_user_types_it(script, paths):
+    environment = {**os.environ, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    found = subprocess.run([script, "trainer.dry_run=true"], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
+    assert re.search(r"Wrong on every machine: 0", found.stdout)
+
+
+def test_every_script_stands_in_the_table():
+    listed = re.findall(r"`(\w+\.sh)`", (ROOT / "examples" / "scripts" / "README.md").read_text())
+    assert sorted(listed) == [script.name for script in SCRIPTS] and len(SCRIPTS) == 8
