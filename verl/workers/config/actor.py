@@ -50,7 +50,7 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     ppo_max_token_len_per_gpu: int = setting(16384, low=1)
     ppo_infer_max_token_len_per_gpu: int = setting(16384, low=1)
     clip_ratio: float = setting(0.2, low=0)
-    clip_ratio_low: float | None = setting(None, low=0, high=1)
+    clip_ratio_low: float | None = setting(None, low=0)
     clip_ratio_high: float | None = setting(None, low=0)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     clip_ratio_c: float = setting(3.0, above=1)

@@ -48,6 +48,7 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     micro_batch_size: int | None = setting(None, low=1)
     micro_batch_size_per_gpu: int | None = setting(None, low=1)
     forward_max_token_len_per_gpu: int = setting(32768, low=1)
+    ulysses_sequence_parallel_size: int = setting(1, low=1)
     max_length: int | None = setting(None, low=1)
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     overlong_buffer: dict[str, Any] | None = None
