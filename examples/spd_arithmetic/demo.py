@@ -22,16 +22,18 @@ from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 240.0, "evaluation": 160.0}
-STEPS = {"target": 90, "own": 500}
+STEPS = {"target": 90, "own": 350}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("1", "3", "5")}
 MARGINS = ("3", "4", "5")
 # A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
-# itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more.
-OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
-OWN_TRAINING += ("--context-tokens", "24")
-OWN_TRAINING += ("--reward-penalty-break", "-32")
+# itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more. A high
+# penalty from the start is answered by accepting nothing; so a low one comes first.
+OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--batch-size", "64", "--context-tokens", "24")
 OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
+OWN_FIRST_STEPS = 200
+OWN_FIRST = ("--lr", "4e-3", "--reward-penalty-break", "-16")
+OWN_SECOND = ("--lr", "2e-3", "--reward-penalty-break", "-64")
 
 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
@@ -54,11 +56,15 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
     make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(args.seed)]
     make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
-    train = training_command(testbed, run, args.out / "completions.sqlite3", args.steps, args.seed)
-    train += ["--backbone", args.backbone, *(OWN_TRAINING if args.backbone == "own" else ())]
-    train += ["--val-blocks", str(testbed / "blocks_val.parquet")]
-    train += ["--val-metadata", str(testbed / "metadata_val.parquet")]
-    train += ["trainer.logger=[file,tensorboard]"]
+    store, first = args.out / "completions.sqlite3", args.out / args.backbone / "first"
+    validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]
+    validation += ["--val-metadata", str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]
+    train = [*training_command(testbed, run, store, args.steps, args.seed), *validation]
+    found = {}
+    if args.backbone == "own":
+        own = ("--backbone", "own", *OWN_TRAINING)
+        found["first"] = [*training_command(testbed, first, store, OWN_FIRST_STEPS, args.seed), *own, *OWN_FIRST]
+        train += [*own, *OWN_SECOND, "--adapter", str(saved_scorer(first, OWN_FIRST_STEPS))]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
     evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
@@ -66,7 +72,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone], "--margins", *MARGINS]
-    return {"test bed": make, "training": train, "evaluation": evaluate}
+    return {**found, "test bed": make, "training": train, "evaluation": evaluate}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     console.rule("SPD scorer: test bed, GRPO training, evaluation")
     try:
         phases.run("test bed", lambda: run_shown(command["test bed"]))
-        phases.run("training", lambda: train(command["training"], run, args.steps))
+        phases.run("training", lambda: train_all(command, run, args.steps))
         phases.run("evaluation", lambda: run_shown(command["evaluation"]))
     except PhaseFailed as failure:
         console.print(f"[red]{failure}[/red]")
@@ -93,6 +99,13 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"evaluation {args.out / 'evaluation.json'}\npicture    {evaluation.with_suffix('.png')}")
     console.print(f"report     {report}\nall in {time.monotonic() - started:.0f} s")
     return 0
+
+
+def train_all(command: dict[str, list[str]], run: Path, steps: int) -> None:
+    """The training, after the one that comes before it where there is one."""
+    if "first" in command:
+        train(command["first"], run.with_name("first"), OWN_FIRST_STEPS)
+    train(command["training"], run, steps)
 
 
 def train(command: list[str], run: Path, steps: int) -> None:
