@@ -1,6 +1,7 @@
 # Each target makes .venv itself when it is missing or out of date.
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
+#   make demo-grpo                improves a small language model by GRPO, with vLLM in the ranks' processes
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about two hours on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)
@@ -13,13 +14,16 @@ SPD_BACKBONE ?= target
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo frontier test bench chaos lint clean
+.PHONY: env demo demo-grpo frontier test bench chaos lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
 
 demo: env
 	@$(PY) -m examples.spd_arithmetic.demo --backbone $(SPD_BACKBONE)
+
+demo-grpo: env
+	@$(PY) -m examples.grpo_arithmetic.demo
 
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier

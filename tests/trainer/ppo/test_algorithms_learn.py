@@ -12,6 +12,7 @@ from transformers import AutoModelForTokenClassification
 
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import compose_run, metrics_rows
+from verl.utils.metric.names import unknown_metrics
 
 STEPS = 14
 ROLLOUT, ACTOR = "actor_rollout_ref__rollout__", "actor_rollout_ref__actor__"
@@ -50,7 +51,9 @@ def run(directory: Path, model: str, tree: str = "verl.trainer.config/ppo_traine
         trainer.fit()
     finally:
         trainer.shutdown()
-    return metrics_rows(directory)
+    rows = metrics_rows(directory)
+    assert unknown_metrics([name for row in rows for name in row if name != "step"]) == []
+    return rows
 
 
 def gain(rows: list[dict]) -> float:

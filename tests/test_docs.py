@@ -1,0 +1,39 @@
+"""The pages made from the code are what the code says; every metric of a run stands in them."""
+
+import importlib.util
+from pathlib import Path
+
+from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
+from verl.utils.metric.names import METRICS, unknown_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_docs():
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts" / "make_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_are_fresh():
+    pages = make_docs()
+    assert (ROOT / "docs" / "config.md").read_text() == pages.config_page(), "run python scripts/make_docs.py"
+    assert (ROOT / "docs" / "metrics.md").read_text() == pages.metrics_page(), "run python scripts/make_docs.py"
+
+
+def test_every_public_key_stands_on_the_page_with_a_sentence():
+    keys = make_docs().keys_of(ROOT / "verl" / "trainer" / "config" / "ppo_trainer.yaml")
+    frozen = (ROOT / "tests" / "trainer" / "config" / "public_keys.txt").read_text().split()
+    for key in frozen:
+        owner = next((k for k in keys if k == key or key.startswith(f"{k}.")), None)
+        assert owner is not None and keys[owner][1], key
+
+
+def test_every_metric_of_a_run_has_a_sentence(tmp_path):
+    fake_trainer(compose_run(tmp_path, "unused", trainer__test_freq=1, trainer__total_training_steps=1)).fit()
+    names = {name for row in metrics_rows(tmp_path) for name in row if name not in ("step", "fake/rows")}
+    assert len(names) > 30
+    assert unknown_metrics(sorted(names - {"val-aux/fake/rows"})) == []
+    assert unknown_metrics(["actor/pg_los"]) == ["actor/pg_los"]
+    assert all(sentence.endswith(".") for sentence in METRICS.values())
