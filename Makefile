@@ -11,6 +11,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 SPD_BACKBONE ?= target
+TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -29,8 +30,9 @@ frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
 test: env
-	@echo "[test] the whole suite; -m 'not slow' leaves out the long ones"
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+	@echo "[test] the whole suite, two files at a time, then those that want the machine for themselves"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not alone" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m alone $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m benchmarks.run

@@ -25,7 +25,7 @@ STEPS = 10
 TIMEOUT_S = 6
 QUICK = (f"spd.rollout.timeout_s={TIMEOUT_S}", "spd.rollout.prompts_per_request=8", "spd.rollout.attempts=3")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
