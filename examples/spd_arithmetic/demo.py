@@ -22,18 +22,18 @@ from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 240.0, "evaluation": 160.0}
-STEPS = {"target": 90, "own": 350}
+STEPS = {"target": 90, "own": 550}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("1", "3", "5")}
 MARGINS = ("3", "4", "5")
 # A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
 # itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more. A high
-# penalty from the start is answered by accepting nothing; so a low one comes first.
-OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--batch-size", "64", "--context-tokens", "24")
+# penalty from the start is answered by accepting nothing; so a low one comes first, and the run goes on under a high one.
+OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
+OWN_TRAINING += ("--context-tokens", "24")
 OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
 OWN_FIRST_STEPS = 200
-OWN_FIRST = ("--lr", "4e-3", "--reward-penalty-break", "-16")
-OWN_SECOND = ("--lr", "2e-3", "--reward-penalty-break", "-64")
+OWN_PENALTIES = ("-16", "-64")
 
 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
@@ -56,15 +56,16 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
     make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(args.seed)]
     make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
-    store, first = args.out / "completions.sqlite3", args.out / args.backbone / "first"
+    store = args.out / "completions.sqlite3"
     validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]
     validation += ["--val-metadata", str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]
     train = [*training_command(testbed, run, store, args.steps, args.seed), *validation]
     found = {}
     if args.backbone == "own":
-        own = ("--backbone", "own", *OWN_TRAINING)
-        found["first"] = [*training_command(testbed, first, store, OWN_FIRST_STEPS, args.seed), *own, *OWN_FIRST]
-        train += [*own, *OWN_SECOND, "--adapter", str(saved_scorer(first, OWN_FIRST_STEPS))]
+        own = ("--backbone", "own", *OWN_TRAINING, "--reward-penalty-break")
+        first = training_command(testbed, run, store, OWN_FIRST_STEPS, args.seed)
+        found["first"] = [*first, *validation, *own, OWN_PENALTIES[0]]
+        train += [*own, OWN_PENALTIES[1]]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
     evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
@@ -102,15 +103,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train_all(command: dict[str, list[str]], run: Path, steps: int) -> None:
-    """The training, after the one that comes before it where there is one."""
-    if "first" in command:
-        train(command["first"], run.with_name("first"), OWN_FIRST_STEPS)
-    train(command["training"], run, steps)
+    """Train anew, in one go or in two: an older run makes way, the completion store stays."""
+    shutil.rmtree(run, ignore_errors=True)
+    for part in ("first", "training"):
+        if part in command:
+            train(command[part], run, steps)
 
 
 def train(command: list[str], run: Path, steps: int) -> None:
-    """Train anew (an older run of the demo makes way; the completion store stays) under a progress bar."""
-    shutil.rmtree(run, ignore_errors=True)
+    """Train, or go on with a training, under a progress bar."""
     with make_progress() as progress:
         watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
         environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}  # the rank and the server take turns
