@@ -28,7 +28,7 @@ SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("1", "3", "5")}
 MARGINS = ("3", "4", "5")
 # A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
 # itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more. A high
-# penalty from the start is answered by accepting nothing; so a low one comes first, and the run goes on under a high one.
+# penalty from the start is answered by accepting nothing: a low one comes first, and the run goes on under a high one.
 OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
 OWN_TRAINING += ("--context-tokens", "24")
 OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
