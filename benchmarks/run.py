@@ -7,12 +7,16 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "dataproto")
+NAMES = ("spd", "rl")
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
     "completions_first_epoch": ("at most", 0.30),
     "completions_second_epoch": ("under", 0.01),
+    "actor_update_shared_speedup": ("at least", 2.5),
+    "actor_update_shared_gradient_difference": ("at most", 1e-4),
+    "logprob_memory_ratio": ("at most", 0.10),
+    "logprob_time_ratio": ("at most", 1.15),
 }
 
 

@@ -28,7 +28,7 @@ class Hybrid:
         self.engine = make_engine(path, lr=3e-2, **model)
         self.actor = make_actor(self.engine)
         settings = {"name": "vllm", "prompt_length": P, "response_length": R, "dtype": "float32", "max_num_seqs": 32,
-                    "calculate_log_probs": True}  # fmt: skip
+                    "calculate_log_probs": True, "max_model_len": 400}  # fmt: skip
         config = RolloutConfig(**settings, val_kwargs=SamplingConfig(temperature=0, do_sample=False))
         self.rollout = get_rollout_class("vllm", "sync")(config, self.engine.model_config, self.engine.mesh)
         self.policy = get_policy("causal_lm")
@@ -148,11 +148,17 @@ def test_greedy_validation_follows_the_argmax(hybrid):
 
 
 def test_samples_of_a_prompt_share_its_cache(hybrid):
-    long = prompts(n=8, lengths=(6,))
-    outputs = hybrid.rollout._generate(long, 8)
-    assert [len(output.outputs) for output in outputs] == [8]
     block = hybrid.rollout.llm.llm_engine.vllm_config.cache_config.block_size
-    assert hybrid.rollout.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching and block > 0
+    ids = torch.randint(5, 60, (1, 390))
+    ones = torch.ones_like(ids)
+    tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
+    long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
+    assert len(hybrid.rollout._generate(long, 3)[0].outputs) == 3
+    (again,) = hybrid.rollout._generate(long, 1)
+    assert again.num_cached_tokens == 389 // block * block > 0
+    hybrid.rollout.update_weights(hybrid.engine.get_per_tensor_param())
+    (fresh,) = hybrid.rollout._generate(long, 1)
+    assert not fresh.num_cached_tokens  # other weights: nothing of the cache holds
 
 
 @pytest.mark.slow
