@@ -21,10 +21,10 @@ from examples.running import ROOT, PhaseFailed, Phases, TrainingWatch, console, 
 from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
-OWN_EXTRA_S = {"training": 240.0, "evaluation": 160.0}
+OWN_EXTRA_S = {"training": 330.0, "evaluation": 100.0}
 STEPS = {"target": 90, "own": 550}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
-SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("1", "3", "5")}
+SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("0", "1")}
 MARGINS = ("3", "4", "5")
 # A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
 # itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more. A high
