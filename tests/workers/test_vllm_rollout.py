@@ -28,7 +28,8 @@ class Hybrid:
         self.engine = make_engine(path, lr=3e-2, **model)
         self.actor = make_actor(self.engine)
         settings = {"name": "vllm", "prompt_length": P, "response_length": R, "dtype": "float32", "max_num_seqs": 32,
-                    "calculate_log_probs": True, "max_model_len": 400}  # fmt: skip
+                    "calculate_log_probs": True, "max_model_len": 400,
+                    "max_num_batched_tokens": 400}  # fmt: skip
         config = RolloutConfig(**settings, val_kwargs=SamplingConfig(temperature=0, do_sample=False))
         self.rollout = get_rollout_class("vllm", "sync")(config, self.engine.model_config, self.engine.mesh)
         self.policy = get_policy("causal_lm")
@@ -135,6 +136,17 @@ def test_seeds_make_samples_repeatable_and_different(hybrid):
     assert len({tuple(row) for row in first[:4].tolist()}) == 4
     alone = hybrid.generate(prompts().select_idxs(np.array([1]))).batch["responses"]
     assert torch.equal(alone, first[4:8])  # no other row decides what a prompt's samples are
+
+
+def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
+    # One pass of the engine holds 400 tokens: two prompts of 150 and a half.
+    ids = torch.randint(5, 60, (6, 150), generator=torch.Generator().manual_seed(3))
+    ones = torch.ones_like(ids)
+    tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
+    long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
+    together = [output.outputs[0].token_ids for output in hybrid.rollout._generate(long, 1)]
+    alone = [hybrid.rollout._generate(long.select_idxs(np.array([i])), 1)[0].outputs[0].token_ids for i in range(6)]
+    assert together == alone
 
 
 def test_greedy_validation_follows_the_argmax(hybrid):

@@ -68,6 +68,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             given["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
         if not self.on_cuda:
             given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+            given["enable_chunked_prefill"] = False  # it winds seeds of requests back, which CPU generators cannot
         return given | _engine_kwargs(config)
 
     def _warm_up(self) -> None:
