@@ -1,7 +1,7 @@
 # Each target makes .venv itself when it is missing or out of date.
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
-#   make demo-grpo                improves a small language model by GRPO, with vLLM in the ranks' processes
+#   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes (not tuned yet)
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about two hours on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)

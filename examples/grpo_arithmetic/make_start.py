@@ -25,7 +25,7 @@ from examples.spd_arithmetic.questions import draw_questions
 from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
 
 HERE = Path(__file__).parent
-SFT_STEPS = 260
+SFT_STEPS = 320
 SOFTNESS = 0.2
 COUNTS = {"train": 8000, "val": 400, "test": 0}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
