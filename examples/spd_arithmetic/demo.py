@@ -22,7 +22,7 @@ from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 330.0, "evaluation": 100.0}
-STEPS = {"target": 90, "own": 550}
+STEPS = {"target": 90, "own": 360}
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("0", "1")}
 MARGINS = ("3", "4", "5")
@@ -30,9 +30,9 @@ MARGINS = ("3", "4", "5")
 # itself. It reads the last tokens of the context, which takes a third of the time: more steps are worth more. A high
 # penalty from the start is answered by accepting nothing: a low one comes first, and the run goes on under a high one.
 OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
-OWN_TRAINING += ("--context-tokens", "24")
+OWN_TRAINING += ("--context-tokens", "48")
 OWN_TRAINING += ("actor_rollout_ref.actor.entropy_coeff=0.1",)
-OWN_FIRST_STEPS = 200
+OWN_FIRST_STEPS = 160
 OWN_PENALTIES = ("-16", "-64")
 
 
