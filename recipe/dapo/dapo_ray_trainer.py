@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import batching
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.groupwise import as_torch_index
 
 SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples")
 FINAL_REWARD = "seq_final_reward"
@@ -78,6 +79,7 @@ class RayDAPOTrainer(RayPPOTrainer):
     def _reward_with_penalty(self, samples: DataProto) -> None:
         """token_level_rewards, before the filter that looks at them; the steps of the loop see that it is done."""
         if self.config.algorithm.use_kl_in_reward:
+            samples.batch["group_index"] = as_torch_index(samples.non_tensor_batch["uid"])  # balancing comes later
             samples.union(self._compute_old_log_prob(samples))
             samples.union(self._compute_ref_log_prob(samples))
         self._assign_token_rewards(samples)

@@ -41,3 +41,10 @@ def group_mean_std(
     std = (squares / (count - 1).clamp(min=1)).sqrt().clamp(min=eps)
     alone = count <= 1
     return mean.masked_fill(alone, 0.0), std.masked_fill(alone, 1.0), count
+
+
+def groups_of(group_index: torch.Tensor) -> list[list[int]]:
+    """Row numbers of each run of one group, in order. group_index [B]."""
+    _, counts = torch.unique_consecutive(group_index, return_counts=True)
+    ends = counts.cumsum(0).tolist()
+    return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -1,1 +1,1 @@
-"""Hydra configs of the scorer's training."""
+"""Hydra configs of DAPO."""

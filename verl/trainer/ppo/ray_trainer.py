@@ -308,7 +308,6 @@ class RayPPOTrainer(RunKeeping):
 
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
         filled, own = batching.fill_groups(batch, self.n)
-        filled.batch["group_index"] = as_torch_index(filled.non_tensor_batch["uid"])
         return method(filled.select(non_tensor_batch_keys=[])).select_idxs(own)
 
     @step("adv")

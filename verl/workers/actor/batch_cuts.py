@@ -9,14 +9,8 @@ import torch
 import torch.distributed as dist
 
 from verl.protocol import DataProto
+from verl.utils.groupwise import groups_of
 from verl.utils.seqlen_balancing import prepare_dynamic_batch
-
-
-def groups_of(group_index: torch.Tensor) -> list[list[int]]:
-    """Row numbers of each run of one group, in order. group_index [B]."""
-    _, counts = torch.unique_consecutive(group_index, return_counts=True)
-    ends = counts.cumsum(0).tolist()
-    return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
 def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[int]]:

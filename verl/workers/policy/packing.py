@@ -16,6 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from verl.utils.groupwise import groups_of
+
 NAME = "verl_packed"
 
 
@@ -71,11 +73,10 @@ def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor
 
 
 def _groups(group_index: torch.Tensor) -> list[list[int]]:
-    found, counts = torch.unique_consecutive(group_index.cpu(), return_counts=True)
-    if found.unique().numel() != found.numel():
+    groups = groups_of(group_index)
+    if group_index.unique().numel() != len(groups):
         raise ValueError(f"group_index {group_index.tolist()} has a group whose rows are not side by side.")
-    ends = counts.cumsum(0).tolist()
-    return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]
+    return groups
 
 
 def _single(prompts: list, answers: list, width: int) -> tuple[list, list, list]:
