@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +21,12 @@ import pandas as pd
 from loguru import logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from examples.spd_arithmetic import train_models, train_pair
+from examples.spd_arithmetic import corpus, train_models, train_pair
 from examples.spd_arithmetic.questions import draw_questions
-from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
+from examples.spd_arithmetic.tokenizer import EOS, Encoder, build_tokenizer
 
 HERE = Path(__file__).parent
-SFT_STEPS = 320
-SOFTNESS = 0.2
+SFT_STEPS = 200
 COUNTS = {"train": 8000, "val": 400, "test": 0}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
 DATA_SOURCE = "word_problems"
@@ -72,13 +72,21 @@ def write_model(directory: Path, seed: int, steps: int, on_step: Callable[[int, 
     """0.7 M parameters (4 layers, width 128), with the tokenizer and a chat template."""
     encoder = Encoder()
     config = train_models.target_config(len(encoder.tokens), steps)
-    model = train_models.train(
-        config, lambda rng: train_models.target_row(rng, encoder, SOFTNESS), seed, on_step
-    )
+    model = train_models.train(config, lambda rng: worked_answer(rng, encoder), seed, on_step)
     train_pair.publish(model, directory)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
+
+
+def worked_answer(rng: random.Random, encoder: Encoder) -> train_models.Row:
+    """A question with its answer in house wording, or now and then plain calculations."""
+    if rng.random() < train_models.DRILL_SHARE:
+        return train_models.drill_row(rng, encoder)
+    problem = corpus.sample_problem(rng)
+    words, _ = corpus.render(corpus.answer_slots(problem), corpus.house_style)
+    question, answer = encoder.encode(corpus.question_text(problem).split()), encoder.encode([*words, EOS])
+    return question + answer, [train_models.IGNORED] * len(question) + answer
 
 
 def write_questions(folder: Path, seed: int) -> None:

@@ -1,0 +1,100 @@
+"""The hybrid engine: handing weights to vLLM, and its rollouts beside those of transformers' forward."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness import Row, alternate, ratios, row
+from verl.protocol import DataProto
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, RolloutConfig
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.policy import get_policy
+from verl.workers.rollout import get_rollout_class
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 8, 64, 64
+
+
+def save_model(folder: Path, width: int, layers: int, vocabulary: int) -> None:
+    """A random Llama with heads of 32."""
+    torch.manual_seed(0)
+    heads = width // 32
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=1024, dtype="float32",
+    )).save_pretrained(folder)  # fmt: skip
+
+
+def engine_of(folder: Path) -> FSDPEngine:
+    """The training engine of one CPU rank."""
+    model = HFModelConfig(path=str(folder), load_tokenizer=False, enable_gradient_checkpointing=False)
+    engine = FSDPEngine(model, FSDPEngineConfig(dtype="float32"), FSDPOptimizerConfig(lr=1e-6), CheckpointConfig(),
+                        device="cpu")
+    engine.initialize()
+    return engine
+
+
+def rollout_of(name: str, engine: FSDPEngine) -> object:
+    """A rollout on the engine's weights."""
+    config = RolloutConfig(name=name, prompt_length=PROMPT, response_length=RESPONSE, dtype="float32", ignore_eos=True,
+                           max_num_seqs=PROMPTS * SAMPLES)
+    made = get_rollout_class(name, "sync")(config, engine.model_config, engine.mesh)
+    made.bind_actor(engine, get_policy("causal_lm"))
+    return made
+
+
+def prompts(vocabulary: int) -> DataProto:
+    """8 prompts of 64 tokens, 8 samples each."""
+    ids = torch.randint(5, vocabulary, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    meta = {"n": SAMPLES, "eos_token_id": None, "pad_token_id": 0, "do_sample": True, "temperature": 1.0,
+            "global_steps": 1}  # fmt: skip
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
+    return DataProto.from_dict(tensors=tensors, meta_info=meta)
+
+
+def sync(folder: Path) -> Row:
+    """Seconds until vLLM has taken all weights, by their size in GB."""
+    engine = engine_of(folder)
+    rollout = rollout_of("vllm", engine)
+    gigabytes = sum(p.numel() * p.element_size() for p in engine.module.parameters()) / 1e9
+    work: dict[str, Callable[[], object]] = {"sync": lambda: rollout.update_weights(engine.get_per_tensor_param())}
+    seconds = alternate(work)["sync"]
+    rollout.close()
+    return row("weight_sync_seconds_per_gb", [s / gigabytes for s in seconds], f"s / GB, float32, {gigabytes:.2f} GB")
+
+
+def generation(folder: Path, vocabulary: int) -> list[Row]:
+    """8 x 8 answers of exactly 64 tokens, both ways, weights handed over before."""
+    engine = engine_of(folder)
+    vllm, plain = rollout_of("vllm", engine), rollout_of("hf", engine)
+    vllm.update_weights(engine.get_per_tensor_param())
+    asked = prompts(vocabulary)
+    seconds = alternate({"hf": lambda: plain.generate_sequences(asked), "vllm": lambda: vllm.generate_sequences(asked)})
+    vllm.close()
+    tokens = PROMPTS * SAMPLES * RESPONSE
+    return [row("vllm_vs_hf_rollout", ratios(seconds["hf"], seconds["vllm"]), "times, hf / vllm"),
+            row("vllm_rollout", [tokens / s for s in seconds["vllm"]], "tokens / s")]
+
+
+def run() -> list[Row]:
+    """All rows."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            large, small = Path(name) / "large", Path(name) / "small"
+            save_model(large, width=512, layers=8, vocabulary=32_000)
+            save_model(small, width=128, layers=4, vocabulary=1024)
+            return [sync(large), *generation(small, 1024)]
+    finally:
+        dist.destroy_process_group()

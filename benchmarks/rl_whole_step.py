@@ -1,0 +1,133 @@
+"""Whole GRPO steps in steady state, ours with vLLM in the rank's process beside TRL's with transformers' generation."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import pandas as pd
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.harness import Row, ratios, row, say
+from examples.running import ROOT
+
+WORDS, PROMPTS, SAMPLES = 64, 8, 8
+WARM_UP, STEPS, TURNS = 3, 10, 2  # steps left out, steps in all of a turn, turns of each trainer
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompt tokens, limit of an answer, and whether answers run to that limit (else one in 64 tokens ends them)."""
+
+    name: str
+    prompt: int
+    limit: int
+    to_the_limit: bool
+
+
+CASES = (Case("short", 10, 64, True), Case("long", 256, 256, False))
+
+
+def make(folder: Path, case: Case) -> None:
+    """model/ (4 layers, width 128, every word about as likely as any other) and prompts.parquet."""
+    torch.manual_seed(0)
+    words = ["<pad>", "<end>", *(f"w{i}" for i in range(WORDS - 2))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="w0")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=1e-3)
+    model.save_pretrained(folder / "model")
+    fast.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(words[2:], k=case.prompt)) for _ in range(PROMPTS * (STEPS + 2))]
+    rows = [
+        {"data_source": "words", "prompt": [{"role": "user", "content": text}],
+         "reward_model": {"style": "rule", "ground_truth": ""}, "extra_info": {"index": i}}
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(folder / "prompts.parquet")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    words = solution_str.split()\n"
+        "    return len(set(words)) / (1 + len(words))\n"
+    )
+
+
+def ours(folder: Path, case: Case, turn: int) -> list[float]:
+    """Seconds of each step of `python -m verl.trainer.main_ppo`."""
+    run = folder / f"ours{turn}"
+    settings = {
+        "algorithm.adv_estimator": "grpo", "data.train_files": folder / "prompts.parquet",
+        "data.val_files": folder / "prompts.parquet", "data.train_batch_size": PROMPTS,
+        "data.max_prompt_length": case.prompt, "data.max_response_length": case.limit, "data.dataloader_num_workers": 0,
+        "custom_reward_function.path": folder / "reward.py", "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false", "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.n": SAMPLES, "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.ignore_eos": str(case.to_the_limit).lower(),
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": PROMPTS * SAMPLES,
+        "actor_rollout_ref.actor.share_prompt_forward": "true", "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.actor.optim.lr": "1e-6", "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": PROMPTS * SAMPLES,
+        "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": STEPS,
+        "trainer.total_epochs": 10, "trainer.val_before_train": "false", "trainer.save_freq": -1,
+        "trainer.default_local_dir": run, "trainer.logger": "[file]", "trainer.report": "false",
+    }  # fmt: skip
+    start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())], folder)
+    lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["timing_s/step"] for line in lines if "timing_s/step" in line]
+
+
+def trl(folder: Path, case: Case, turn: int) -> list[float]:
+    """Seconds of each step of TRL's GRPOTrainer."""
+    out = folder / f"trl{turn}.json"
+    command = [sys.executable, "-m", "benchmarks.trl_steps", str(folder), "--out", str(out), "--steps", str(STEPS)]
+    command += ["--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--limit", str(case.limit)]
+    start([*command, *(["--to-the-limit"] if case.to_the_limit else [])], folder)
+    return json.loads(out.read_text())
+
+
+def start(command: list[str], folder: Path) -> None:
+    """Run to the end; its output is shown when it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        tail = (done.stdout + done.stderr)[-3000:]
+        raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}:\n{tail}")
+
+
+def compare(case: Case) -> list[Row]:
+    """Both trainers in turn; the ratio of their median steps, with that of the turns as its range."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make(folder, case)
+        turns: dict[str, list[list[float]]] = {"trl": [], "ours": []}
+        for turn in range(TURNS):
+            for trainer, work in (("trl", trl), ("ours", ours)):
+                turns[trainer].append(work(folder, case, turn)[WARM_UP:])
+                say(f"{case.name}, {trainer}, turn {turn}: {median(turns[trainer][-1]):.2f} s a step")
+    flat = {trainer: [second for turn in found for second in turn] for trainer, found in turns.items()}
+    by_turn = ratios(*([median(turn) for turn in turns[trainer]] for trainer in ("trl", "ours")))
+    speed = Row(f"grpo_step_vs_trl_{case.name}", median(flat["trl"]) / median(flat["ours"]), "times, TRL / ours",
+                min(by_turn), max(by_turn), len(flat["ours"]))  # fmt: skip
+    return [speed, *(row(f"grpo_step_{trainer}_{case.name}", found, "s") for trainer, found in flat.items())]
+
+
+def run() -> list[Row]:
+    """All rows."""
+    return [row for case in CASES for row in compare(case)]
