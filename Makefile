@@ -5,6 +5,7 @@
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about two hours on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)
+#   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make chaos                    20 random SIGKILLs of trainings, each resumed to the same end (about 25 minutes)
 #   make lint                     ruff
 SHELL := /bin/bash
@@ -35,7 +36,8 @@ test: env
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m alone $(PYTEST_ARGS)
 
 bench: env
-	@$(PY) -m benchmarks.run
+	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
+	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env
 	@$(PY) -m tests.chaos

@@ -1,15 +1,15 @@
-"""The text trainer's figures: log-probs, shared prompts and padding, DataProto."""
+"""The text trainer's figures: log-probs, shared prompts and padding, DataProto, Ray, rollouts, whole steps."""
 
 from __future__ import annotations
 
-from benchmarks import dataproto, rl_forward, rl_logprob
+from benchmarks import dataproto, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step
 from benchmarks.harness import Row, say
 
 
 def run() -> list[Row]:
     """All rows."""
     rows: list[Row] = []
-    for module in (rl_forward, rl_logprob, dataproto):
+    for module in (rl_forward, rl_logprob, dataproto, rl_transport, rl_rollout, rl_whole_step):
         say(module.__doc__)
         rows += module.run()
     return rows

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import ray
@@ -15,6 +14,7 @@ import torch
 from ray._private.internal_api import node_stats
 
 from benchmarks.harness import Row, alternate, ratios, row
+from examples.running import ROOT
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
@@ -61,8 +61,9 @@ def cluster() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-             object_store_memory=1 << 30, runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1])}})
+             object_store_memory=1 << 30)
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from benchmarks.harness import Row, ratios, row, say
 from examples.running import ROOT
 
 WORDS, PROMPTS, SAMPLES = 64, 8, 8
+ON_RANKS = ("timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor")  # calls of the workers, data on the way
 WARM_UP, STEPS, TURNS = 3, 10, 2  # steps left out, steps in all of a turn, turns of each trainer
 
 
@@ -69,8 +70,8 @@ def make(folder: Path, case: Case) -> None:
     )
 
 
-def ours(folder: Path, case: Case, turn: int) -> list[float]:
-    """Seconds of each step of `python -m verl.trainer.main_ppo`."""
+def ours(folder: Path, case: Case, turn: int, driver: list[float]) -> list[float]:
+    """Seconds of each step of `python -m verl.trainer.main_ppo`; what of them is the driver's own goes to `driver`."""
     run = folder / f"ours{turn}"
     settings = {
         "algorithm.adv_estimator": "grpo", "data.train_files": folder / "prompts.parquet",
@@ -90,11 +91,13 @@ def ours(folder: Path, case: Case, turn: int) -> list[float]:
     }  # fmt: skip
     start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())], folder)
     lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["timing_s/step"] for line in lines if "timing_s/step" in line]
+    steps = [line for line in lines if "timing_s/step" in line]
+    driver += [line["timing_s/step"] - sum(v for k, v in line.items() if k in ON_RANKS) for line in steps[WARM_UP:]]
+    return [line["timing_s/step"] for line in steps]
 
 
-def trl(folder: Path, case: Case, turn: int) -> list[float]:
-    """Seconds of each step of TRL's GRPOTrainer."""
+def trl(folder: Path, case: Case, turn: int, driver: list[float]) -> list[float]:
+    """Seconds of each step of TRL's GRPOTrainer, which has no driver."""
     out = folder / f"trl{turn}.json"
     command = [sys.executable, "-m", "benchmarks.trl_steps", str(folder), "--out", str(out), "--steps", str(STEPS)]
     command += ["--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--limit", str(case.limit)]
@@ -117,15 +120,17 @@ def compare(case: Case) -> list[Row]:
         folder = Path(name)
         make(folder, case)
         turns: dict[str, list[list[float]]] = {"trl": [], "ours": []}
+        driver: list[float] = []
         for turn in range(TURNS):
             for trainer, work in (("trl", trl), ("ours", ours)):
-                turns[trainer].append(work(folder, case, turn)[WARM_UP:])
+                turns[trainer].append(work(folder, case, turn, driver)[WARM_UP:])
                 say(f"{case.name}, {trainer}, turn {turn}: {median(turns[trainer][-1]):.2f} s a step")
     flat = {trainer: [second for turn in found for second in turn] for trainer, found in turns.items()}
     by_turn = ratios(*([median(turn) for turn in turns[trainer]] for trainer in ("trl", "ours")))
     speed = Row(f"grpo_step_vs_trl_{case.name}", median(flat["trl"]) / median(flat["ours"]), "times, TRL / ours",
                 min(by_turn), max(by_turn), len(flat["ours"]))  # fmt: skip
-    return [speed, *(row(f"grpo_step_{trainer}_{case.name}", found, "s") for trainer, found in flat.items())]
+    return [speed, *(row(f"grpo_step_{trainer}_{case.name}", found, "s") for trainer, found in flat.items()),
+            row(f"driver_seconds_per_step_{case.name}", driver, "s, without the workers' calls")]
 
 
 def run() -> list[Row]:
