@@ -139,7 +139,7 @@ def compute_policy_loss_sapo(
     sequences of token means, whatever `loss_agg_mode` says.
     """
     log_ratio = _log_ratio(log_prob, old_log_prob)
-    tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
+    tau = torch.full_like(advantages, config.tau_neg).masked_fill(advantages > 0, config.tau_pos)
     gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
     loss = _aggregate(-gate * advantages, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
     return loss, _metrics(log_ratio, response_mask, torch.zeros_like(gate))
