@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @st.composite
-def masks(draw, rows: int | None = None, max_rows: int = 5, max_width: int = 5) -> Tensor:
+def masks(draw, rows: int | None = None, max_rows: int = 4, max_width: int = 4) -> Tensor:
     """[B, T] int64, 1 = counted: ragged answers or holes anywhere; some rows count nothing."""
     rows = draw(st.integers(1, max_rows)) if rows is None else rows
     width = draw(st.integers(1, max_width))
