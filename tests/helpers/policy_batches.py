@@ -82,7 +82,7 @@ def value_and_gradient(function, log_prob: Tensor) -> tuple[float, Tensor]:
     value = function(leaf)
     if not value.requires_grad:
         return float(value), torch.zeros_like(leaf)
-    return float(value), torch.autograd.grad(value, leaf)[0]
+    return value.item(), torch.autograd.grad(value, leaf)[0]
 
 
 shares = st.sampled_from([0.0002, 0.25, 0.5])
@@ -95,7 +95,7 @@ def batches(draw, row_advantages: bool | None = None, row_weights: bool = False)
     seed = draw(seeds)
     low, high = draw(st.floats(0.05, 0.4)), draw(st.floats(0.05, 0.6))
     dual = draw(st.floats(1.8, 4.0))
-    kinks = [math.log(1 - low), math.log(1 + high), math.log(dual), -low, high]
+    kinks = [math.log(1 - low), math.log(1 + high), math.log(dual), -low, high, 0.0]
     log_ratio = away_from(normal(seed, *mask.shape, scale=draw(st.sampled_from([0.1, 0.7]))), kinks)
     # a row's mean ratio is what GSPO clips: kept off the kinks as a whole
     means = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)

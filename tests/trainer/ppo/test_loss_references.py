@@ -116,16 +116,21 @@ def covariances(batch: Batch, frozen: Tensor) -> dict:
     return {p: (float(batch.advantages[p]) - mean_advantage) * (float(frozen[p]) - mean_log_prob) for p in batch.places}
 
 
-def kl_cov(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
-    """KL-Cov of 2505.22617: -r A, plus beta times the distance from the old policy (here |log r|) on the k N tokens
-    of highest covariance, one at least; the choice is held still."""
+def highest(batch: Batch, frozen: Tensor) -> set:
+    """The k N tokens of highest covariance, one at least; a batch where the cut parts equals is not looked at."""
     if not batch.places:
-        return log_prob.new_zeros(())
+        return set()
     covariance = covariances(batch, frozen)
     many = max(1, int(batch.config.policy_loss.kl_cov_ratio * len(batch.places)))
     ranked = sorted(batch.places, key=lambda place: -covariance[place])
-    assume(len(ranked) == many or covariance[ranked[many - 1]] - covariance[ranked[many]] > 1e-9)  # no tie at the cut
-    chosen = set(ranked[:many])
+    assume(len(ranked) == many or covariance[ranked[many - 1]] - covariance[ranked[many]] > 1e-4)
+    return set(ranked[:many])
+
+
+def kl_cov(batch: Batch, log_prob: Tensor, frozen: Tensor) -> Tensor:
+    """KL-Cov of 2505.22617: -r A, plus beta times the distance from the old policy (here |log r|) on the tokens of
+    highest covariance; the choice is held still."""
+    chosen = highest(batch, frozen)
 
     def rule(i, t):
         far = abs(log_prob[i, t] - batch.old[i, t]) if (i, t) in chosen else 0.0
@@ -160,6 +165,8 @@ def test_loss_and_gradient_agree_with_the_papers_formula(name, data):
 @given(data=st.data())
 def test_gradient_is_the_derivative(name, data):
     batch = data.draw(batches_of(name))
+    if name == "kl_cov":
+        highest(batch, batch.log_prob)  # no tie that a small step could turn
     leaf = batch.log_prob.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: batch.loss(name, x), leaf, eps=1e-6, atol=1e-5, rtol=1e-5)
 
@@ -253,7 +260,7 @@ def test_vanilla_metrics_count_what_the_formula_clips(batch):
     kl = sum(float(batch.old[p] - batch.log_prob[p]) for p in batch.places) / n
     assert metrics["actor/pg_clipfrac"] == pytest.approx(sum(ppo_clips(batch, *p) for p in batch.places) / n)
     assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(len(lower) / n)
-    assert metrics["actor/ppo_kl"] == pytest.approx(kl, rel=1e-6, abs=1e-9)
+    assert metrics["actor/ppo_kl"] == pytest.approx(kl, rel=1e-5, abs=1e-6)  # a float32 mean
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
