@@ -150,7 +150,7 @@ def batches_of(name: str):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_loss_and_gradient_agree_with_the_papers_formula(name, data):
     batch = data.draw(batches_of(name))
@@ -181,7 +181,7 @@ def test_gradient_holds_still_what_the_formula_holds_still(name, data):
     torch.testing.assert_close(gradient, quotients, rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(batch=batches(row_advantages=True))
 def test_gspo_of_one_advantage_an_answer_is_the_sequence_objective(batch):
     """GSPO-token then equals GSPO (2507.18071, section 4.3), in value and derivative."""
@@ -213,7 +213,7 @@ def band(batch: Batch) -> list:
     return [p for p in inside if not ppo_clips(batch, *p)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(batch=batches(), seed=seeds)
 def test_clip_cov_leaves_out_as_many_tokens_of_the_band_as_the_formula_says(batch, seed):
     """Clip-Cov of 2505.22617: k N tokens of the band, drawn at random, leave the loss; the rest is PPO's loss."""
@@ -249,7 +249,7 @@ def test_clip_cov_draws_every_token_of_the_band_alike():
     assert all(abs(count - 50) < 25 for count in hits.values())
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(batch=batches())
 def test_vanilla_metrics_count_what_the_formula_clips(batch):
     assume(batch.places)
@@ -264,7 +264,7 @@ def test_vanilla_metrics_count_what_the_formula_clips(batch):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(mask=masks(), seed=seeds, scale=st.sampled_from([None, 7]))
 def test_aggregation_agrees_with_the_papers_formula(mode, mask, seed, scale):
     losses = junk_outside(normal(seed, *mask.shape), mask)
@@ -278,7 +278,7 @@ def test_aggregation_agrees_with_the_papers_formula(mode, mask, seed, scale):
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(mask=masks(), seed=seeds, reach=st.floats(0.1, 1.0), mode=st.sampled_from(LOSS_AGG_MODES))
 def test_value_loss_and_gradient_agree_with_the_formula(mask, seed, reach, mode):
     """The clipped value loss of PPO's authors: max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2."""
