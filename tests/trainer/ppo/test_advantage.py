@@ -71,10 +71,13 @@ def test_opo_weighs_the_baseline_by_length():
     assert per_sample(advantages) == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0.5, 0.5, -0.5])
 
 
-def test_gpg_scales_by_the_nonzero_share():
-    # 3 of 6 scores are not 0: scale 2
-    advantages, _ = run("gpg", [1, 0, 0, 1, 1, 0])
-    assert per_sample(advantages) == pytest.approx([4 / 3, -2 / 3, -2 / 3, 2 / 3, 2 / 3, -4 / 3])
+def test_gpg_scales_by_the_share_of_samples_with_a_gradient():
+    # every group is mixed, all 6 samples have a gradient: scale 1
+    assert per_sample(run("gpg", [1, 0, 0, 1, 1, 0])[0]) == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1 / 3, 1 / 3, -2 / 3])
+    # group b is all right, then all wrong: 3 of 6 samples have a gradient, scale 2
+    for verdict in (1, 0):
+        advantages, _ = run("gpg", [1, 0, 0, verdict, verdict, verdict])
+        assert per_sample(advantages) == pytest.approx([4 / 3, -2 / 3, -2 / 3, 0, 0, 0])
 
 
 def test_passk_pays_only_the_leader():
@@ -102,13 +105,13 @@ def test_reinforce_plus_plus_discounts_then_whitens():
     assert advantages[0, 2] == 0
 
 
-def test_reinforce_plus_plus_starts_anew_at_an_uncounted_position():
+def test_reinforce_plus_plus_steps_over_tool_tokens():
     inputs = {
         "token_level_rewards": torch.tensor([[0.5, 5.0, 1.0]]), "response_mask": torch.tensor([[1, 0, 1]]),
         "config": SimpleNamespace(gamma=0.5),
     }  # fmt: skip
     _, returns = estimate_advantages("reinforce_plus_plus", inputs)
-    assert (returns[0, 0].item(), returns[0, 2].item()) == (0.5, 1.0)
+    assert (returns[0, 0].item(), returns[0, 2].item()) == (0.5 + 0.5 * 1.0, 1.0)
 
 
 def test_reinforce_plus_plus_baseline_centres_groups_then_whitens():

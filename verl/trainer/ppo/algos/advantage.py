@@ -157,7 +157,7 @@ def compute_grpo_outcome_advantage(
     scores, groups = _scores(token_level_rewards, index)
     advantages = scores - groups.baseline(scores)
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (torch.where(groups.sizes == 1, 1.0, groups.std(scores)) + epsilon)
+        advantages = advantages / torch.where(groups.sizes == 1, 1.0, groups.std(scores) + epsilon)
     return _on_tokens(advantages, token_level_rewards, response_mask)
 
 
@@ -233,13 +233,15 @@ def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, f_norm: float = 1.0,
     alpha: float = 1.0, config=None, **kwargs,
 ) -> Estimate:
-    """alpha * B / nonzero * (score - group mean) / f_norm (GPG, arXiv 2504.02546). [B, T] -> two of [B, T].
+    """alpha * B / (B - M) * (score - group mean) / f_norm (GPG, arXiv 2504.02546). [B, T] -> two of [B, T].
 
-    `nonzero` counts the samples whose score is not 0: batches with few of them are scaled up.
+    M counts the samples that give no gradient (score = group mean: all right or all wrong): batches with many of
+    them are scaled up, so that the gradient's size does not depend on their share.
     """
     scores, groups = _scores(token_level_rewards, index)
-    scale = alpha * len(scores) / scores.count_nonzero().clamp(min=1)
-    return _on_tokens(scale * (scores - groups.baseline(scores)) / f_norm, token_level_rewards, response_mask)
+    centred = scores - groups.baseline(scores)
+    scale = alpha * len(scores) / max(int(centred.count_nonzero()), 1)
+    return _on_tokens(scale * centred / f_norm, token_level_rewards, response_mask)
 
 
 @register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
@@ -249,15 +251,16 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Estimate:
     """Discounted return of each token, whitened over the batch (REINFORCE++, arXiv 2501.03262). [B, T] -> [B, T] x2.
 
-    G_t = r_t + gamma * G_{t+1}, with gamma = algorithm.gamma; a position that is not counted resets G to 0.
+    G_t = r_t + gamma * G_{t+1}, with gamma = algorithm.gamma; a token that is not counted (a tool's answer within
+    the response) is stepped over.
     """
     if config is None:
         raise ValueError("algorithm.adv_estimator='reinforce_plus_plus' needs `config` (it reads algorithm.gamma).")
     running = torch.zeros_like(token_level_rewards[:, 0])
     returns = torch.zeros_like(token_level_rewards)
     for t in reversed(range(token_level_rewards.shape[1])):
-        returns[:, t] = token_level_rewards[:, t] + config.gamma * running
-        running = returns[:, t] * response_mask[:, t]
+        running = torch.where(response_mask[:, t] != 0, token_level_rewards[:, t] + config.gamma * running, running)
+        returns[:, t] = running
     return _whiten(returns, response_mask), returns
 
 
@@ -285,4 +288,4 @@ def compute_remax_outcome_advantage(
     """
     mask = response_mask.to(token_level_rewards.dtype)
     returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
-    return returns - reward_baselines.unsqueeze(-1) * mask, returns
+    return (returns - reward_baselines.unsqueeze(-1)) * mask, returns

@@ -139,7 +139,7 @@ def compute_policy_loss_sapo(
     sequences of token means, whatever `loss_agg_mode` says.
     """
     log_ratio = _log_ratio(log_prob, old_log_prob)
-    tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
+    tau = torch.full_like(advantages, config.tau_neg).masked_fill(advantages > 0, config.tau_pos)
     gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
     loss = _aggregate(-gate * advantages, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
     return loss, _metrics(log_ratio, response_mask, torch.zeros_like(gate))
@@ -257,13 +257,15 @@ def compute_policy_loss_bypass_mode(
     weights, kept, found = compute_rollout_correction_and_rejection_mask(
         log_prob.detach(), old_log_prob, response_mask, **settings_of(settings)
     )
+    weight = kept.to(log_prob.dtype)  # no mask of its own: what is rejected stays in every divisor
     if settings.loss_type == "ppo_clip":
         loss, metrics = compute_policy_loss_vanilla(
-            old_log_prob, log_prob, advantages, kept, loss_agg_mode, config, None
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weight
         )
         return loss, {**metrics, **found}
-    weight = torch.ones_like(log_prob) if weights is None else weights.batch["rollout_is_weights"]
-    loss = _aggregate(-advantages * log_prob, kept, loss_agg_mode, config, weight)
+    if weights is not None:
+        weight = weight * weights.batch["rollout_is_weights"]
+    loss = _aggregate(-advantages * log_prob, response_mask, loss_agg_mode, config, weight)
     log_ratio = _log_ratio(log_prob, old_log_prob)
     return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **found}
 
