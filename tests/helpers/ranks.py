@@ -1,5 +1,7 @@
 """Runs a function on several gloo ranks, in fresh processes, with a rendezvous of its own."""
 
+import multiprocessing
+import os
 import socket
 import threading
 
@@ -13,10 +15,9 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _entry(rank: int, world_size: int, port: int, fn, args, queue) -> None:
-    import os
-
+def _entry(rank: int, world_size: int, port: int, environ: dict, fn, args, queue) -> None:
     os.environ.update(
+        environ,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -31,9 +32,11 @@ def _entry(rank: int, world_size: int, port: int, fn, args, queue) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     try:
         queue.put((rank, fn(rank, world_size, *args)))
-        dist.barrier()
+        if dist.is_initialized():  # vLLM ends the group when it is shut down
+            dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run_ranks(fn, world_size: int, *args):
@@ -41,11 +44,15 @@ def run_ranks(fn, world_size: int, *args):
 
     `fn` must be importable (a module-level function) and return plain Python or numpy values.
     """
-    queue = mp.get_context("spawn").SimpleQueue()
+    # The server of forks imports what takes seconds once a test session, and starts no thread of its own.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.engines"])
+    queue = context.SimpleQueue()
     got: dict[int, object] = {}
     # A pipe holds 64 KiB: results are read while the ranks run, or a large one would block its rank for ever.
     reader = threading.Thread(target=lambda: got.update(queue.get() for _ in range(world_size)), daemon=True)
     reader.start()
-    mp.spawn(_entry, args=(world_size, _free_port(), fn, args, queue), nprocs=world_size, join=True)
+    given = (world_size, _free_port(), dict(os.environ), fn, args, queue)
+    mp.start_processes(_entry, args=given, nprocs=world_size, join=True, start_method="forkserver")
     reader.join(timeout=30)
     return [got[r] for r in range(world_size)]

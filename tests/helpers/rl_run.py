@@ -152,8 +152,8 @@ class FakeGroup:
         self.version = int((Path(path) / "version").read_text())
 
 
-def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_class: type | None = None):
-    """A RayPPOTrainer whose only worker group is a FakeGroup; nothing of it needs Ray."""
+def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_class: type | None = None, roles=()):
+    """A RayPPOTrainer whose only worker group is a FakeGroup; nothing of it needs Ray. `roles`: what it also does."""
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager, Role
     from verl.trainer.ppo.reward import load_reward_manager
 
@@ -165,7 +165,7 @@ def fake_trainer(config: DictConfig, group_class: type = FakeGroup, trainer_clas
     trainer = (trainer_class or RayPPOTrainer)(
         config=config,
         tokenizer=tokenizer,
-        role_worker_mapping={Role.ActorRollout: FakeGroup},
+        role_worker_mapping={Role.ActorRollout: FakeGroup, **dict(roles)},
         resource_pool_manager=NoPools({"pool": [2]}, {Role.ActorRollout: "pool"}),
         ray_worker_group_cls=group_class,
         reward_fn=load_reward_manager(config, tokenizer, num_examine=0),

@@ -11,6 +11,7 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
 from verl.trainer.ppo.steps import StepFailed
+from verl.trainer.ppo.utils import Role
 from verl.workers.reward_manager import get_reward_manager_cls
 
 TREE = "recipe.dapo.config/dapo_trainer"
@@ -127,18 +128,13 @@ class WithLogProbs(OddPromptsAlike):
 
 
 def test_a_filter_on_final_rewards_subtracts_the_kl_before_it_and_not_twice(tmp_path):
-    from verl.trainer.ppo.ray_trainer import Role
-
-    def build(*args, role_worker_mapping, **kwargs):
-        return RayDAPOTrainer(*args, role_worker_mapping={**role_worker_mapping, Role.RefPolicy: FakeGroup}, **kwargs)
-
     config = compose_run(
         tmp_path, "unused", TREE, algorithm__filter_groups__enable="true", data__train_batch_size=4,
         algorithm__filter_groups__metric="seq_final_reward", algorithm__use_kl_in_reward="true",
         algorithm__kl_ctrl__kl_coef=0.5, data__gen_batch_size=4, trainer__total_training_steps=1,
         actor_rollout_ref__actor__ppo_mini_batch_size=4,
     )
-    trainer = fake_trainer(config, WithLogProbs, build)
+    trainer = fake_trainer(config, WithLogProbs, RayDAPOTrainer, {Role.RefPolicy: FakeGroup})
     trainer.fit()
     group, row = trainer.actor_rollout_wg, metrics_rows(tmp_path)[0]
     generations = row["train/num_gen_batches"]

@@ -51,7 +51,7 @@ def look_around(config: DictConfig) -> Findings:
 
 
 def refuse_bad_input(config: DictConfig) -> None:
-    """Raise one ConfigError with whatever would stop this run on its way: model, data, the registered checks.
+    """Raise one ConfigError with whatever would stop this run on its way: model, plug-ins, data, registered checks.
 
     For a start on this machine, where absent is as bad as wrong. With a cluster elsewhere (RAY_ADDRESS) nothing is
     looked at: its nodes have the files.
@@ -61,6 +61,7 @@ def refuse_bad_input(config: DictConfig) -> None:
         return
     found = Findings(to_start=True)
     check_models(config, found)
+    found.problems += check_plugins(config)
     check_data(config, found, rows=ROWS_AT_START)
     for check in CHECKS:
         found.problems += check(config, found)
@@ -138,10 +139,9 @@ def load_model_part(key: str, path: str, load: Callable[[str], Any]) -> Any:
 
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
-    from verl.trainer.ppo.reward import get_custom_reward_fn
+    from verl.trainer.ppo.reward import get_custom_reward_fn, get_manager_class
     from verl.utils.model import get_model_loader
     from verl.workers.policy import get_policy
-    from verl.workers.reward_manager import get_reward_manager_cls
     from verl.workers.rollout.base import get_rollout_class
 
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
@@ -150,9 +150,8 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
         "actor_rollout_ref.model.policy.name": lambda: get_policy(model.policy.name, **model.policy.kwargs),
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
         "custom_reward_function.path": lambda: get_custom_reward_fn(config),
+        "reward_manager.name": lambda: get_manager_class(config),
     }
-    if config.reward_manager.source == "register":
-        checks["reward_manager.name"] = lambda: get_reward_manager_cls(config.reward_manager.name)
     for key, look_up in checks.items():
         try:
             look_up()
@@ -165,13 +164,17 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
 def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.trainer.ppo.data import create_rl_dataset
-    from verl.utils.dataset.rl_dataset import get_dataset_class, read_rows
+    from verl.utils.dataset.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template, read_rows
 
     data, parts = config.data, (config.data, found.tokenizer, found.processor)
     try:
-        get_dataset_class(data)
+        dataset_class = get_dataset_class(data)
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as e:
         found.problems.append(wrong("data.custom_cls", f"data.custom_cls: {e}"))
+        return
+    tokenizer, templated = found.tokenizer, issubclass(dataset_class, RLHFDataset)
+    if templated and tokenizer is not None and not tokenizer.chat_template:
+        found.problems.append(wrong("actor_rollout_ref.model.custom_chat_template", no_chat_template(tokenizer)))
         return
     for split in ("train", "val"):
         key = f"data.{split}_files"
@@ -201,6 +204,8 @@ def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) ->
 
 
 def _row_problems(dataset: Any, key: str, data: DictConfig, rows: int) -> Iterator[Problem]:
+    from verl.utils.dataset.rl_dataset import MissingColumn
+
     broken = 0
     for i in range(min(len(dataset), rows)):
         try:
@@ -209,6 +214,8 @@ def _row_problems(dataset: Any, key: str, data: DictConfig, rows: int) -> Iterat
             broken += 1
             if broken <= ROW_ERRORS_SHOWN:
                 yield wrong(key, f"{key}: {one_line(e)}")
+            if isinstance(e, MissingColumn):
+                return
             continue
         lost = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
         if lost:

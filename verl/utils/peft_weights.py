@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from verl.utils.fsdp_utils import full_tensor
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """The model inside a peft wrapper, its layers still carrying their adapters; any other module as it is."""
+    return module.get_base_model() if isinstance(module, PeftModel) else module
 
 
 def hf_name(name: str) -> str:

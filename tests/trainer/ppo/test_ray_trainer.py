@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
+from verl.protocol import DataProto
 from verl.trainer.ppo.run_keeping import NonFiniteRun
 from verl.trainer.ppo.steps import StepFailed
+from verl.trainer.ppo.utils import Role
 
 
 def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
@@ -102,6 +104,15 @@ def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
     assert len(trainer.actor_rollout_wg.updates) == 3
 
 
+def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3))
+    for skipped in (1.0, 1.0, 0.0, 1.0, 2.0):  # the third is no step in a row
+        trainer.metrics = {"critic/nonfinite_steps": skipped, "actor/nonfinite_steps": 0.0}
+        trainer._watch_nonfinite()
+    with pytest.raises(NonFiniteRun, match="3 steps in a row"):
+        trainer._watch_nonfinite()
+
+
 def test_stop_finishes_the_step_and_saves_it(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused"))
     trainer.stop_requested = lambda: trainer.global_steps == 2
@@ -129,6 +140,78 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
     ids = [u.batch["input_ids"] for t in (first, second) for u in t.actor_rollout_wg.updates]
     assert all(torch.equal(a, u.batch["input_ids"]) for a, u in zip(ids, whole.actor_rollout_wg.updates, strict=True))
     assert second.counters == whole.counters
+
+
+class OneRank(FakeGroup):
+    world_size = 1
+
+
+class FourRanks(FakeGroup):
+    world_size = 4
+
+
+@pytest.mark.parametrize("group", [OneRank, FourRanks])
+def test_a_run_of_two_ranks_goes_on_with_the_same_prompts_on_another_number(tmp_path, group):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole = fake_trainer(compose_run(tmp_path / "whole", "unused"))
+    whole.fit()
+    first = fake_trainer(compose_run(tmp_path / "parts", "unused"))
+    first.stop_requested = lambda: first.global_steps == 2
+    first.fit()
+    second = fake_trainer(compose_run(tmp_path / "parts", "unused"), group)
+    second.fit()
+    assert first.actor_rollout_wg.generated + second.actor_rollout_wg.generated == whole.actor_rollout_wg.generated
+    balance = "global_seqlen"  # says how the ranks share tokens
+    of = [[{k: v for k, v in row.items() if not k.startswith(balance)} for row in metrics_rows(tmp_path / name)]
+          for name in ("whole", "parts")]  # fmt: skip
+    assert len(of[0]) == len(of[1]) and all(a == pytest.approx(b, abs=1e-6) for a, b in zip(*of, strict=True))
+
+
+def test_old_checkpoints_go_before_and_after_a_resume_at_the_end_of_an_epoch(tmp_path):
+    settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 2}
+    fake_trainer(compose_run(tmp_path, "unused", **settings, trainer__total_training_steps=3)).fit()
+    out = tmp_path / "out"
+    assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    again = fake_trainer(compose_run(tmp_path, "unused", **settings, trainer__total_training_steps=5))
+    again.fit()
+    assert sorted(p.name for p in out.glob("global_step_*")) == ["global_step_4", "global_step_5"]
+    assert [row["step"] for row in metrics_rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [asked[0] for asked in again.actor_rollout_wg.generated] == ["24", "32"]  # the second epoch's prompts
+
+
+class WithReference(FakeGroup):
+    """Ranks whose log-probs move away from the reference's, 0.1 nearer to 0 each version."""
+
+    def compute_log_prob(self, data):
+        value = torch.full(data.batch["responses"].shape, -2.0 + 0.1 * self.version)
+        return DataProto.from_dict({"old_log_probs": value, "entropys": -value})
+
+    def compute_ref_log_prob(self, data):
+        return DataProto.from_dict({"ref_log_prob": torch.full(data.batch["responses"].shape, -2.05)})
+
+
+def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
+    def start(name, stop_at=None):
+        config = compose_run(
+            tmp_path / name, "unused", algorithm__use_kl_in_reward="true", algorithm__kl_ctrl__type="adaptive",
+            algorithm__kl_ctrl__horizon=100, algorithm__kl_ctrl__target_kl=0.1, algorithm__kl_ctrl__kl_coef=0.5,
+            trainer__total_training_steps=4,
+        )  # fmt: skip
+        trainer = fake_trainer(config, WithReference, roles={Role.RefPolicy: FakeGroup})
+        trainer.stop_requested = lambda: trainer.global_steps == stop_at
+        trainer.fit()
+        return trainer
+
+    whole = start("whole")
+    first, second = start("parts", 2), start("parts")
+    # 32 samples a step: value *= 1 + clip(kl / 0.1 - 1, -0.2, 0.2) * 32 / 100; the KL is 0.05, 0.15, 0.25, 0.35
+    fall, rise = 1 - 0.2 * 0.32, 1 + 0.2 * 0.32
+    assert first.kl_ctrl.value == pytest.approx(0.5 * fall * rise)
+    assert second.kl_ctrl.value == whole.kl_ctrl.value == pytest.approx(0.5 * fall * rise**3)
+    rows = metrics_rows(tmp_path / "parts")
+    assert rows == metrics_rows(tmp_path / "whole")
+    assert rows[2]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * fall * rise)
 
 
 def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):

@@ -130,6 +130,7 @@ class RayPPOTrainer(RunKeeping):
                         self._update_critic(batch)
                     if self.global_steps >= self.critic_warmup:
                         self._update_actor(batch)
+                    self._watch_nonfinite()
                 self._validate_if_due()
                 self._log(batch)  # before saving: a checkpoint never lies behind its step's metrics
                 self._save_if_due()
@@ -352,12 +353,10 @@ class RayPPOTrainer(RunKeeping):
 
     @step("update_actor")
     def _update_actor(self, batch: DataProto) -> None:
-        """One pass of PPO updates over the batch; stops a run whose updates are skipped again and again."""
+        """One pass of PPO updates over the batch."""
         filled, _ = batching.fill_groups(batch, self.n)
         output = self.actor_rollout_wg.update_actor(filled.select(non_tensor_batch_keys=[]))
-        metrics = reduce_metrics(output.meta_info["metrics"])
-        self.metrics.update(metrics)
-        self._watch_nonfinite(metrics["actor/nonfinite_steps"])
+        self.metrics.update(reduce_metrics(output.meta_info["metrics"]))
 
 
 def _one_version(samples: DataProto) -> int:

@@ -33,6 +33,8 @@ def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
     if settings.path is None:
         return None
     function = load_extern_object(settings.path, settings.name)
+    if not callable(function):
+        raise TypeError(f"custom_reward_function.name={settings.name} in {settings.path} is {function!r}, no function.")
     bound = _plain(settings.get("reward_kwargs"))
     if not bound:
         return function
@@ -44,17 +46,21 @@ def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
     return with_kwargs
 
 
-def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:
-    """The manager of `reward_manager.{source,name,module}` around the custom or the default reward function."""
+def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
+    """The class that `reward_manager.{source,name,module}` names."""
     settings = config.reward_manager
     if settings.source == "register":
-        manager_cls = get_reward_manager_cls(settings.name)
-    elif settings.source == "importlib":
-        if settings.module.path is None:
-            raise ValueError("reward_manager.source='importlib' needs reward_manager.module.path (and .name).")
-        manager_cls = load_extern_object(settings.module.path, settings.module.name or settings.name)
-    else:
+        return get_reward_manager_cls(settings.name)
+    if settings.source != "importlib":
         raise ValueError(f"reward_manager.source={settings.source!r} is unknown. Known: register, importlib.")
+    if settings.module.path is None:
+        raise ValueError("reward_manager.source='importlib' needs reward_manager.module.path (and .name).")
+    return load_extern_object(settings.module.path, settings.module.name or settings.name)
+
+
+def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:
+    """That manager around the custom or the default reward function."""
+    manager_cls = get_manager_class(config)
     compute_score = get_custom_reward_fn(config) or default_compute_score
     kwargs = {**_length_kwargs(config, manager_cls), **kwargs}
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}

@@ -227,5 +227,10 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config=None, policy_loss_co
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     if policy_loss_config is not None and rollout_corr_config is not None:
-        policy_loss_config.loss_mode = "bypass_mode"
-        policy_loss_config.rollout_correction = rollout_corr_config
+        use_bypass_loss(policy_loss_config, rollout_corr_config)
+
+
+def use_bypass_loss(policy_loss_config, rollout_corr_config) -> None:
+    """Let the actor's loss (actor.policy_loss) correct for the rollout, as bypass_mode asks; in place."""
+    policy_loss_config.loss_mode = "bypass_mode"
+    policy_loss_config.rollout_correction = rollout_corr_config

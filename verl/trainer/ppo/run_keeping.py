@@ -219,14 +219,15 @@ class RunKeeping:
             self.load_variant_state(state.variant)
         self.run_files.open(redacted_yaml(self.config), self.global_steps)
 
-    def _watch_nonfinite(self, skipped: float) -> None:
-        """Count steps with skipped updates in a row; end the run at `trainer.nonfinite_steps_max`."""
+    def _watch_nonfinite(self) -> None:
+        """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""
+        skipped = any(value for name, value in self.metrics.items() if name.endswith("/nonfinite_steps"))
         self.counters["nonfinite_in_row"] = self.counters["nonfinite_in_row"] + 1 if skipped else 0
         limit = self.config.trainer.nonfinite_steps_max
         if self.counters["nonfinite_in_row"] >= limit:
             raise NonFiniteRun(
                 f"loss or gradient was NaN or infinite in {limit} steps in a row (trainer.nonfinite_steps_max); those "
-                "updates were skipped and the weights are as before. Lower actor.optim.lr or look at the rewards."
+                "updates were skipped and the weights are as before. Lower the learning rate or look at the rewards."
             )
 
     def _log(self, batch: DataProto) -> None:

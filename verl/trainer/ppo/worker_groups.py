@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.resources import ResourcePoolManager
+from verl.trainer.ppo.rollout_corr_helper import use_bypass_loss
 from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
 
 CLOSE_TIMEOUT_S = 20
@@ -33,8 +34,7 @@ def classes(
     whole.critic.optim.total_training_steps = steps
     correction = rollout_correction(whole)
     if correction is not None and correction.bypass_mode:
-        loss = whole.actor_rollout_ref.actor.policy_loss
-        loss.loss_mode, loss.rollout_correction = "bypass_mode", correction
+        use_bypass_loss(whole.actor_rollout_ref.actor.policy_loss, correction)
     common = {"device_name": device_name, "nccl_timeout": whole.actor_rollout_ref.nccl_timeout}
     role = actor_role(mapping)
     found = {role: RayClassWithInitArgs(

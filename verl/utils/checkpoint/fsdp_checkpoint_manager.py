@@ -26,7 +26,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
 from verl.utils.fsdp_utils import full_params, local_tensor
-from verl.utils.peft_weights import full_weights
+from verl.utils.peft_weights import full_weights, without_adapters
 
 EXTRA_FILE = "extra_state.json"
 _FORMAT = 1
@@ -137,7 +137,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def _save_huggingface(self, folder: Path) -> None:
         """Config and tokenizer; weights too when hf_model is asked for."""
-        inner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        inner = without_adapters(self.model)
         weights = None
         if self.should_save_hf_model:
             weights = {}

@@ -25,6 +25,19 @@ class DatasetError(ValueError):
     """A data file or a row of it cannot be used; the text names the file, the row and the mend."""
 
 
+class MissingColumn(DatasetError):
+    """A row lacks the column of the prompts, as the other rows of its file do, most likely."""
+
+
+def no_chat_template(tokenizer: Any) -> str:
+    """The sentence about a tokenizer that cannot turn messages into a prompt."""
+    return (
+        f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which makes prompts of messages. Set "
+        "actor_rollout_ref.model.custom_chat_template, or name a tokenizer that has one in "
+        "actor_rollout_ref.model.tokenizer_path."
+    )
+
+
 def data_setting(config: Mapping[str, Any], name: str) -> Any:
     """A setting of the `data` section; a section that leaves it out gets DataConfig's value."""
     return config[name] if name in config else getattr(DataConfig(), name)
@@ -172,7 +185,8 @@ class RLHFDataset(Dataset):
         row = self.rows[item]
         if self.prompt_key not in row:
             columns = ", ".join(row)
-            raise self.error(item, f"has no column '{self.prompt_key}' (columns: {columns}). Set data.prompt_key.")
+            what = f"has no column '{self.prompt_key}' (columns: {columns}). Set data.prompt_key."
+            raise MissingColumn(str(self.error(item, what)))
         messages = row[self.prompt_key]
         if not isinstance(messages, list) or not messages:
             what = f"column '{self.prompt_key}' is {_kind(messages)}; expected a list of {{role, content}}. "
@@ -186,6 +200,8 @@ class RLHFDataset(Dataset):
     def prompt_ids(self, item: int) -> list[int]:
         """The ids of a row's prompt through the chat template, neither cut nor padded."""
         messages = self.messages(item)
+        if not self.tokenizer.chat_template:
+            raise DatasetError(no_chat_template(self.tokenizer))
         settings = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
         try:
             text = self.tokenizer.apply_chat_template(messages, **settings)

@@ -7,11 +7,11 @@ from collections import defaultdict
 
 import torch
 from loguru import logger
-from peft import PeftModel
 from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import compute_value_loss
+from verl.utils.peft_weights import without_adapters
 from verl.utils.torch_functional import masked_mean
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.actor.optimizer_step import accumulate_and_step, global_counts
@@ -32,8 +32,7 @@ class DataParallelPPOCritic(BasePPOCritic):
     def __init__(self, config: FSDPCriticConfig, engine: FSDPEngine):
         super().__init__(config)
         self.engine = engine
-        inner = engine.module.get_base_model() if isinstance(engine.module, PeftModel) else engine.module
-        self.packs = engine.model_config.use_remove_padding and make_packable(inner)
+        self.packs = engine.model_config.use_remove_padding and make_packable(without_adapters(engine.module))
 
     @torch.no_grad()
     def compute_values(self, data: DataProto) -> torch.Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from weakref import WeakSet
 
 import torch
-from peft import PeftModel
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.packing import Packing, make_packable, pack, whole_mask
 
@@ -143,7 +143,7 @@ def _final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tenso
 
 def _causal_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside, with or without a peft wrapper."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = without_adapters(model)
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
         raise TypeError(
             f"policy 'causal_lm' needs a transformers model with an output matrix, got {type(inner).__name__}; "

@@ -13,21 +13,19 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.device import get_device_name
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.policy import Policy, get_policy
-from verl.workers.roles.ranks import join_ranks, per_rank_sizes
+from verl.workers.roles.ranks import ModelWorker, per_rank_sizes
 from verl.workers.rollout.base import get_rollout_class
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(ModelWorker):
     """Parts by `role`: "actor", "rollout", "ref", or several of them joined by an underscore.
 
     The rollout always answers with the actor's newest weights: `weights_version` is the global step of the last update
@@ -35,12 +33,10 @@ class ActorRolloutRefWorker(Worker):
     """
 
     def __init__(self, config: DictConfig, role: str, device_name: str | None = None, **kwargs) -> None:
-        super().__init__()
+        super().__init__(config, device_name, config.nccl_timeout)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is unknown. Known: {', '.join(ROLES)}.")
-        self.config = config
         self.role = role
-        self.device_name = get_device_name() if device_name is None else device_name
         self._is_rollout = "rollout" in role
         self._is_actor = "actor" in role or self._is_rollout  # a rollout takes its weights from an actor beside it
         self._is_ref = "ref" in role
@@ -50,7 +46,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, then build what the role asks for."""
-        join_ranks(self, ("actor", "rollout", "ref"), self.device_name, self.config.nccl_timeout)
+        self.join_ranks("actor", "rollout", "ref")
         self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model, HFModelConfig).load()
         if self._is_actor:
             self._build_actor()
@@ -175,14 +171,9 @@ class ActorRolloutRefWorker(Worker):
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
-        """Write the actor's part into `local_path`; all ranks take part."""
-        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Read the actor's part, written on any number of ranks; the version follows from `.../global_step_<N>/`."""
-        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         found = re.fullmatch(r"global_step_(\d+)", Path(local_path).parent.name)
         self.weights_version = int(found.group(1)) if found else self.weights_version + 1
         self.rollout_version = None

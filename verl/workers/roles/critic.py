@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.device import get_device_name
 from verl.workers.config import FSDPCriticConfig, HFModelConfig
 from verl.workers.config.model import PluginConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.roles.ranks import join_ranks, per_rank_sizes
+from verl.workers.roles.ranks import ModelWorker, per_rank_sizes
 
 
-class CriticWorker(Worker):
+class CriticWorker(ModelWorker):
     """A value model over the ranks: one number a token, trained by clipped regression to the returns."""
-
-    def __init__(
-        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None, **kwargs
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.nccl_timeout = nccl_timeout
-        self.device_name = get_device_name() if device_name is None else device_name
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, load the value model."""
-        join_ranks(self, ("critic",), self.device_name, self.nccl_timeout)
+        self.join_ranks("critic")
         config = per_rank_sizes(self.config, "critic", self.config.rollout_n, self.world_size)
         self.critic_config: FSDPCriticConfig = omega_conf_to_dataclass(config, FSDPCriticConfig)
         config = self.critic_config
@@ -53,16 +41,6 @@ class CriticWorker(Worker):
         metrics["critic/lr"] = self.engine.lr_scheduler.get_last_lr()[0]
         self.engine.lr_scheduler_step()
         return DataProto(meta_info={"metrics": metrics})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
-        """Write the critic's part into `local_path`; all ranks take part."""
-        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
-        """Read the critic's part, written on any number of ranks."""
-        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
 
 def value_model(model) -> HFModelConfig:

@@ -1,23 +1,47 @@
-"""What every role does on a rank: joining the others, sharing batch sizes out."""
+"""What every role does on a rank: joining the others, sharing batch sizes out, checkpoints."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.engine.fsdp import FSDPEngine
 
 
-def join_ranks(worker: Worker, meshes: Sequence[str], device_name: str, timeout_s: float | None) -> None:
-    """Choose this rank's GPU, join the process group, and take a share of every batch sent to `meshes`."""
-    if device_name == "cuda":
-        torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(worker.local_rank))
-    initialize_global_process_group_ray(timeout_second=timeout_s)
-    for mesh in meshes:
-        worker._register_dispatch_collect_info(mesh_name=mesh, dp_rank=worker.rank, is_collect=True)
+class ModelWorker(Worker):
+    """A rank that holds one model in `engine`, which a subclass's init_model builds."""
+
+    engine: FSDPEngine
+
+    def __init__(
+        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None, **kwargs
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.nccl_timeout = nccl_timeout
+        self.device_name = get_device_name() if device_name is None else device_name
+
+    def join_ranks(self, *meshes: str) -> None:
+        """Choose this rank's GPU, join the process group, and take a share of every batch sent to `meshes`."""
+        if self.device_name == "cuda":
+            torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(self.local_rank))
+        initialize_global_process_group_ray(timeout_second=self.nccl_timeout)
+        for mesh in meshes:
+            self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
+        """Write the model's part into `local_path`; all ranks take part."""
+        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
+        """Read the model's part, written on any number of ranks."""
+        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
 
 def per_rank_sizes(section: DictConfig, key: str, n: int, ranks: int) -> DictConfig:

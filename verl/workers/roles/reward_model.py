@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import torch
-from omegaconf import DictConfig
 
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.device import get_device_name
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches, restore_order
@@ -17,28 +14,20 @@ from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.reward_manager.rows import place_scores
 from verl.workers.roles.critic import value_model
-from verl.workers.roles.ranks import join_ranks
+from verl.workers.roles.ranks import ModelWorker
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ModelWorker):
     """A frozen model with one value a token; an answer's score is the value at its last token.
 
     With `model.input_tokenizer` (the policy's) the conversation is decoded and written anew in the chat template of
     the reward model's own tokenizer.
     """
 
-    def __init__(
-        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None, **kwargs
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.nccl_timeout = nccl_timeout
-        self.device_name = get_device_name() if device_name is None else device_name
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Join the process group, load the reward model."""
-        join_ranks(self, ("reward",), self.device_name, self.nccl_timeout)
+        self.join_ranks("reward")
         self.settings: RewardModelConfig = omega_conf_to_dataclass(self.config, RewardModelConfig)
         model = self.settings.model
         self.engine = FSDPEngine(
@@ -50,6 +39,8 @@ class RewardModelWorker(Worker):
             trust = model.trust_remote_code
             self.policy_tokenizer = hf_tokenizer(model.input_tokenizer, trust_remote_code=trust)
             self.tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=trust)
+            # An answer is scored at its end: what is too long loses its beginning.
+            self.tokenizer.padding_side = self.tokenizer.truncation_side = "left"
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
     @torch.no_grad()
@@ -88,7 +79,7 @@ class RewardModelWorker(Worker):
         longest = self.settings.max_length or data.batch["input_ids"].shape[1]
         encoded = self.tokenizer.apply_chat_template(
             chats, tokenize=True, return_dict=True, return_tensors="pt", padding="max_length", truncation=True,
-            max_length=longest, tokenizer_kwargs={"padding_side": "left"},
+            max_length=longest,
         )  # fmt: skip
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         positions = compute_position_id_with_mask(mask)

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from verl.protocol import DataProto
+from verl.utils.problems import Problem, register_check, wrong
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import Sampling, answered, prompt_ids, right_padded, sample_seeds, sampling_of
@@ -25,6 +26,25 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank, unless engine_kwargs.vllm.kv_cache_memory_bytes says else
 KEY = "actor_rollout_ref.rollout"
+# Widths of an attention head that vLLM's CPU kernels are built for; others fail at the first request, not at the start.
+CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+@register_check
+def check_cpu_heads(config: Any, found: Any) -> Iterator[Problem]:
+    """A model whose attention no CPU kernel of vLLM knows."""
+    if config.actor_rollout_ref.rollout.name != "vllm" or config.trainer.device != "cpu" or found.hf_config is None:
+        return
+    model = found.hf_config.get_text_config().to_dict()
+    if "num_attention_heads" not in model or "hidden_size" not in model:
+        return
+    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    if width not in CPU_HEAD_DIMS:
+        key = "actor_rollout_ref.model.path"
+        rule = f"{key}={config.actor_rollout_ref.model.path} has attention heads of dimension {width}"
+        known = ", ".join(map(str, CPU_HEAD_DIMS))
+        mend = f"Take another model, or {KEY}.name=hf."
+        yield wrong(key, f"{rule}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has {known}. {mend}")
 
 
 @register_rollout("vllm", "sync")

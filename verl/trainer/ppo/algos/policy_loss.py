@@ -182,7 +182,7 @@ def compute_policy_loss_clip_cov(
     """PPO's loss, less a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> scalar, metrics.
 
     Tokens with clip_cov_lb < cov(A, log pi) < clip_cov_ub drive the entropy down; max(1, clip_cov_ratio * tokens) of
-    them, those that PPO clips already excepted, lose their gradient.
+    them, those that PPO clips already excepted, lose their gradient. Means and choice are those of the micro-batch.
     """
     settings = config.policy_loss
     counted = response_mask != 0
@@ -207,7 +207,7 @@ def compute_policy_loss_kl_cov(
     """Unclipped ratio loss; the tokens of highest covariance also pay |log r| (KL-Cov, arXiv 2505.22617).
 
     L = -A r, plus ppo_kl_coef * |log pi - log pi_old| on the max(1, kl_cov_ratio * tokens) counted tokens whose
-    cov(A, log pi) is highest. All [B, T] -> scalar, metrics.
+    cov(A, log pi) is highest in the micro-batch. All [B, T] -> scalar, metrics.
     """
     settings = config.policy_loss
     log_ratio = _log_ratio(log_prob, old_log_prob)

@@ -1,0 +1,87 @@
+"""What a user may get wrong, each in one sentence, in the dry run as at a start, before anything is started."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.configs import compose_ppo
+from tests.helpers.rl_run import overrides
+from verl.trainer.dry_run import dry_run
+from verl.trainer.main_ppo import run_ppo
+
+TEMPLATE = "no chat template, which makes prompts of messages. Set actor_rollout_ref.model.custom_chat_template"
+HEADS = "attention heads of dimension {}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has"
+ARITHMETIC = (
+    "data.train_batch_size=9 x actor_rollout_ref.rollout.n=4 gives 36 samples, which 8 ranks cannot share evenly. "
+    "Use a multiple of 2 (8 or 10)."
+)
+CASES = {
+    "column": ({"data.prompt_key": "question"}, "train.jsonl, row 0: has no column 'question' (columns: data_source, "
+               "prompt, reward_model, extra_info). Set data.prompt_key."),
+    "template": ({"actor_rollout_ref.model.tokenizer_path": "{plain}"}, TEMPLATE),
+    "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),
+    "file": ({"custom_reward_function.path": "{here}/none.py"}, "custom_reward_function.path: no Python file at"),
+    "name": ({"custom_reward_function.name": "compute_scores"}, "has no 'compute_scores'; it has: compute_score, os"),
+    "function": ({"custom_reward_function.name": "__doc__"}, "is None, no function"),
+    "manager": ({"reward_manager.source": "importlib", "reward_manager.module.path": "{here}/none.py"},
+                "no Python file at"),
+    "arithmetic": ({"trainer.n_gpus_per_node": 8, "data.train_batch_size": 9, "trainer.device": "cpu"}, ARITHMETIC),
+    "heads": ({"actor_rollout_ref.rollout.name": "vllm", "+actor_rollout_ref.model.override_config.head_dim": 24},
+              HEADS.format(24)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def sound(tmp_path, tiny_llama, monkeypatch):
+    """A run's command line with nothing wrong in it; no Ray may be started on it."""
+    monkeypatch.setattr("verl.trainer.main_ppo.started_session", lambda config: pytest.fail("Ray was started"))
+    shutil.copytree(tiny_llama, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    file = tmp_path / "plain" / "tokenizer_config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
+    return overrides(tmp_path, tiny_llama)
+
+
+def with_changes(sound, changes, folder):
+    places = {"{plain}": str(folder / "plain"), "{here}": str(folder)}
+    found = [f"{key}={value}" for key, value in changes.items()]
+    for mark, place in places.items():
+        found = [text.replace(mark, place) for text in found]
+    return compose_ppo(*sound, *found)
+
+
+def wrong_part(capsys):
+    return capsys.readouterr().out.partition("Wrong on every machine: ")[2].partition("Absent on this machine")[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_one_sentence_in_the_dry_run_and_at_the_start(sound, tmp_path, capsys, case):
+    changes, said = CASES[case]
+    assert dry_run(with_changes(sound, changes, tmp_path), known=compose_ppo()) == 1
+    told = wrong_part(capsys)
+    assert said in told
+    if case not in ("column", "manager"):  # of these both files, and every name that leads there, are told
+        assert told.startswith("1\n"), told
+    with pytest.raises(SystemExit) as end:
+        run_ppo(with_changes(sound, changes, tmp_path))
+    assert said in str(end.value)
+
+
+def test_nothing_is_wrong_with_the_command_line_that_the_cases_change(sound, tmp_path, capsys):
+    for changes in (
+        {},
+        {"actor_rollout_ref.model.tokenizer_path": str(tmp_path / "plain"),
+         "actor_rollout_ref.model.custom_chat_template": "'{{ messages[0].content }}'"},
+        {"actor_rollout_ref.rollout.name": "vllm"},
+        {"actor_rollout_ref.rollout.name": "vllm", "+actor_rollout_ref.model.override_config.head_dim": 128},
+        {"+actor_rollout_ref.model.override_config.head_dim": 24},  # without vLLM any dimension will do
+    ):  # fmt: skip
+        assert dry_run(with_changes(sound, changes, tmp_path), known=compose_ppo()) == 0, (changes, wrong_part(capsys))
+
+
+def test_a_file_without_the_column_is_told_once_a_file(sound, tmp_path, capsys):
+    dry_run(with_changes(sound, {"data.prompt_key": "question"}, tmp_path), known=compose_ppo())
+    told = wrong_part(capsys)
+    assert [name for name in ("train.jsonl", "val.jsonl") if told.count(f"{Path(name)}, row") != 1] == []

@@ -1,0 +1,43 @@
+"""One vLLM over two ranks (tensor parallel) beside the actor that both of them train."""
+
+import pytest
+import torch
+
+from tests.helpers.models import save_tiny_llama
+from tests.helpers.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def on_two_ranks(rank, world_size, path):
+    """(mean distance of log-probs before and after an update, answers) of this rank's own prompts."""
+    from tests.helpers.engines import make_actor, make_engine, rl_batch
+    from tests.workers.test_vllm_rollout import P, R, difference, prompts
+    from verl.workers.config import RolloutConfig
+    from verl.workers.policy import get_policy
+    from verl.workers.rollout import get_rollout_class
+
+    engine = make_engine(path, lr=3e-2)
+    config = RolloutConfig(
+        name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=16, max_num_batched_tokens=64,
+        calculate_log_probs=True, max_model_len=32, tensor_model_parallel_size=world_size,
+    )
+    rollout = get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
+    distances = []
+    for seed in (1, 2):
+        rollout.update_weights(engine.get_per_tensor_param())
+        output = rollout.generate_sequences(prompts(seed=10 * rank, n=2))
+        with torch.no_grad(), engine.eval_mode():
+            forward = get_policy("causal_lm").log_probs
+            log_probs, _ = forward(engine.module, output.batch, temperature=1.0, with_entropy=False)
+        distances.append(difference(output, log_probs))
+        make_actor(engine, mini=4).update_policy(rl_batch(seed=seed)[rank * 4 : rank * 4 + 4])
+    rollout.close()
+    return distances, output.batch["prompts"].tolist(), output.batch["responses"].tolist()
+
+
+def test_an_engine_over_two_ranks_answers_each_ranks_prompts_with_the_trained_weights(tmp_path):
+    found = run_ranks(on_two_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
+    assert all(distance < 1e-4 for distances, _, _ in found for distance in distances)
+    (_, asked, answers), (_, asked_there, answers_there) = found
+    assert asked != asked_there and answers != answers_there and len(answers) == len(answers_there) == 6
