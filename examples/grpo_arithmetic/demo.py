@@ -3,7 +3,8 @@
     python -m examples.grpo_arithmetic.demo [--steps N] [--control-steps N] [--seed 0] [--out DIR]
 
 Trains a start by SFT that mostly guesses, improves it by GRPO, which finds that showing the work pays, and runs the
-same command with learning rate 0 behind it as a control. Ends with the accuracies on validation questions and OUT/result.json.
+same command with learning rate 0 behind it as a control. Ends with the accuracies on validation questions and
+OUT/result.json.
 """
 
 from __future__ import annotations
