@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.utils.grading import FatalGradingError
 from verl.utils.sandbox.config import SandboxConfig
 
 _JAIL = str(Path(__file__).with_name("jail.py"))
@@ -25,7 +26,7 @@ _GRACE_S = 15.0  # for the jail to start and to report, beyond the program's own
 _KEPT_OF_STDERR = 16 << 10
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(FatalGradingError):
     """This machine does not grant the confinement; the text says which part, and the mend."""
 
 
