@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,35 @@ class Failure:
 
 class FatalGradingError(RuntimeError):
     """Raised where no item can be graded, whatever it holds: dropping items would hide it."""
+
+
+class Slots(threading.Semaphore):
+    """A semaphore that travels: each process has `number` slots of its own, which a killed one cannot keep."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+    def __reduce__(self) -> tuple:
+        return Slots, (self.number,)
+
+
+class Together:
+    """A coroutine function for several items at once, each within `seconds`."""
+
+    def __init__(self, function: Any, seconds: float) -> None:
+        self.function, self.seconds = function, seconds
+
+    async def __call__(self, items: list[dict[str, Any]]) -> list[Any]:
+        return await asyncio.gather(*map(self._one, items))
+
+    async def _one(self, item: dict[str, Any]) -> Any:
+        try:
+            return await asyncio.wait_for(self.function(**item), self.seconds)
+        except TimeoutError:
+            return Failure("timeout", f"took longer than {self.seconds:g} s")
+        except Exception as error:
+            return Failure.of(error)
 
 
 class GradingPool:

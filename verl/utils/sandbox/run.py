@@ -155,7 +155,8 @@ class _Exchange:
 
     def _outcome(self) -> Outcome:
         stdout, stderr = (bytes(kept) for kept in self.taken.values())
-        report = json.loads(self.report) if self.report else {"refused": f"no report; {stderr.decode(errors='replace')}"}
+        said = stderr.decode(errors="replace")
+        report = json.loads(self.report) if self.report else {"refused": f"no report; {said}"}
         if "refused" in report:
             raise SandboxUnavailable(
                 f"this machine cannot confine programs ({report['refused'].strip()}). Allow user namespaces and "
