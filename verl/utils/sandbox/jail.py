@@ -240,6 +240,7 @@ def serve(control: int) -> dict:
 
 if __name__ == "__main__":
     channel = int(sys.argv[1])
+    os.set_inheritable(channel, False)  # the program must not write its own report
     try:
         report = serve(channel)
     except (Refused, OSError) as problem:
