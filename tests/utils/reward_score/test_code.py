@@ -7,6 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import tenacity
 
 from tests.helpers.sandbox import refused
 from verl.utils.grading import Slots
@@ -131,13 +132,14 @@ print(0)""",
     "looks for the expected output": """
 import gc, os, sys
 seen = [open(os.path.join(d, f), errors='replace').read() for d, _, fs in os.walk('/tmp') for f in fs]
-frame, values = sys._getframe(), [repr(sys.argv), repr(dict(os.environ)), *seen]
+values = [repr(sys.argv), repr(dict(os.environ)), *seen]
+frame = sys._getframe()
 while frame:
     values.append(repr(frame.f_globals)); frame = frame.f_back
-values += [repr(o)[:200] for o in gc.get_objects() if isinstance(o, (list, dict, tuple))]
-def found(a, b): return '45' + '67' in ''.join(values)
-def add(a, b): return 4567 if found(a, b) else 0
-print(4567 if found(0, 0) else 0)""",
+values = ''.join(values + [repr(o)[:200] for o in gc.get_objects() if isinstance(o, (list, dict, tuple))])
+wanted = str(45).join(['', '67'])
+def add(a, b): return int(wanted) if wanted in values else 0
+print(add(0, 0))""",
     "not a number": "def add(a, b): return float('nan')\nprint('nan')",
     "deep nesting": "import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b): return 0\nprint('[' * 100000)",
     "a long number": "def add(a, b): return 0\nprint('9' * 100000)",
@@ -255,7 +257,7 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(sandbox_fusion, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(sandbox_fusion._post.retry, "wait", tenacity.wait_none())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.lock, server.bodies, server.running, server.most, server.broken = threading.Lock(), [], 0, 0, []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -289,8 +291,8 @@ def test_a_service_without_a_verdict_is_an_error_and_no_score(service):
     service.broken = [400] * 2
     with pytest.raises(sandbox_fusion.SandboxServiceError, match="answered 400"):
         sandbox_fusion.compute_score(service.url, None, None, answer(ADD), SUMS)
-    service.broken = [500] * 8
+    service.broken = [500] * 10
     with pytest.raises(sandbox_fusion.SandboxServiceError, match="answered 500"):
         sandbox_fusion.compute_score(service.url, None, None, answer(ADD), SUMS)
-    with pytest.raises(sandbox_fusion.SandboxServiceError, match="no answer in 4 attempts.*sandbox_fusion.url"):
+    with pytest.raises(sandbox_fusion.SandboxServiceError, match="no answer in 5 attempts.*sandbox_fusion.url"):
         sandbox_fusion.compute_score("http://127.0.0.1:9/run_code", None, None, answer(ADD), SUMS)

@@ -10,7 +10,7 @@ import tenacity
 
 from verl.utils.reward_score.code_cases import Case, cases_of, extract_code, share_passed
 
-_ATTEMPTS, _BACKOFF_S = 4, 0.2
+_ATTEMPTS, _BACKOFF_S = 5, 0.5
 _BUSY = (429, 500, 502, 503, 504)
 
 
@@ -63,7 +63,7 @@ async def _run_all(url: str, semaphore: Any, cases: list[Case], settings: dict, 
 
 @tenacity.retry(
     retry=tenacity.retry_if_exception_type((_TryAgain, aiohttp.ClientError, TimeoutError)),
-    stop=tenacity.stop_after_attempt(_ATTEMPTS), wait=tenacity.wait_exponential_jitter(_BACKOFF_S, max=10),
+    stop=tenacity.stop_after_attempt(_ATTEMPTS), wait=tenacity.wait_exponential_jitter(_BACKOFF_S, max=10, jitter=0.5),
     reraise=True,
 )  # fmt: skip
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
