@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import fcntl
 import functools
 import inspect
 import multiprocessing
+import os
 import resource
 import signal
 import sys
@@ -24,7 +25,7 @@ from verl.utils.import_utils import load_extern_object
 # The server that workers are forked from imports these once, so that a killed worker is replaced in milliseconds.
 _PRELOAD = ["verl.utils.grading", "verl.utils.reward_score", "math_verify"]
 _MEMORY_BYTES = 4 << 30  # that one worker may take beyond what it starts with
-_PR_SET_PDEATHSIG = 1
+_F_SETSIG = 10  # Linux
 
 
 class ExternFunction:
@@ -146,10 +147,12 @@ class _Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other, function), daemon=True)
+        life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
+        self.process = context.Process(target=_work, args=(other, life, function), daemon=True)
         with _without_main():
             self.process.start()
         other.close()
+        life.close()
         self.alive = True
         try:
             self.connection.recv()  # the function is loaded: the time of an item does not count imports
@@ -183,6 +186,7 @@ class _Worker:
         self.process.kill()
         self.process.join()
         self.connection.close()
+        self._alive.close()
 
 
 @contextmanager
@@ -202,8 +206,11 @@ def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
     return [w for w in busy if w.connection in answered or w.deadline <= time.monotonic()]
 
 
-def _work(connection: Connection, function: Any) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a call without end must not outlive the run
+def _work(connection: Connection, life: Connection, function: Any) -> None:
+    # The kernel kills this process when the owner is gone: a call without end may never run Python code again.
+    fcntl.fcntl(life.fileno(), fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life.fileno(), _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     _bound_memory()
     connection.send("ready")

@@ -189,7 +189,9 @@ def test_code_is_the_last_fenced_block():
     assert prime_code.compute_score("print(1)", SUMS)[0] == 0.0
 
 
-@pytest.mark.parametrize("tests", ["[]", {"inputs": ["1"]}, {"inputs": [], "outputs": []}, {"inputs": [1], "outputs": []}])
+@pytest.mark.parametrize(
+    "tests", ["[]", {"inputs": ["1"]}, {"inputs": [], "outputs": []}, {"inputs": [1], "outputs": []}]
+)
 def test_cases_that_are_none_are_an_error(tests):
     with pytest.raises(ValueError, match="test cases"):
         cases_of("", tests)
@@ -241,10 +243,8 @@ class Service(BaseHTTPRequestHandler):
         )
         with server.lock:
             server.running -= 1
-        reply = {
-            "status": "Success" if ran.returncode == 0 else "Failed", "message": "",
-            "run_result": {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr},
-        }  # fmt: skip
+        result = {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}
+        reply = {"status": "Success" if ran.returncode == 0 else "Failed", "message": "", "run_result": result}
         if broken == "sandbox":
             reply = {"status": "SandboxError", "message": "no pod", "run_result": None}
         text = json.dumps(reply).encode()

@@ -24,6 +24,7 @@ SECRET = "canary-7f3a"
 HEAD = """
 import ctypes, os, resource, signal, socket, stat, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
+threading.stack_size(1 << 18)
 def syscall(*numbers):
     if libc.syscall(*map(ctypes.c_long, numbers)) < 0:
         raise OSError(ctypes.get_errno(), "syscall %d" % numbers[0])
@@ -79,7 +80,7 @@ ATTEMPTS = {
     "disk, one file": ("open('x', 'wb').write(bytes(64 << 20))", False),
     "disk, many files": ("[open('x%d' % i, 'wb').write(bytes(1 << 20)) for i in range(64)]", True),
     "files without end": ("[open('y%d' % i, 'wb') and None for i in range(5000)]", False),
-    "threads": ("threading.stack_size(1 << 18)\n[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(64)]", True),
+    "threads": ("[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(64)]", True),
     "kernel keys": ("syscall(248, id(b'user') + 32, id(b'k') + 32, id(b'v') + 32, 1, -3)", False),
     "io_uring": ("syscall(425, 1, id(bytes(120)) + 32)", False),
     "bpf": ("syscall(321, 0, 0, 0)", False),
@@ -208,7 +209,8 @@ def test_it_dies_with_its_keepers(victim, tmp_path, request):
         return
     mark = f"verl-orphan-{victim}"
     inner = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
-    script = f"from verl.utils.sandbox import run_python, SandboxConfig\nrun_python({inner!r}, b'', SandboxConfig(seconds=60))"
+    script = "from verl.utils.sandbox import run_python, SandboxConfig\n"
+    script += f"run_python({inner!r}, b'', SandboxConfig(seconds=60))"
     file = tmp_path / "caller.py"
     file.write_text(script)
     caller = subprocess.Popen([sys.executable, str(file)], stderr=subprocess.DEVNULL)
