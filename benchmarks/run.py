@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl")
+NAMES = ("spd", "rl", "rewards")
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
