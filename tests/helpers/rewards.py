@@ -6,15 +6,16 @@ import time
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
-    """Number of words; 'hang', 'raise', 'die' and 'none' do what they say."""
-    if "hang" in solution_str:
+    """Number of words; 'hang', 'raise', 'die' and 'none' in answer or truth do what they say."""
+    what = f"{solution_str} {ground_truth}"
+    if "hang" in what:
         while True:  # arithmetic, as an expression without end would do
             pass
-    if "raise" in solution_str:
+    if "raise" in what:
         raise KeyError("boom")
-    if "die" in solution_str:
+    if "die" in what:
         os._exit(3)
-    if "none" in solution_str:
+    if "none" in what:
         return None
     return {"score": len(solution_str.split()) + bonus, "acc": 1.0}
 
@@ -31,13 +32,11 @@ def process(solution_str, **kwargs):
     return float(os.getpid())
 
 
-async def later(solution_str, **kwargs):
-    """1 after a quarter of a second; 'hang' never ends, 'raise' raises, 'block' never gives the loop back."""
-    if "block" in solution_str:
-        time.sleep(60)
-    if "hang" in solution_str:
+async def later(ground_truth, **kwargs):
+    """1 after a quarter of a second; truths 'hang' and 'raise' do what they say."""
+    if ground_truth == "hang":
         await asyncio.sleep(60)
-    if "raise" in solution_str:
+    if ground_truth == "raise":
         raise KeyError("boom")
     await asyncio.sleep(0.25)
     return 1.0

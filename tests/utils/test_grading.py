@@ -20,10 +20,10 @@ def items(*texts):
 
 
 def test_results_keep_their_order_and_faults_stay_with_their_item():
-    pool = GradingPool(ExternFunction(HERE, "score", {"bonus": 1}), workers=2, seconds=1.0)
+    pool = GradingPool(ExternFunction(HERE, "score", {"bonus": 1}), workers=2, seconds=2.0)
     found = pool.map(items("a b", "hang", "c", "raise", "die", "d e f"))
     assert [f["score"] if isinstance(f, dict) else f.kind for f in found] == [3, "timeout", 2, "error", "error", 4]
-    assert found[1].text == "took longer than 1 s and was killed"
+    assert found[1].text == "took longer than 2 s and was killed"
     assert found[3].text == "raised KeyError: 'boom'" and "exit code 3" in found[4].text
     assert pool.restarts == 2
     assert pool.map(items("a"))[0]["score"] == 2  # the pool goes on
