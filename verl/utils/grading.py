@@ -22,8 +22,10 @@ from typing import Any
 
 from verl.utils.import_utils import load_extern_object
 
-# The server that workers are forked from imports these once, so that a killed worker is replaced in milliseconds.
-_PRELOAD = ["verl.utils.grading", "verl.utils.reward_score", "math_verify"]
+# The server that workers are forked from imports these once, so that a killed worker is replaced in milliseconds;
+# the dear ones for the functions that use them.
+_PRELOAD = ["verl.utils.grading"]
+_PRELOAD_FOR = {"verl.utils.reward_score": ["verl.utils.reward_score", "math_verify"]}
 _MEMORY_BYTES = 4 << 30  # that one worker may take beyond what it starts with
 _F_SETSIG = 10  # Linux
 
@@ -145,7 +147,8 @@ class GradingPool:
 class _Worker:
     def __init__(self, function: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        dear = _PRELOAD_FOR[function.__module__] if function.__module__ in _PRELOAD_FOR else []
+        context.set_forkserver_preload([*_PRELOAD, *dear])
         self.connection, other = context.Pipe()
         life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
         self.process = context.Process(target=_work, args=(other, life, function), daemon=True)
