@@ -98,12 +98,12 @@ def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
     for row in rows:
         dropped = row["training/dropped_samples"]
         assert row["training/requested_samples"] == row["training/scored_samples"] + dropped == 32
-        # the prompt's four samples; then 7 prompts on 2 ranks: another one goes
-        assert dropped == (8 if row["training/dropped_samples/no_reward"] else 0)
+        # the prompt of row 3 goes whole; 28 samples are an even share for 2 ranks
+        assert dropped == row["training/dropped_samples/no_reward"] in (0, 4)
         assert row["reward/errors"] == row["training/dropped_samples/no_reward"] and row["reward/timeouts"] == 0
         assert row["reward/words/mean"] > 0
     assert sum(row["reward/errors"] for row in rows) == 4
-    assert sorted(len(update) for update in trainer.actor_rollout_wg.updates) == [24, 32, 32]
+    assert sorted(len(update) for update in trainer.actor_rollout_wg.updates) == [28, 32, 32]
 
 
 def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
