@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from verl.utils.py_functional import timeout_limit
+import logging
+
 from verl.utils.reward_score.math_reward import is_equiv, last_boxed_only_string, remove_boxed
 
 _SECONDS = 10.0
@@ -14,6 +15,8 @@ def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0
 
     Decided in a process of its own. `score` does the same in this one, without a limit.
     """
+    from verl.utils.py_functional import timeout_limit  # brings torch, which grading processes do without
+
     try:
         return timeout_limit(_SECONDS)(score)(model_output, ground_truth)
     except TimeoutError:
@@ -36,6 +39,8 @@ def is_equal(answer: str, ground_truth: str) -> bool:
     if len(answer) > _LONGEST:
         return False
     from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that the time limit is ours
 
     def read(text: str) -> list:
         # No time limit of its own: that one needs the main thread, and stops no arithmetic in C.
