@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl")
+NAMES = ("spd", "rl", "rewards")
 LONG = ("grpo_demo",)  # half an hour each: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),

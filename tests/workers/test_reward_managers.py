@@ -7,13 +7,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.helpers import rewards
 from tests.helpers.models import make_tokenizer
 from verl.protocol import DataProto
-from verl.trainer.ppo.reward import compute_reward, get_custom_reward_fn, load_reward_manager
+from verl.trainer.ppo.reward import compute_reward, drop_failed, get_custom_reward_fn, load_reward_manager
+from verl.utils.grading import ExternFunction
 from verl.utils.reward_score import default_compute_score, gsm8k
+from verl.utils.sandbox import SandboxConfig
+from verl.workers.config import RewardModelConfig, SandboxFusionConfig
 from verl.workers.reward_manager import (
     BatchRewardManager,
+    DAPORewardManager,
     NaiveRewardManager,
+    PrimeRewardManager,
     RewardError,
     get_reward_manager_cls,
     register,
@@ -185,11 +191,11 @@ def test_registry_names_the_nearest_and_refuses_a_second():
             pass
 
 
-def reward_config(path=None, name="compute_score", **manager):
+def reward_config(path=None, function="compute_score", **manager):
     settings = {"source": "register", "name": "naive", "module": {"path": None, "name": None}} | manager
     return OmegaConf.create(
         {
-            "custom_reward_function": {"path": path, "name": name},
+            "custom_reward_function": {"path": path, "name": function},
             "reward_manager": settings,
             "reward_model": {"overlong_buffer": None},
             "data": {"reward_fn_key": "data_source"},
@@ -219,7 +225,7 @@ def test_manager_class_from_a_file(tmp_path):
 
 def test_without_a_path_there_is_no_custom_function():
     assert get_custom_reward_fn(reward_config()) is None
-    assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score is default_compute_score
+    assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score.function is default_compute_score
 
 
 def test_unknown_data_source_names_the_nearest():
@@ -261,3 +267,99 @@ def test_examples_are_logged_once_a_source():
     finally:
         logger.remove(sink)
     assert len(lines) == 1 and "[prompt] a b" in lines[0] and "[score] 2" in lines[0]
+
+
+REWARDS = "pkg://tests.helpers.rewards"
+
+
+def truths(*texts):
+    """A batch of answers '1 2', where the truth says what the reward function does."""
+    column = np.array([{"ground_truth": text} for text in texts], dtype=object)
+    return batch(answers=("1 2",) * len(texts), reward_model=column)
+
+
+def manager(name="score", cls=NaiveRewardManager, **settings):
+    made = cls(TOKENIZER, 0, ExternFunction(REWARDS, name))
+    made.config = RewardModelConfig(**{"item_timeout": 2.0, **settings})
+    return made
+
+
+def test_a_row_that_hangs_is_killed_and_named():
+    said = (
+        r"row 1 \(data_source='x', index=11\): the reward function took longer than 2 s and was killed. "
+        r"1 of 2 rows have no score \(1 took too long\); reward_model.error=drop"
+    )
+    with pytest.raises(RewardError, match=said):
+        manager()(truths("", "hang"))
+
+
+@pytest.mark.parametrize("cls", [NaiveRewardManager, PrimeRewardManager, DAPORewardManager])
+def test_rows_without_a_score_are_marked_and_left_out(cls):
+    dropping = manager(cls=cls, error="drop", num_workers=2)
+    data = truths("", "hang", "raise", "", "none")
+    result = dropping(data, return_dict=True)
+    assert result["reward_extra_info"]["__lost__"] == ["", "timeout", "error", "", "error"]
+    scores, extras = compute_reward(data, dropping)
+    left, scores, extras, failed = drop_failed(data, scores, extras)
+    assert scores.sum(-1).tolist() == [2.0, 2.0] and extras["acc"] == [1.0, 1.0] and "__lost__" not in extras
+    assert [info["index"] for info in left.non_tensor_batch["extra_info"]] == [10, 13]
+    assert failed == {"timeout": 1, "error": 2} and failed.total() + len(left) == len(data)
+
+
+def test_nothing_is_marked_where_every_row_has_a_score():
+    assert "__lost__" not in manager(error="drop")(batch(), return_dict=True)["reward_extra_info"]
+
+
+def test_prime_grades_in_parallel_and_refuses_what_cannot_travel():
+    prime = PrimeRewardManager(TOKENIZER, 0, rewards.process)
+    prime.config = RewardModelConfig(num_workers=4)
+    found = prime(batch(answers=("1",) * 8)).sum(-1).tolist()
+    assert len(set(found)) == 4
+    assert PrimeRewardManager.workers(RewardModelConfig()) >= 1
+    with pytest.raises(Exception, match="pickle"):
+        PrimeRewardManager(TOKENIZER, 0, lambda **kw: 1.0)(batch())
+
+
+def test_async_functions_share_the_time_and_fail_alone():
+    dropping = manager("later", error="drop", num_workers=2)
+    result = dropping(truths("", "", "hang", "raise", "", "", "", ""), return_dict=True)
+    assert result["reward_extra_info"]["__lost__"] == ["", "", "timeout", "error", "", "", "", ""]
+    assert result["reward_tensor"].sum(-1).tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
+
+
+def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
+    file = tmp_path / "none.py"
+    file.write_text(
+        "from verl.utils.sandbox import SandboxUnavailable\n\n\n"
+        "def compute_score(**kw):\n    raise SandboxUnavailable('this machine cannot')\n"
+    )
+    made = NaiveRewardManager(TOKENIZER, 0, ExternFunction(str(file), "compute_score"))
+    made.config = RewardModelConfig(error="drop")
+    with pytest.raises(RewardError, match="SandboxUnavailable: this machine cannot"):
+        made(batch())
+
+
+def test_the_rule_rewards_get_the_sandboxes_of_the_configuration():
+    config = reward_config(name="prime")
+    config.reward_model = {
+        "overlong_buffer": None, "num_workers": 2, "item_timeout": 7.0, "error": "drop",
+        "sandbox_fusion": {"url": "http://x/run_code", "max_concurrent": 128, "memory_limit_mb": 99},
+        "sandbox": {"seconds": 3.0},
+    }  # fmt: skip
+    made = load_reward_manager(config, TOKENIZER, 0)
+    bound = made.compute_score.source[2]
+    assert bound["sandbox_fusion_url"] == "http://x/run_code" and bound["memory_limit_mb"] == 99
+    assert bound["concurrent_semaphore"].number == 128 // made.workers(made.config)
+    assert bound["sandbox"] == SandboxConfig(seconds=3.0)
+    assert (made.config.error, made.config.item_timeout, type(made)) == ("drop", 7.0, PrimeRewardManager)
+    assert made.config.sandbox_fusion == SandboxFusionConfig(
+        url="http://x/run_code", max_concurrent=128, memory_limit_mb=99
+    )
+
+
+def test_a_custom_async_function_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("async def judge(solution_str, bonus=0, **kw):\n    return len(solution_str.split()) + bonus\n")
+    config = reward_config(str(file), "judge")
+    config.custom_reward_function.reward_kwargs = {"bonus": 10}
+    assert load_reward_manager(config, TOKENIZER, 0)(batch()).sum(-1).tolist() == [12, 11]

@@ -76,6 +76,14 @@ def test_everything_lost_leaves_no_row():
     assert counts == DropCounts(requested=4, lost=4)
 
 
+def test_counts_before_and_after_the_rewards_add_up():
+    left, before = drop_lost(samples("aabbcc", "x....."), n=2, ranks=1, whole_groups=False)  # a goes whole
+    _, later = drop_lost(left.select_idxs(np.array([0, 2, 3])), n=2, ranks=1, whole_groups=False)  # one b had no reward
+    counts = before.after_rewards(1, later)
+    assert counts == DropCounts(requested=6, scored=2, lost=1, small_group=2, no_reward=1)
+    assert counts.metrics()["training/dropped_samples"] == 4
+
+
 def test_counts_that_do_not_add_up_are_a_fault():
     with pytest.raises(RuntimeError, match="10 samples were requested, but 8 scored \\+ 1 dropped"):
         DropCounts(requested=10, scored=8, lost=1).metrics()

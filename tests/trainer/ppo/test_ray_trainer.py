@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
@@ -85,10 +86,36 @@ def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
         assert not set(update.batch["group_index"][:16].tolist()) & set(update.batch["group_index"][16:].tolist())
 
 
-def test_a_failing_step_is_named_with_its_cause(tmp_path, monkeypatch):
-    monkeypatch.setenv("TEST_BROKEN_ROW", "3")
+def breaking(tmp_path, rows, **more):
+    config = compose_run(tmp_path, "unused", **more)
+    OmegaConf.update(config, "custom_reward_function.reward_kwargs.broken", rows, force_add=True)
+    return config
+
+
+def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
+    config = breaking(tmp_path, [3], reward_model__error="drop", trainer__total_training_steps=3)  # one epoch
+    trainer = fake_trainer(config)
+    trainer.fit()
+    rows = metrics_rows(tmp_path)
+    for row in rows:
+        dropped = row["training/dropped_samples"]
+        assert row["training/requested_samples"] == row["training/scored_samples"] + dropped == 32
+        # the prompt of row 3 goes whole; 28 samples are an even share for 2 ranks
+        assert dropped == row["training/dropped_samples/no_reward"] in (0, 4)
+        assert row["reward/errors"] == row["training/dropped_samples/no_reward"] and row["reward/timeouts"] == 0
+        assert row["reward/words/mean"] > 0
+    assert sum(row["reward/errors"] for row in rows) == 4
+    assert sorted(len(update) for update in trainer.actor_rollout_wg.updates) == [28, 32, 32]
+
+
+def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
+    with pytest.raises(StepFailed, match="none of the 32 samples can be trained on: .*, 32 have no reward"):
+        fake_trainer(breaking(tmp_path, list(range(24)), reward_model__error="drop")).fit()
+
+
+def test_a_failing_step_is_named_with_its_cause(tmp_path):
     with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken") as failure:
-        fake_trainer(compose_run(tmp_path, "unused")).fit()
+        fake_trainer(breaking(tmp_path, [3])).fit()
     assert failure.value.step_name == "reward"
 
 
