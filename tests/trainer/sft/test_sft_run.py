@@ -64,7 +64,9 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, tiny_llama, saved, killed, m
     model = dropout_model(tiny_llama, tmp_path)
     more = {"trainer__save_freq": saved, "trainer__test_freq": 2, **more}
     whole = make_trainer(write_pairs(tmp_path / "whole"), model, **more)
+    before = torch.get_rng_state()
     whole.fit()
+    assert not torch.equal(before, torch.get_rng_state())
     torch.manual_seed(99)  # what the second process finds
     killed_after(make_trainer(write_pairs(tmp_path / "cut"), model, **more), killed)
     torch.manual_seed(98)
@@ -153,7 +155,7 @@ def test_an_adapter_is_exported_for_plain_peft_and_merged_for_plain_transformers
 def test_the_report_shows_the_run(tmp_path, tiny_llama):
     make_trainer(write_pairs(tmp_path), tiny_llama, trainer__report="true", trainer__total_training_steps=2).fit()
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Policy loss" not in page and "Loss" in page and "validation loss" in page and "skipped steps" in page
+    assert "Policy loss" not in page and all(f">{name}" in page for name in ("Loss<", "Validation<", "skipped steps<"))
 
 
 def started(directory, model, *more, ranks=0):
