@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl")
+NAMES = ("spd", "rl", "sft")
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
@@ -17,6 +17,7 @@ WANTED: dict[str, Bound] = {
     "actor_update_shared_gradient_difference": ("at most", 1e-4),
     "logprob_memory_ratio": ("at most", 0.10),
     "logprob_time_ratio": ("at most", 1.15),
+    "sft_packing_loss_difference": ("at most", 1e-5),
 }
 
 
