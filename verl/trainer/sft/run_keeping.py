@@ -147,8 +147,8 @@ class RunKeeping:
         if self.counters["nonfinite_in_row"] >= limit:
             raise NonFiniteRun(
                 f"loss or gradient was NaN or infinite, or nothing was learned, in {limit} steps in a row "
-                "(trainer.nonfinite_steps_max); they were skipped, the weights are as before. Lower optim.lr or look at "
-                "the data."
+                "(trainer.nonfinite_steps_max); they were skipped, the weights are as before. Lower optim.lr or look "
+                "at the data."
             )
 
     def _log(self, metrics: dict[str, float]) -> None:
