@@ -1,6 +1,7 @@
 """The SFT step: by hand, and the same whatever the cut into micro-batches, rows and ranks."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.sft_run import make_trainer, write_pairs
+from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 
 
@@ -79,14 +80,23 @@ def _ways(directory, model):
     return found
 
 
+RESUMED = {"trainer__total_training_steps": 4, "trainer__save_freq": 2, "data__packing": "true"}
+
+
 def _rank_ways(rank, world_size, directory, model):
+    """The same on this rank; then a run goes on that one rank alone has begun."""
     torch.set_num_threads(1)
-    return _ways(directory, model)
+    found = _ways(directory, model)
+    make_trainer(Path(directory) / "begun", model, **RESUMED).fit()
+    return found
 
 
 @pytest.mark.slow
 def test_two_ranks_agree_with_one(pairs, tiny_llama):
     alone = _ways(pairs, tiny_llama)
+    for name in ("whole", "begun"):
+        make_trainer(write_pairs(pairs / name), tiny_llama, **RESUMED).fit()
+    shutil.rmtree(pairs / "begun" / "out" / "global_step_4")
     for of_rank in run_ranks(_rank_ways, 2, str(pairs), tiny_llama):
         for (metrics, weights, val), (others, other_weights, other_val) in zip(alone, of_rank, strict=True):
             for a, b in zip(metrics, others, strict=True):
@@ -94,6 +104,10 @@ def test_two_ranks_agree_with_one(pairs, tiny_llama):
                 assert a["train/global_tokens"] == b["train/global_tokens"]
             assert val["val/loss"] == pytest.approx(other_val["val/loss"], abs=1e-5)  # 5 rows: the sixth counts nowhere
             assert max(abs(weights[name] - other_weights[name]).max() for name in weights) < 1e-4
+    begun, whole = (metric_rows(pairs / name) for name in ("begun", "whole"))
+    assert [row["step"] for row in begun] == [1, 2, 3, 4] and "val/loss" in begun[-1]
+    for a, b in zip(begun, whole, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(pairs, tiny_llama):
@@ -130,3 +144,9 @@ def test_validation_rows_are_seen_once_and_filled_up_without_counting():
     assert shares == [[[0, 2], [4]], [[1, 3], [5]]]
     filled = PaddedRows([{"loss_mask": torch.ones(3)}] * 5)
     assert filled[4]["loss_mask"].sum() == 3 and filled[5]["loss_mask"].sum() == 0
+
+
+def test_packing_refuses_a_model_whose_attention_stays(pairs, tiny_llama, monkeypatch):
+    monkeypatch.setattr("verl.workers.policy.causal_lm.make_packable", lambda model: False)
+    with pytest.raises(ValueError, match="data.packing=true: the attention of this model cannot be exchanged"):
+        make_trainer(pairs, tiny_llama, data__packing="true")
