@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl", "rewards")
+NAMES = ("spd", "rl", "rewards", "sft")
 LONG = ("grpo_demo",)  # half an hour each: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -24,6 +24,7 @@ WANTED: dict[str, Bound] = {
     "grpo_step_vs_trl_short": ("at least", 0.9),
     "grpo_step_vs_trl_long": ("at least", 2),
     "grpo_demo_gain": ("at least", 1.5),
+    "sft_packing_loss_difference": ("at most", 1e-5),
 }
 
 

@@ -1,0 +1,56 @@
+"""SIGTERM and Ctrl-C as a wish that a loop asks for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from loguru import logger
+
+EXIT_STOPPED_TWICE = 143
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
+
+
+def stop_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that started this one is gone, however it ended (Linux).
+
+    torchrun starts its ranks in sessions of their own: without this they would train on when it is killed.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it went before the kernel was told
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopSignals:
+    """Context manager. The first signal sets `asked`; a second one ends the process with code 143.
+
+    Signals within 2 s are one: a launcher signals every process of its tree, and a shell passes its own signal on.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._first = 0.0  # monotonic seconds
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        name = signal.Signals(number).name
+        if not self.asked:
+            self.asked, self._first = True, time.monotonic()
+            logger.warning(f"{name}: finishing the step, then saving (once more: end at once)")
+        elif time.monotonic() - self._first >= SAME_STOP_S:
+            logger.error(f"second {name}: the run ends now")
+            raise SystemExit(EXIT_STOPPED_TWICE)
