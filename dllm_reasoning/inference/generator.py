@@ -141,7 +141,8 @@ class _Speaker:
                 part = self.uniforms[row.number][done : done + shape[1]]
                 uniform[i, : len(part)] = part.to(logits.device)
         tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), self.sampling)
-        return tokens.view(shape).tolist(), log_probs.exp().view(shape).tolist()
+        confidence = log_probs.exp().view(shape).tolist() if self.rule.needs_confidence else None
+        return tokens.view(shape).tolist(), confidence
 
 
 def _uniforms(seed: int, row: int, limit: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def test_rounds_equal_the_method_written_out(architecture):
     for split, share in ((False, False), (True, False), (True, True)):
         told, found = gradients(model, layout_of("iid", split), rounds=3, share=share)
         assert torch.allclose(torch.stack(told.rounds), torch.stack(losses).detach(), atol=1e-3)
-        assert float(told.ar) == pytest.approx(float(clean), abs=1e-3) and told.counted == 17
+        assert float(told.ar) == pytest.approx(clean.item(), abs=1e-3) and told.counted == 17
         scale = max(float(g.abs().max()) for g in wanted.values())
         assert furthest(found, wanted) / scale < 1e-5
 
@@ -114,21 +114,21 @@ def test_measuring_leaves_no_gradient():
     loss = IterativeLoss([1.0, 1.0], 1.0, share=True)
     with torch.no_grad():
         told = loss.run(model, layout, None, scale=1.0, ar_scale=1.0)
+    assert all(p.grad is None for p in model.parameters())
     trained, _ = gradients(model, layout, rounds=2, share=True)
-    assert all(p.grad is None or True for p in model.parameters())
     assert torch.allclose(torch.stack(told.rounds), torch.stack(trained.rounds))
 
 
 def test_only_the_last_backward_is_called_last():
     model = tiny("llama")
-    for pattern, split, share in (("iid", False, False), ("iid", True, True), ("packed", True, True)):
+    for pattern, split, share, count in (("iid", 0, 0, 3), ("iid", 1, 1, 4), ("packed", 1, 1, 3), ("packed", 1, 0, 2)):
         for is_last in (True, False):
             calls = []
             IterativeLoss([1.0, 1.0], 0.5, share=share).run(
                 model, layout_of(pattern, split), lambda loss, last, calls=calls: (loss.backward(), calls.append(last)),
                 scale=1.0, ar_scale=1.0, is_last=is_last,
             )  # fmt: skip
-            assert calls[-1] is is_last and not any(calls[:-1]) and len(calls) == 3
+            assert calls[-1] is is_last and not any(calls[:-1]) and len(calls) == count
 
 
 def test_sharing_where_it_pays_and_not_under_gradient_checkpointing():
