@@ -7,7 +7,7 @@ import json
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Findings:
 def look_around(config: DictConfig) -> Findings:
     """Every check of this module; one that cannot be made because another failed is left out."""
     found = Findings()
-    check_models(config, found)
+    check_models(config.actor_rollout_ref.model, found)
     found.problems += check_plugins(config)
     check_data(config, found)
     found.problems += check_machine(config)
@@ -60,7 +60,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
         return
     found = Findings(to_start=True)
-    check_models(config, found)
+    check_models(config.actor_rollout_ref.model, found)
     check_data(config, found, rows=ROWS_AT_START)
     for check in CHECKS:
         found.problems += check(config, found)
@@ -68,15 +68,19 @@ def refuse_bad_input(config: DictConfig) -> None:
         raise ConfigError(fatal)
 
 
-def check_models(config: DictConfig, found: Findings) -> None:
-    """Tokenizer, processor and config.json of the model, and whether the weights in its folder are whole files."""
+def check_models(
+    model: Any, found: Findings, key: str = "actor_rollout_ref.model", path_key: str = "actor_rollout_ref.model.path"
+) -> None:
+    """Tokenizer, processor and config.json of the model, and whether the weights in its folder are whole files.
+
+    `model` has HFModelConfig's settings, which lie under `key`; `path_key` is the name of its path.
+    """
     from transformers import AutoConfig
 
     from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
-    model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model"
     trust = {"trust_remote_code": model.trust_remote_code, "local_files_only": not found.to_start}
-    tokenizer_key = f"{key}.tokenizer_path" if model.tokenizer_path else f"{key}.path"
+    tokenizer_key = f"{key}.tokenizer_path" if model.tokenizer_path else path_key
 
     def load_config(path: str) -> Any:
         files = safetensors_of(path)
@@ -96,7 +100,7 @@ def check_models(config: DictConfig, found: Findings) -> None:
             json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
             tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
 
-    found.hf_config = _load(found, f"{key}.path", model.path, load_config)
+    found.hf_config = _load(found, path_key, model.path, load_config)
     if found.hf_config is not None or model.tokenizer_path:
         loaded = _load(found, tokenizer_key, model.tokenizer_path or model.path, load_tokenizer)
         found.tokenizer, found.processor = loaded or (None, None)
@@ -165,14 +169,51 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
 def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.trainer.ppo.data import create_rl_dataset
-    from verl.utils.dataset.rl_dataset import get_dataset_class, read_rows
+    from verl.utils.dataset.rl_dataset import get_dataset_class
 
     data, parts = config.data, (config.data, found.tokenizer, found.processor)
+
+    def make(files: list[str], split: str) -> Any:
+        return create_rl_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
+
+    def lacks(row: Mapping[str, Any]) -> str | None:
+        lost = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
+        mend = ", or set data.reward_fn_key" if data.reward_fn_key in lost else ""
+        have = f"no column {', '.join(lost)} (columns: {', '.join(sorted(row))})"
+        return f"{have}. Add it when the data is prepared{mend}." if lost else None
+
+    if check_splits(data, found, rows, lambda: get_dataset_class(data), make, lacks):
+        check_fills_a_batch(found, data.gen_batch_size, "prompts")
+
+
+def check_fills_a_batch(found: Findings, batch: Any, what: str) -> None:
+    """Whether the training data has one batch of `what`."""
+    count = found.train_prompts
+    if count is not None and isinstance(batch, int) and count < batch:
+        rule = f"data.train_files has {count} {what}, which do not fill one batch of {batch}."
+        problem = wrong("data.train_batch_size", f"{rule} Set data.train_batch_size={count} or less.")
+        found.problems.append(problem)
+
+
+def check_splits(
+    data: DictConfig,
+    found: Findings,
+    rows: int,
+    find_class: Callable[[], Any],
+    make: Callable[[list[str], str], Any],
+    lacks: Callable[[Mapping[str, Any]], str | None],
+) -> bool:
+    """Files, class and first `rows` rows of data.train_files and data.val_files; False without a usable class.
+
+    `make(files, split)` gives the data set, `lacks(sample)` a sentence about what a sample does not have.
+    """
+    from verl.utils.dataset.rl_dataset import read_rows
+
     try:
-        get_dataset_class(data)
+        find_class()
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as e:
         found.problems.append(wrong("data.custom_cls", f"data.custom_cls: {e}"))
-        return
+        return False
     for split in ("train", "val"):
         key = f"data.{split}_files"
         files = data[f"{split}_files"]
@@ -186,21 +227,20 @@ def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) ->
             if found.tokenizer is None:  # rows cannot be tokenised, but can be counted
                 count = sum(len(read_rows(f)) for f in files)
             else:
-                dataset = create_rl_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
+                dataset = make(files, split)
                 found.datasets[key], count = dataset, len(dataset)
-                found.problems += _row_problems(dataset, key, data, rows)
+                found.problems += row_problems(dataset, key, rows, lacks)
         except Exception as e:  # a class of the user's may raise anything; its text is the finding
             found.problems.append(wrong(key, f"{key}: {one_line(e)}"))
             continue
         setattr(found, f"{split}_prompts", count)
-    batch, prompts = data.gen_batch_size, found.train_prompts
-    if prompts is not None and isinstance(batch, int) and prompts < batch:
-        rule = f"data.train_files has {prompts} prompts, which do not fill one batch of {batch}."
-        problem = wrong("data.train_batch_size", f"{rule} Set data.train_batch_size={prompts} or less.")
-        found.problems.append(problem)
+    return True
 
 
-def _row_problems(dataset: Any, key: str, data: DictConfig, rows: int) -> Iterator[Problem]:
+def row_problems(
+    dataset: Any, key: str, rows: int, lacks: Callable[[Mapping[str, Any]], str | None]
+) -> Iterator[Problem]:
+    """What is wrong with the first `rows` samples of the data set of `key`; `lacks` as for check_splits."""
     broken = 0
     for i in range(min(len(dataset), rows)):
         try:
@@ -210,11 +250,8 @@ def _row_problems(dataset: Any, key: str, data: DictConfig, rows: int) -> Iterat
             if broken <= ROW_ERRORS_SHOWN:
                 yield wrong(key, f"{key}: {one_line(e)}")
             continue
-        lost = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
-        if lost:
-            mend = ", or set data.reward_fn_key" if data.reward_fn_key in lost else ""
-            have = f"no column {', '.join(lost)} (columns: {', '.join(sorted(row))})"
-            yield wrong(key, f"{key}, row {i}: {have}. Add it when the data is prepared{mend}.")
+        if said := lacks(row):
+            yield wrong(key, f"{key}, row {i}: {said}")
             break
     if broken > ROW_ERRORS_SHOWN:
         yield wrong(key, f"{key}: {broken - ROW_ERRORS_SHOWN} further rows have errors like these.")

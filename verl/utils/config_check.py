@@ -74,26 +74,8 @@ def find_problems(
     `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
     SECTIONS are compared. The two roles follow from the config where they are not given.
     """
-    known = known_tree() if known is None else known
-    raw = OmegaConf.to_container(config, resolve=False)
-    found = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
-    missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
-    found += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
-    try:
-        plain = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as e:
-        if not missing:
-            found.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
-        return found
-    told = {p.key for p in found}
-    values = [p for section, t in SECTIONS.items() for p in value_problems(plain, section, t) if p.key not in told]
-    values += [
-        wrong(key, f"{key}={text(value)} does not work here: {why}. Set it to {text(needed)}.")
-        for key, (needed, why) in FIXED.items()
-        if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
-    ]
-    found += told_at_the_source(values, raw)
-    if "actor_rollout_ref" not in plain or "algorithm" not in plain:
+    found, plain = tree_problems(config, SECTIONS, known=known, fixed=FIXED)
+    if plain is None or "actor_rollout_ref" not in plain or "algorithm" not in plain:
         return found
     found += registered_names(plain)
     whole = all(isinstance(select(plain, section, None), Mapping) for section in SECTIONS)
@@ -104,6 +86,38 @@ def find_problems(
         found += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
         found += cross_problems(plain)
     return found
+
+
+def tree_problems(
+    config: DictConfig,
+    sections: Mapping[str, type],
+    *,
+    known: DictConfig | None = None,
+    fixed: Mapping[str, tuple[Any, str]] | None = None,
+) -> tuple[list[Problem], dict[str, Any] | None]:
+    """Unknown keys, missing values, types and ranges of any tree; and the resolved tree, None where that fails.
+
+    `sections`: dataclass of each section, "" for the root; `fixed`: keys with one working value, and why.
+    """
+    known = known_tree() if known is None else known
+    raw = OmegaConf.to_container(config, resolve=False)
+    found = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
+    missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
+    found += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as e:
+        if not missing:
+            found.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
+        return found, None
+    told = {p.key for p in found}
+    values = [p for section, t in sections.items() for p in value_problems(plain, section, t) if p.key not in told]
+    values += [
+        wrong(key, f"{key}={text(value)} does not work here: {why}. Set it to {text(needed)}.")
+        for key, (needed, why) in (fixed or {}).items()
+        if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
+    ]
+    return found + told_at_the_source(values, raw), plain
 
 
 def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -165,23 +179,24 @@ def nearest_key(full: str, names: list[str]) -> str:
 
 def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type) -> list[Problem]:
     """Keys, types and ranges of one section with its sub-sections, then the rules between its keys."""
-    node = select(plain, section, None)
+    node = select(plain, section, None) if section else plain
     if not isinstance(node, Mapping):
         return []
-    known = [f"{section}.{f.name}" for f in dataclasses.fields(dataclass_type)]
+    start = f"{section}." if section else ""
+    known = [f"{start}{f.name}" for f in dataclasses.fields(dataclass_type)]
     found = [
         wrong(key, f"{key} is no known key{nearest_key(key, known)}")
-        for key in (f"{section}.{name}" for name in node)
+        for key in (f"{start}{name}" for name in node)
         if key not in known and key not in ADDABLE
     ]
-    found += [wrong(f"{section}.{name}", message) for name, message in value_errors(dataclass_type, node, section)]
+    found += [wrong(f"{start}{name}", message) for name, message in value_errors(dataclass_type, node, section)]
     for name, hint in field_types(dataclass_type).items():
         nested = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
         if nested is not None and isinstance(node.get(name), Mapping):
-            found += value_problems(plain, f"{section}.{name}", nested)
+            found += value_problems(plain, f"{start}{name}", nested)
     if not found:
         try:
-            dataclass_type(**{k: v for k, v in node.items() if f"{section}.{k}" in known})
+            dataclass_type(**{k: v for k, v in node.items() if f"{start}{k}" in known})
         except ValueError as e:
             found.append(wrong(section, f"{section}: {e}"))
     return found
@@ -219,7 +234,6 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
 
 def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
-    run, path = plain["trainer"], plain["trainer"]["resume_from_path"]
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
     found = []
     if sampling["do_sample"] and sampling["temperature"] == 0:
@@ -239,10 +253,15 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
         found.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
-    if run["resume_mode"] == "resume_path" and (path is None or "global_step_" not in path):
-        key = "trainer.resume_from_path"
-        found.append(wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path."))
-    return found
+    return found + resume_problems(plain["trainer"])
+
+
+def resume_problems(run: Mapping[str, Any]) -> list[Problem]:
+    """Whether trainer.resume_mode=resume_path has a path."""
+    key, path = "trainer.resume_from_path", run["resume_from_path"]
+    if run["resume_mode"] != "resume_path" or (path is not None and "global_step_" in path):
+        return []
+    return [wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")]
 
 
 def select(plain: Mapping[str, Any], path: str, default: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -83,26 +83,31 @@ VLLM_NOT_READ = {
 
 
 def settings_without_effect(config: DictConfig) -> list[Problem]:
-    """One sentence for each key that is set to another value than its default and that nothing reads."""
-    try:
-        plain, raw = (OmegaConf.to_container(config, resolve=r) for r in (True, False))
-    except OmegaConfBaseException:  # find_problems tells of it
-        return []
+    """One sentence for each key of an RL config that is set to another value than its default and is not read."""
     table = dict(NOT_READ)
-    rollout = select(plain, "actor_rollout_ref.rollout.name", None)
+    rollout = OmegaConf.select(config, "actor_rollout_ref.rollout.name", throw_on_missing=False)
     if rollout in ROLLOUTS_OF_THE_ACTOR:
         why = f"rollout {rollout} generates with the actor's own module"
         table.update({f"actor_rollout_ref.rollout.{name}": why for name in ENGINE_KEYS})
     elif rollout == "vllm":
         table.update(VLLM_NOT_READ)
     top = OmegaConf.to_container(OmegaConf.load(Path(verl.trainer.config.__file__).with_name("ppo_trainer.yaml")))
+    return unread(config, table, lambda key: _default(key, top))
+
+
+def unread(config: DictConfig, table: Mapping[str, str], default: Callable[[str], Any]) -> list[Problem]:
+    """Keys that `table` (pattern -> what is done instead) covers and whose value is not the default."""
+    try:
+        plain, raw = (OmegaConf.to_container(config, resolve=r) for r in (True, False))
+    except OmegaConfBaseException:  # tree_problems tells of it
+        return []
     found = []
     for key in paths(plain):
         why = next((table[pattern] for pattern in table if fnmatchcase(key, pattern)), None)
         value = select(plain, key, None)
         if why is None or key.endswith("._target_") or isinstance(value, Mapping):
             continue
-        if not is_interpolation(select(raw, key, None)) and value != _default(key, top):
+        if not is_interpolation(select(raw, key, None)) and value != default(key):
             found.append(Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {why}."))
     return found
 

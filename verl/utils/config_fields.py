@@ -38,13 +38,16 @@ def field_types(dataclass_type: type) -> dict[str, Any]:
 
 
 def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) -> list[tuple[str, str]]:
-    """(field name, message) for each value of a wrong type or out of range; nested dataclasses check themselves."""
+    """(field name, message) for each value of a wrong type or out of range; nested dataclasses check themselves.
+
+    `section` is the start of the keys in messages, empty for the root of a tree.
+    """
     found = []
     hints = field_types(dataclass_type)
     for field in dataclasses.fields(dataclass_type):
         if field.name == "_target_" or field.name not in values or values[field.name] == MISSING:
             continue
-        key, value, hint = f"{section}.{field.name}", values[field.name], hints[field.name]
+        key, value, hint = f"{section}.{field.name}".lstrip("."), values[field.name], hints[field.name]
         if not _fits(value, hint):
             found.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {_type_name(hint)}."))
         elif value is not None and (message := _range_error(key, value, field.metadata.get("rule", {}))):

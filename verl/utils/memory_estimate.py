@@ -70,26 +70,38 @@ def measure_model(hf_config: Any, lora_rank: int = 0, with_lm_head: bool = True)
     )
 
 
+def training_memory(
+    size: ModelSize, engine: Mapping[str, Any], shards: int, tokens: int, logits: int, checkpointed: bool
+) -> dict[str, int]:
+    """Bytes of one rank by part for a micro-batch of `tokens`, of which `logits` need the vocabulary at once.
+
+    `engine` has model_dtype and dtype; weights are shared by `shards` ranks.
+    """
+    master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
+    # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
+    # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
+    kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
+    return {
+        "weights": size.parameters * master // shards,
+        "gradients": size.trainable * master // shards,
+        "optimizer (two moments)": 2 * size.trainable * master // shards,
+        "activations of a micro-batch": tokens * size.hidden * kept * compute,
+        "logits of a micro-batch": logits * size.vocabulary * 4 * LOSS_COPIES,
+    }
+
+
 def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micro: int, samples: int) -> dict[str, int]:
     """Bytes on one rank by part: weights, gradients, optimizer, activations and logits of a micro-batch of `micro`
     full-length samples, reference, rollout weights, KV cache of `samples` full-length sequences at most."""
     roles, data = config["actor_rollout_ref"], config["data"]
     engine, rollout = roles["actor"]["fsdp_config"], roles["rollout"]
     shards = ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
-    master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
+    compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
     tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
-    # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
-    # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
+    logits = micro * data["max_response_length"]
     checkpointed = roles["model"]["enable_gradient_checkpointing"]
-    kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
-    parts = {
-        "weights": size.parameters * master // shards,
-        "gradients": size.trainable * master // shards,
-        "optimizer (two moments)": 2 * size.trainable * master // shards,
-        "activations of a micro-batch": tokens * size.hidden * kept * compute,
-        "logits of a micro-batch": micro * data["max_response_length"] * size.vocabulary * 4 * LOSS_COPIES,
-    }
+    parts = training_memory(size, engine, shards, tokens, logits, checkpointed)
     if (config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]) and roles["model"]["lora_rank"] == 0:
         parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
     shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR

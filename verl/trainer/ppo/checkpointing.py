@@ -28,10 +28,10 @@ class TrainerState:
 
     global_step: int
     position: dict[str, int]
-    kl_controller: dict[str, float]
     counters: dict[str, int]
     best: dict[str, Any]
     data: dict[str, Any]
+    kl_controller: dict[str, float] = field(default_factory=dict)
     variant: dict[str, Any] = field(default_factory=dict)
     format: int = STATE_FORMAT
 
@@ -44,8 +44,10 @@ def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loade
     (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
 
 
-def read_trainer_state(directory: str | os.PathLike) -> tuple[TrainerState, dict[str, Any]]:
-    """State and loader state of a checkpoint; the driver's random states are set as a side effect."""
+def read_trainer_state(
+    directory: str | os.PathLike, with_rng: bool = True
+) -> tuple[TrainerState, dict[str, Any]]:
+    """State and loader state of a checkpoint; the driver's random states are set as a side effect (`with_rng`)."""
     directory = Path(directory)
     raw = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
     if raw["format"] != STATE_FORMAT:
@@ -54,7 +56,8 @@ def read_trainer_state(directory: str | os.PathLike) -> tuple[TrainerState, dict
             "Resume with the version that wrote it, or start anew with trainer.resume_mode=disable."
         )
     loader_state = torch.load(directory / DATA_FILE, weights_only=True)
-    rng.load_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
+    if with_rng:
+        rng.load_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
     return TrainerState(**raw), loader_state
 
 

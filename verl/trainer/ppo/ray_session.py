@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayActorError
 
 from verl.trainer.ppo.steps import StepFailed, root_cause
+from verl.utils.stop_signals import StopSignals
 
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
@@ -35,8 +33,6 @@ FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or
 TEMP_PREFIX = "verl-ray-"
 SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
 GUARD = Path(__file__).with_name("session_guard.py")
-EXIT_STOPPED_TWICE = 143
-SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 
 
 @ray.remote(num_cpus=0)
@@ -156,37 +152,19 @@ def remove_dead_sessions() -> None:
 
 def run_until_done(runner: Any, config: DictConfig, stop: Any) -> int:
     """Run the task runner; the exit code. The first signal asks it to stop behind its step, a second one kills it."""
-    asked = threading.Event()
-    first = 0.0  # monotonic seconds
-
-    def on_signal(number: int, frame: Any) -> None:
-        nonlocal first
-        if not asked.is_set():
-            first = time.monotonic()
-        elif time.monotonic() - first < SAME_STOP_S:
-            return  # a stopped Ray job signals every process of its tree, and a shell passes its own signal on
-        else:
-            logger.error(f"second {signal.Signals(number).name}: the run ends now")
-            raise SystemExit(EXIT_STOPPED_TWICE)
-        asked.set()
-        logger.warning(f"{signal.Signals(number).name}: finishing the step, then saving (once more: end at once)")
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        running = runner.run.remote(config, stop)
-        told = False
-        while not ray.wait([running], timeout=0.5)[0]:
-            if asked.is_set() and not told:
-                ray.get(stop.set.remote())
-                told = True
-        ray.get(running)
+        with StopSignals() as signals:
+            running = runner.run.remote(config, stop)
+            told = False
+            while not ray.wait([running], timeout=0.5)[0]:
+                if signals.asked and not told:
+                    ray.get(stop.set.remote())
+                    told = True
+            ray.get(running)
         return 0
     except Exception as e:
         tell(e)
         return 1
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def tell(error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ class DatasetError(ValueError):
     """A data file or a row of it cannot be used; the text names the file, the row and the mend."""
 
 
-def data_setting(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of the `data` section; a section that leaves it out gets DataConfig's value."""
-    return config[name] if name in config else getattr(DataConfig(), name)
+def data_setting(config: Mapping[str, Any], name: str, section: type = DataConfig) -> Any:
+    """A setting of the `data` section, plain Python; a section that leaves it out gets the dataclass's value."""
+    value = config[name] if name in config else getattr(section(), name)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def collate_fn(data_list: list[dict]) -> dict:
@@ -104,7 +105,52 @@ def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, to
     return input_ids, attention_mask, (attention_mask.cumsum(0) - 1).clamp(min=0)
 
 
-class RLHFDataset(Dataset):
+class FileRows(Dataset):
+    """The rows of data files, each with the place it came from; a subclass makes samples of them."""
+
+    def __init__(self, data_files: str | Sequence[str]) -> None:
+        self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+        self.rows: list[dict[str, Any]] = []
+        self.origins: list[tuple[str, int]] = []  # file and row (from 0) that each sample came from
+        for file in self.data_files:
+            rows = read_rows(file)
+            self.rows += rows
+            self.origins += [(str(file), number) for number in range(len(rows))]
+        if not self.rows:
+            raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+
+    def _keep(self, numbers: list[int]) -> None:
+        self.rows = [self.rows[i] for i in numbers]
+        self.origins = [self.origins[i] for i in numbers]
+
+    def column(self, item: int, name: str, setting: str) -> Any:
+        """A column of a row; `setting` is the key to change where there is none."""
+        row = self.rows[item]
+        if name not in row:
+            raise self.error(item, f"has no column '{name}' (columns: {', '.join(row)}). Set {setting}.")
+        return row[name]
+
+    def chat(self, item: int, name: str, setting: str) -> list[dict[str, Any]]:
+        """A column that holds chat messages."""
+        messages = self.column(item, name, setting)
+        if not isinstance(messages, list) or not messages:
+            what = f"column '{name}' is {_kind(messages)}; expected a list of {{role, content}}. "
+            raise self.error(item, f"{what}Wrap it, or set {setting}.")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                raise self.error(item, f"column '{name}', message {number} is {message!r}; expected {{role, content}}.")
+        return messages
+
+    def error(self, item: int, what: str) -> DatasetError:
+        """An error about one row, with the file it came from."""
+        file, number = self.origins[item]
+        return DatasetError(f"{file}, row {number}: {what}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class RLHFDataset(FileRows):
     """One sample a prompt: input_ids, attention_mask, position_ids [P] int64 (left-padded to data.max_prompt_length),
     raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column.
 
@@ -116,7 +162,7 @@ class RLHFDataset(Dataset):
         self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
+        super().__init__(data_files)
         self.tokenizer = tokenizer
         self.config = config
         self.processor = processor
@@ -125,19 +171,8 @@ class RLHFDataset(Dataset):
         self.truncation = data_setting(config, "truncation")
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
-        template_kwargs = data_setting(config, "apply_chat_template_kwargs")
-        if isinstance(template_kwargs, DictConfig):
-            template_kwargs = OmegaConf.to_container(template_kwargs, resolve=True)
-        self.template_kwargs = dict(template_kwargs or {})
-        self.rows: list[dict[str, Any]] = []
-        self.origins: list[tuple[str, int]] = []  # file and row (from 0) that each sample came from
+        self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
         self.dropped_overlong = 0
-        for file in self.data_files:
-            rows = read_rows(file)
-            self.rows += rows
-            self.origins += [(str(file), number) for number in range(len(rows))]
-        if not self.rows:
-            raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
         self._subset(max_samples)
         self.maybe_filter_out_long_prompts()
 
@@ -149,10 +184,6 @@ class RLHFDataset(Dataset):
         if data_setting(self.config, "shuffle"):
             keep = np.random.default_rng(data_setting(self.config, "seed")).permutation(len(self.rows))[:max_samples]
         self._keep(keep.tolist())
-
-    def _keep(self, numbers: list[int]) -> None:
-        self.rows = [self.rows[i] for i in numbers]
-        self.origins = [self.origins[i] for i in numbers]
 
     def maybe_filter_out_long_prompts(self) -> None:
         """With data.filter_overlong_prompts, drop rows whose templated prompt exceeds max_prompt_length; count them."""
@@ -169,19 +200,7 @@ class RLHFDataset(Dataset):
 
     def messages(self, item: int) -> list[dict[str, Any]]:
         """The chat messages of a row."""
-        row = self.rows[item]
-        if self.prompt_key not in row:
-            columns = ", ".join(row)
-            raise self.error(item, f"has no column '{self.prompt_key}' (columns: {columns}). Set data.prompt_key.")
-        messages = row[self.prompt_key]
-        if not isinstance(messages, list) or not messages:
-            what = f"column '{self.prompt_key}' is {_kind(messages)}; expected a list of {{role, content}}. "
-            raise self.error(item, what + "Wrap it, or set data.prompt_key.")
-        for number, message in enumerate(messages):
-            if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                what = f"column '{self.prompt_key}', message {number} is {message!r}"
-                raise self.error(item, f"{what}; expected {{role, content}}.")
-        return messages
+        return self.chat(item, self.prompt_key, "data.prompt_key")
 
     def prompt_ids(self, item: int) -> list[int]:
         """The ids of a row's prompt through the chat template, neither cut nor padded."""
@@ -192,14 +211,6 @@ class RLHFDataset(Dataset):
         except Exception as error:
             raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def error(self, item: int, what: str) -> DatasetError:
-        """An error about one row, with the file it came from."""
-        file, number = self.origins[item]
-        return DatasetError(f"{file}, row {number}: {what}")
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids = self.prompt_ids(item)
@@ -234,12 +245,17 @@ class RLHFDataset(Dataset):
 
 def get_dataset_class(data_config: DictConfig) -> type[Dataset]:
     """RLHFDataset, or the class that `data.custom_cls.{path,name}` names (a torch Dataset)."""
+    return custom_dataset_class(data_config) or RLHFDataset
+
+
+def custom_dataset_class(data_config: DictConfig) -> type[Dataset] | None:
+    """The class that `data.custom_cls.{path,name}` names; None where it names none."""
     custom = data_setting(data_config, "custom_cls")
-    if custom.path is None:
-        return RLHFDataset
-    found = load_extern_object(custom.path, custom.name)
+    if custom["path"] is None:
+        return None
+    found = load_extern_object(custom["path"], custom["name"])
     if not (isinstance(found, type) and issubclass(found, Dataset)):
-        what = f"data.custom_cls.name={custom.name!r} in {custom.path} is {found!r}"
+        what = f"data.custom_cls.name={custom['name']!r} in {custom['path']} is {found!r}"
         raise TypeError(f"{what}; a subclass of torch.utils.data.Dataset is needed.")
     return found
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from verl.utils import fsdp_utils
@@ -28,7 +29,8 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
 class FSDPEngine(BaseEngine):
     """A sharded module, its optimizer and its schedule.
 
-    Ranks see different data, and a micro-batch's loss must already be divided by the global counts and multiplied by
+    `mesh`: ranks to shard over, its last dimension called "fsdp"; None makes one by fsdp_size. Ranks see different
+    data, and a micro-batch's loss must already be divided by the global counts and multiplied by
     `get_data_parallel_size()`: exchanged gradients are averaged over ranks.
     """
 
@@ -40,12 +42,14 @@ class FSDPEngine(BaseEngine):
         checkpoint_config: cfg.CheckpointConfig,
         *,
         device: str | None = None,
+        mesh: DeviceMesh | None = None,
     ):
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.checkpoint_config = checkpoint_config
         self.device_type = torch.device(device).type if device else ("cuda" if torch.cuda.is_available() else "cpu")
+        self.mesh = mesh
         self.compute_dtype = torch_dtype_of(engine_config.dtype, "fsdp_config.dtype")
         if self.compute_dtype == torch.float16:
             raise ValueError("fsdp_config.dtype=float16 would need loss scaling; use bfloat16 or float32.")
@@ -61,7 +65,8 @@ class FSDPEngine(BaseEngine):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         on_cuda = self.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        self.mesh = fsdp_utils.create_device_mesh(self.world_size, self.engine_config.fsdp_size, self.device_type)
+        if self.mesh is None:
+            self.mesh = fsdp_utils.create_device_mesh(self.world_size, self.engine_config.fsdp_size, self.device_type)
         if self.engine_config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

@@ -59,7 +59,8 @@ class CausalLMPolicy(Policy):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """input_ids, attention_mask, position_ids [B, P+R], responses [B, R] -> log-probs and entropy [B, R] float32.
 
-        Padded response positions hold 0.
+        Padded response positions hold 0; so do those where `counted` [B, R] is 0, if the batch has that column: logits
+        are computed for the others only.
         """
         self.bind(model)
         inputs = {k: micro_batch[k] for k in type(self).required_keys}
@@ -67,6 +68,7 @@ class CausalLMPolicy(Policy):
             groups = micro_batch["group_index"] if self.share_prompt else None
             inputs["packing"] = pack(inputs["attention_mask"], inputs["responses"].shape[1], groups)
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
+        inputs["counted"] = micro_batch["counted"] if "counted" in micro_batch.keys() else None
         forward = model.response_log_probs if isinstance(model, FSDPModule) else _response_log_probs.__get__(model)
         log_probs, entropy = forward(**inputs, chunk_tokens=self.chunk_tokens)
         return log_probs, (entropy if with_entropy else None)
@@ -83,20 +85,30 @@ def _response_log_probs(
     with_entropy: bool,
     chunk_tokens: int,
     packing: Packing | None = None,
+    counted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+<<<<<<< HEAD
     """Log-probs [B, R] and entropy [B, R] (zeros when not asked) of the response tokens; padding gives 0."""
     causal = causal_model(model)
+=======
+    """Log-probs [B, R] and entropy [B, R] (zeros when not asked) of the response tokens; padding gives 0.
+
+    counted [B, R]: 0 leaves a token out as if it were padding.
+    """
+    causal = causal_model(model)
+>>>>>>> sft
     length = responses.shape[1]
     attended = attention_mask[:, -length:].bool()
+    wanted = attended if counted is None else attended & counted.bool()
     # The state at position t predicts token t+1: response tokens are predicted one position to their left.
     if packing is None:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][attended]
+        hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][wanted]
     else:
         inputs = {"input_ids": packing.flat(input_ids), "position_ids": packing.flat(position_ids)}
         inputs |= {"attention_mask": whole_mask(input_ids.device), "packing": packing, "use_cache": False}
-        hidden = causal.get_decoder()(**inputs).last_hidden_state[0][packing.predicted_from]
-    labels = responses[attended]  # hidden [N, H], labels [N]
+        hidden = causal.get_decoder()(**inputs).last_hidden_state[0][packing.predicted_from[wanted[attended]]]
+    labels = responses[wanted]  # hidden [N, H], labels [N]
     head, config = causal.get_output_embeddings(), causal.config
 
     pieces = []
@@ -108,7 +120,7 @@ def _response_log_probs(
             pieces.append(_chunk_log_probs(*args))
     log_probs, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
     empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-    return empty.masked_scatter(attended, log_probs), empty.masked_scatter(attended, entropy)
+    return empty.masked_scatter(wanted, log_probs), empty.masked_scatter(wanted, entropy)
 
 
 def _chunk_log_probs(

@@ -1,0 +1,73 @@
+"""Entry of supervised fine-tuning: `torchrun --standalone --nproc_per_node=N -m verl.trainer.fsdp_sft_trainer k=v`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+
+from verl.trainer.sft.data import create_sft_dataset
+from verl.trainer.sft.plan import dry_run, refuse_bad_input, refuse_bad_rows
+from verl.trainer.sft.trainer import FSDPSFTTrainer
+from verl.utils.config import hydra_main
+from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+
+__all__ = ["FSDPSFTTrainer", "create_sft_dataset", "extract_step", "main", "run_sft"]
+
+
+def extract_step(path: str) -> int | None:
+    """N of a path with `global_step_N`; None where there is none."""
+    found = re.search(r"global_step_(\d+)", path)
+    return int(found.group(1)) if found else None
+
+
+def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTrainer) -> None:
+    """Check the config, then train on the ranks of this torchrun job (without torchrun: on this process alone).
+
+    Ends the process with code 0 (done, or stopped by SIGTERM or Ctrl-C behind a finished step), 143 (stopped twice) or
+    1 with one sentence. `trainer_class`: a trainer of your own.
+    """
+    first = int(os.environ.get("RANK", "0")) == 0
+    if config.trainer.dry_run:
+        sys.exit(dry_run(config, trainer_class) if first else 0)
+    if not first:
+        logger.remove()
+        logger.add(sys.stderr, level="WARNING")
+    try:
+        refuse_bad_input(config, trainer_class)
+        OmegaConf.resolve(config)
+        tokenizer = trainer_class.build_tokenizer(config)
+        datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]
+    except (ValueError, OSError) as e:  # every rank looks at the same files; one of them tells
+        sys.exit(str(e) if first else 1)
+    try:
+        if "RANK" in os.environ:
+            initialize_global_process_group()
+        trainer_class(config, None, None, tokenizer, *datasets).fit()
+        destroy_global_process_group()
+    except Exception as e:
+        logger.opt(exception=e).debug("the whole traceback")
+        sys.exit(f"\nTraining failed: {type(e).__name__}: {e}\nThe whole traceback: LOGURU_LEVEL=DEBUG")
+
+
+def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:
+    """The data set of a split, its first rows tried; None without validation files."""
+    files = config.data[f"{split}_files"]
+    if not files:
+        return None
+    dataset = trainer_class.build_dataset(files, config, tokenizer, config.data[f"{split}_max_samples"])
+    refuse_bad_rows(dataset, f"data.{split}_files")
+    return dataset
+
+
+@hydra_main(config_path="config", config_name="sft_trainer")
+def main(config: DictConfig) -> None:
+    run_sft(config)
+
+
+if __name__ == "__main__":
+    main()

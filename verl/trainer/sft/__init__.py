@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: the trainer, what surrounds its steps, its plan."""

@@ -1,0 +1,40 @@
+"""What the ranks of a torchrun job must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def summed(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Sum over ranks of each number, in float64; every rank brings the same names in the same order."""
+    total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on some rank."""
+    return summed({"flag": float(flag)}, device)["flag"] > 0
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, on every rank; where it raises, every rank raises."""
+    answer: list = [None, None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer = [make(), None]
+        except Exception as e:  # told to the others first, then raised below
+            error, answer = e, [None, str(e)]
+    dist.broadcast_object_list(answer, src=0)
+    if error is not None:
+        raise error
+    if answer[1] is not None:
+        raise RuntimeError(f"rank 0: {answer[1]}")
+    return answer[0]

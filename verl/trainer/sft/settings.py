@@ -1,0 +1,48 @@
+"""From the SFT tree to the settings of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.utils.fs import copy_to_local
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+EngineParts = tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, CheckpointConfig]
+
+
+def model_settings(config: DictConfig, tokenizer: Any = None) -> HFModelConfig:
+    """The `model` section as the engine's own."""
+    model = OmegaConf.to_container(config.model, resolve=True)
+    same = ("external_lib", "enable_gradient_checkpointing", "trust_remote_code", "lora_rank", "lora_alpha")
+    return HFModelConfig(
+        path=copy_to_local(model["partial_pretrain"], use_shm=model["use_shm"]),
+        target_modules=model["target_modules"],
+        use_remove_padding=config.use_remove_padding or config.data.packing,
+        tokenizer=tokenizer,
+        **{name: model[name] for name in same},
+    )
+
+
+def engine_parts(config: DictConfig, tokenizer: Any, total_steps: int) -> EngineParts:
+    """Model, engine, optimizer and checkpoint settings of a run of `total_steps`."""
+    fsdp = OmegaConf.to_container(config.model.fsdp_config, resolve=True)
+    optim = OmegaConf.to_container(config.optim, resolve=True)
+    checkpoint = OmegaConf.to_container(config.trainer.checkpoint, resolve=True)
+    checkpoint.pop("_target_", None)
+    engine = FSDPEngineConfig(
+        model_dtype=fsdp["model_dtype"],
+        dtype=fsdp["dtype"],
+        wrap_policy=fsdp["wrap_policy"],
+        offload_policy=fsdp["cpu_offload"],
+        param_offload=fsdp["offload_params"],
+        optimizer_offload=fsdp["offload_params"],
+        fsdp_size=fsdp["fsdp_size"],
+        full_determinism=fsdp["full_determinism"],
+        strategy=config.model.strategy,
+        seed=config.trainer.seed,
+    )
+    schedule = optim.pop("lr_scheduler")
+    optimizer = FSDPOptimizerConfig(**optim, lr_scheduler_type=schedule, total_training_steps=total_steps)
+    return model_settings(config, tokenizer), engine, optimizer, CheckpointConfig(**checkpoint)
