@@ -214,14 +214,21 @@ def _predict(
         told.append(pair[1])
     each = torch.cat(losses) if losses else states.sum(-1)
     if touch:
-        return each.sum(), hidden.sum()
+        return _sum_like_sft(each, at), hidden.sum()
     greedy = None
     if wanted is not None:
         greedy = torch.zeros_like(tokens.ids).masked_scatter(at, torch.cat(told))
     if first is None:
-        return each.sum(), greedy
+        return _sum_like_sft(each, at), greedy
     behind = (torch.arange(tokens.ids.shape[1], device=at.device) >= first).expand_as(at)[at]
     return (each[~behind].sum(), each[behind].sum()), greedy
+
+
+def _sum_like_sft(each: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Added up in the order of the SFT trainer, which leaves the last column out: the sums agree to the last bit."""
+    if not bool(at[:, -1].any()):
+        at = at[:, :-1]
+    return torch.zeros(at.shape, dtype=each.dtype, device=at.device).masked_scatter(at, each).sum()
 
 
 def _chunk(
@@ -229,7 +236,8 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, H], labels [N] -> cross-entropy [N] float32 (0 at IGNORED), greedy tokens [N] (empty unless asked)."""
     logits = final_logits(causal.get_output_embeddings()(hidden).float(), causal.config)
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+    chosen = logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+    losses = torch.where(labels == IGNORED, 0.0, torch.logsumexp(logits, -1) - chosen)
     return losses, logits.detach().argmax(-1) if decode else labels[:0]
 
 

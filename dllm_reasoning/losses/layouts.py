@@ -38,14 +38,15 @@ class Tokens:
 @dataclass
 class Layout:
     """`tail` is decoded anew at `region` [B, Q] bool between rounds; it sees `seen` [B, Q, P + Q] bool of prefix and
-    itself. Without a prefix the tail is causal over its valid tokens. `clean` [B, Q]: the tail's ids without noise."""
+    itself. Without a prefix the tail is causal over its valid tokens. `clean` [B, Q]: the tail's ids without noise;
+    `noised`: number of noise tokens at places that exist."""
 
     prefix: Tokens | None
     tail: Tokens
     region: torch.Tensor
     clean: torch.Tensor
     seen: torch.Tensor | None
-    noise_share: float
+    noised: int
 
     def to(self, device: torch.device | str) -> Layout:
         moved = {name: getattr(self, name) for name in ("prefix", "tail", "region", "clean", "seen")}
@@ -80,8 +81,17 @@ def build_layout(
         q_sample(ids, answers, noised, noise.token), batch["position_ids"], batch["attention_mask"].bool(),
         _next_labels(ids, answers),
     )  # fmt: skip
-    whole = Layout(None, tail, region, ids, None, float(noised.sum()) / max(1, int(answers.sum())))
+    whole = Layout(None, tail, region, ids, None, int(noised.sum()))
     return _split(whole, answers) if split else whole
+
+
+def count_labels(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSettings) -> int:
+    """Places that a round's loss counts in the layouts of these rows, without making them."""
+    lengths = batch["response_mask"].sum(1).tolist()
+    if not PATTERNS[noise.pattern].windows:
+        return sum(lengths)
+    starts = (window_starts(n, noise.windows, row_generator(seed)) for n, seed in zip(lengths, seeds, strict=True))
+    return sum(min(noise.width, n - start) for n, drawn in zip(lengths, starts, strict=True) for start in drawn)
 
 
 def _next_labels(ids: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
@@ -157,4 +167,4 @@ def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSe
                   torch.ones_like(inside), labels)  # fmt: skip
     region = (~is_first).expand_as(inside)
     seen = torch.cat([cross, own.expand(len(ids), -1, -1)], 2)
-    return Layout(prefix, tail, region, clean, seen, float((inside & region).sum()) / max(1, int(answers.sum())))
+    return Layout(prefix, tail, region, clean, seen, int((inside & region).sum()))

@@ -27,12 +27,12 @@ def test_rows_by_hand():
     layout = build_layout(BATCH, [0], settings("iid"), progress=0.0, split=False)
     assert layout.tail.ids.tolist() == [[10, 11, 40, 40, 40, 40]]
     assert layout.tail.labels.tolist() == [[IGNORED, 12, 13, 14, 2, IGNORED]]
-    assert bits(layout.region) == ["001111"] and layout.prefix is None and layout.noise_share == 1.0
+    assert bits(layout.region) == ["001111"] and layout.prefix is None and layout.noised == 4
 
 
 def test_rows_without_noise_are_the_clean_text():
     layout = build_layout(BATCH, [0], settings("iid", 0.0, 0.0), progress=0.0, split=False)
-    assert torch.equal(layout.tail.ids, BATCH["input_ids"]) and layout.noise_share == 0.0
+    assert torch.equal(layout.tail.ids, BATCH["input_ids"]) and layout.noised == 0
 
 
 def test_split_rows_by_hand():
@@ -74,6 +74,14 @@ def test_windows_stay_in_the_response_and_are_drawn_by_row():
     alone = {key: value[1:] for key, value in batch.items()}
     second = build_layout(alone, [6], settings("packed", windows=50), progress=0.0, split=True)
     assert torch.equal(second.tail.ids[0], both.tail.ids[1]) and torch.equal(second.seen[0], both.seen[1])
+
+
+def test_labels_are_counted_without_a_layout():
+    batch = samples([3, 7, 2], [9, 2, 5])
+    for pattern in ("iid", "packed"):
+        noise, seeds = settings(pattern, windows=7), [5, 6, 7]
+        layout = build_layout(batch, seeds, noise, progress=0.0, split=True)
+        assert layouts.count_labels(batch, seeds, noise) == layout.tail.count()
 
 
 def test_split_of_ragged_rows_hides_padding():

@@ -87,16 +87,11 @@ def _response_log_probs(
     packing: Packing | None = None,
     counted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-<<<<<<< HEAD
-    """Log-probs [B, R] and entropy [B, R] (zeros when not asked) of the response tokens; padding gives 0."""
-    causal = causal_model(model)
-=======
     """Log-probs [B, R] and entropy [B, R] (zeros when not asked) of the response tokens; padding gives 0.
 
     counted [B, R]: 0 leaves a token out as if it were padding.
     """
     causal = causal_model(model)
->>>>>>> sft
     length = responses.shape[1]
     attended = attention_mask[:, -length:].bool()
     wanted = attended if counted is None else attended & counted.bool()
