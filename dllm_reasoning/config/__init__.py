@@ -1,5 +1,5 @@
 """Settings of iterative refinement."""
 
-from dllm_reasoning.config.iterative import IterativeConfig, SelfGenerateConfig
+from dllm_reasoning.config.iterative import IterativeConfig, IterativeRefineConfig, SelfGenerateConfig
 
-__all__ = ["IterativeConfig", "SelfGenerateConfig"]
+__all__ = ["IterativeConfig", "IterativeRefineConfig", "SelfGenerateConfig"]

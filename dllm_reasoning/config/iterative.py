@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dllm_reasoning.utils.noise_utils import PATTERNS, SCHEDULES
 from verl.base_config import BaseConfig
 from verl.trainer.config.config import ModuleConfig
+from verl.trainer.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
 from verl.utils.config_fields import setting
 
 
@@ -66,3 +67,57 @@ class IterativeConfig(BaseConfig, section="iterative"):
     def round_weights(self) -> list[float]:
         """Weight of each round's loss."""
         return [1.0] * self.num_iterations if self.loss_weights is None else list(self.loss_weights)
+
+
+@dataclass
+class IterativeDataConfig(SFTDataConfig):
+    """Instruction and output; a row that cannot be trained on stops the run, or is skipped (`bad_rows`)."""
+
+    train_files: str | list[str] = "???"
+    val_files: str | list[str] | None = None
+    train_batch_size: int = setting(32, low=1)
+    prompt_key: str = "instruction"
+    response_key: str = "output"
+    max_length: int = setting(2048, low=2)
+    dataloader_num_workers: int = setting(0, low=0)
+    use_chat_template: bool = False
+    bad_rows: str = setting("stop", choices=("stop", "skip"))
+
+
+@dataclass
+class IterativeModelConfig(SFTModelConfig):
+    """Without gradient checkpointing, so that rounds can share the instruction."""
+
+    partial_pretrain: str = "???"
+    enable_gradient_checkpointing: bool = False
+
+
+@dataclass
+class IterativeOptimConfig(SFTOptimConfig):
+    """`warmup_steps_ratio` is this recipe's name of lr_warmup_steps_ratio."""
+
+    lr: float = setting(2e-5, low=0)
+    warmup_steps_ratio: float = setting(0.1, low=0, high=1)
+
+
+@dataclass
+class IterativeTrainerConfig(SFTTrainerConfig):
+    """`save_checkpoint_steps` is this recipe's name of save_freq."""
+
+    default_local_dir: str = "checkpoints/dllm_reasoning/iterative_refine"
+    project_name: str = "dllm_reasoning"
+    experiment_name: str = "iterative_refine"
+    total_epochs: int = setting(3, low=1)
+    save_checkpoint_steps: int = setting(1000, low=-1)
+    save_freq: int = setting(1000, low=-1)
+
+
+@dataclass
+class IterativeRefineConfig(SFTConfig, section=""):
+    """The whole tree of iterative_refine.yaml."""
+
+    data: IterativeDataConfig = field(default_factory=IterativeDataConfig)
+    model: IterativeModelConfig = field(default_factory=IterativeModelConfig)
+    optim: IterativeOptimConfig = field(default_factory=IterativeOptimConfig)
+    iterative: IterativeConfig = field(default_factory=IterativeConfig)
+    trainer: IterativeTrainerConfig = field(default_factory=IterativeTrainerConfig)

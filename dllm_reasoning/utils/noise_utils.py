@@ -15,12 +15,14 @@ class Pattern:
     """`places(length, level, width, generator)` -> (noised, region), bool [length] each, over a response's tokens.
 
     Later rounds decode `region` anew; the tokens outside stay as they are. `windows`: noise stands in windows beside
-    the clean text instead; `warm_up`: the model's own guesses replace the noise before the first round.
+    the clean text instead; `warm_up`: the model's own guesses replace the noise before the first round; `has_width`:
+    the model learns blocks of a width.
     """
 
     places: Callable[[int, float, int, torch.Generator], tuple[torch.Tensor, torch.Tensor]] | None
     windows: bool = False
     warm_up: bool = False
+    has_width: bool = False
 
 
 def _everywhere(length: int, level: float, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,9 +43,12 @@ def _one_block(length: int, level: float, width: int, generator: torch.Generator
 PATTERNS = {
     "iid": Pattern(_everywhere),  # each token by itself, with the sample's probability
     "suffix": Pattern(_after_a_cut),  # everything from a random place on
-    "block": Pattern(_one_block),  # `width` tokens in a row
-    "trajectory": Pattern(_one_block, warm_up=True),  # such a block, seen after some rounds of the model's own
-    "packed": Pattern(None, windows=True),  # windows of `width` tokens beside the clean sample, in the same forward
+    # `width` tokens in a row
+    "block": Pattern(_one_block, has_width=True),
+    # such a block, seen after some rounds of the model's own
+    "trajectory": Pattern(_one_block, warm_up=True, has_width=True),
+    # windows of `width` tokens beside the clean sample, in the same forward
+    "packed": Pattern(None, windows=True, has_width=True),
 }
 
 # How far from noise_min to noise_max: (progress of the run in [0, 1], uniform number of the sample) -> [0, 1]
