@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl")
+NAMES = ("spd", "rl", "dllm")
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
@@ -17,6 +17,14 @@ WANTED: dict[str, Bound] = {
     "actor_update_shared_gradient_difference": ("at most", 1e-4),
     "logprob_memory_ratio": ("at most", 0.10),
     "logprob_time_ratio": ("at most", 1.15),
+    "memory_k4_over_k1": ("at most", 1.1),
+    "round_gradient_difference": ("at most", 1e-6),
+    "kv_share_speedup_k2": ("at least", 1.4),
+    "kv_share_speedup_k4": ("at least", 2),
+    "kv_share_gradient_difference_k2": ("at most", 1e-4),
+    "kv_share_gradient_difference_k4": ("at most", 1e-4),
+    "generation_cache_speedup": ("at least", 4),
+    "lossless_wall_speedup": ("at least", 1),
 }
 
 
