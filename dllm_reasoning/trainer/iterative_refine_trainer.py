@@ -123,11 +123,11 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         return build_layout(batch, seeds, self.noise, progress=progress, split=self.loss.share)
 
     def _losses(self, split: str, told: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
-        rounds = [float(loss) * scale for loss in told.rounds]
+        rounds = [(loss * scale).item() for loss in told.rounds]
         found = {f"{split}/loss_s{k}": value for k, value in enumerate(rounds)}
         total = sum(w * value for w, value in zip(self.loss.round_weights, rounds, strict=True))
         if self.loss.ar_weight:
-            found[f"{split}/loss_ar"] = float(told.ar) * ar_scale
+            found[f"{split}/loss_ar"] = (told.ar * ar_scale).item()
             total += self.loss.ar_weight * found[f"{split}/loss_ar"]
         return found | {f"{split}/loss_total": total}
 

@@ -139,7 +139,7 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path):
 
 def test_window_and_noise_token_travel_with_the_model(place, tmp_path):
     contents = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "iterative.noise_token=<sep>",
+    config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "iterative.noise_token='<sep>'",
                           "trainer.total_training_steps=1", contents)  # fmt: skip
     runs.trainer_of(config).fit()
     saved = json.loads((tmp_path / "global_step_1" / "huggingface" / "config.json").read_text())
