@@ -64,7 +64,7 @@ def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer:
     return dataset
 
 
-@hydra_main(config_path="config", config_name="sft_trainer")
+@hydra_main(config_path="config", config_name="sft_trainer", groups=False)
 def main(config: DictConfig) -> None:
     run_sft(config)
 

@@ -36,11 +36,12 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), plain))
 
 
-def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+def hydra_main(config_path: str, config_name: str, groups: bool = True) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """hydra.main for entries that check keys themselves.
 
     Hydra refuses `a.b=1` where b is unknown, without saying which key is near, and takes any `+a.b=1`. Here both reach
-    `find_problems`, which refuses both alike and names the nearest.
+    `find_problems`, which refuses both alike and names the nearest. `groups=False`: the tree has none, so that a name
+    without a dot is a key too.
     """
 
     def decorate(task: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -50,7 +51,7 @@ def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[DictCo
 
         @functools.wraps(task)
         def main() -> None:
-            sys.argv[1:] = [forced_override(argument) for argument in sys.argv[1:]]
+            sys.argv[1:] = [forced_override(argument, groups) for argument in sys.argv[1:]]
             run()
 
         return main
@@ -58,9 +59,9 @@ def hydra_main(config_path: str, config_name: str) -> Callable[[Callable[[DictCo
     return decorate
 
 
-def forced_override(argument: str) -> str:
+def forced_override(argument: str, groups: bool = True) -> str:
     """`a.b=1` and `+a.b=1` as Hydra's `++a.b=1` (set or add); groups, options and deletions stay as they are."""
-    return re.sub(r"^\+{0,2}(?=\w+(\.\w+)+=)", "++", argument)
+    return re.sub(rf"^\+{{0,2}}(?=\w+(\.\w+){'+' if groups else '*'}=)", "++", argument)
 
 
 def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:

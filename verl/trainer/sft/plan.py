@@ -104,8 +104,9 @@ def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: D
     """Print config, plan and problems; 1 if anything is wrong on every machine, else 0. `known`: see find_problems."""
     config_type = trainer_class.config_type
     problems = find_problems(config, config_type, None, known)
-    problems += unread(config, NOT_READ, lambda key: select(config_type(), key, None))
     sound = not any(p.kind == WRONG for p in problems)
+    if sound:
+        problems += unread(config, NOT_READ, lambda key: select(config_type(), key, None))
 
     def look(console: Console, problems: list[Problem]) -> None:
         if not sound:

@@ -1,0 +1,213 @@
+"""A whole SFT run: resumed bit for bit, stopped, exported."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.engines import leave_group, weights_of
+from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
+from verl.trainer.fsdp_sft_trainer import extract_step
+from verl.trainer.sft.run_keeping import NonFiniteRun
+from verl.utils.checkpoint.publish import published_steps, verify_manifest
+
+ROOT = Path(__file__).resolve().parents[3]
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    yield
+    leave_group()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of the trainer's sees it."""
+
+
+def killed_after(trainer, step):
+    """Ends the run in the step behind `step`, with its work half done."""
+    inner = trainer.training_step
+
+    def training_step(batch):
+        if trainer.global_steps > step:
+            raise Killed
+        return inner(batch)
+
+    trainer.training_step = training_step
+    with pytest.raises(Killed):
+        trainer.fit()
+
+
+def dropout_model(tiny_llama, tmp_path):
+    """A model whose forward draws random numbers, so that a resume must restore them."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.config.attention_dropout = 0.1
+    model.save_pretrained(tmp_path / "dropout")
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dropout")
+    return str(tmp_path / "dropout")
+
+
+@pytest.mark.parametrize(("saved", "killed", "more"), [
+    (2, 3, {}), (3, 3, {"data__packing": "true"}), (1, 1, {"data__dataloader_num_workers": 1}),
+], ids=["within an epoch", "between epochs", "with a reading process"])  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, tiny_llama, saved, killed, more):
+    model = dropout_model(tiny_llama, tmp_path)
+    more = {"trainer__save_freq": saved, "trainer__test_freq": 2, **more}
+    whole = make_trainer(write_pairs(tmp_path / "whole"), model, **more)
+    before = torch.get_rng_state()
+    whole.fit()
+    assert not torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(99)  # what the second process finds
+    killed_after(make_trainer(write_pairs(tmp_path / "cut"), model, **more), killed)
+    torch.manual_seed(98)
+    again = make_trainer(tmp_path / "cut", model, **more)
+    again.fit()
+    assert metric_rows(tmp_path / "cut") == metric_rows(tmp_path / "whole")
+    assert [row["step"] for row in metric_rows(tmp_path / "cut")] == [1, 2, 3, 4, 5, 6]
+    weights = weights_of(whole.engine)
+    assert all((weights[name] == after).all() for name, after in weights_of(again.engine).items())
+    assert again.best == whole.best and published_steps(tmp_path / "cut" / "out")[-1] == 6
+
+
+def test_other_data_is_refused_at_a_resume(tmp_path, tiny_llama):
+    write_pairs(tmp_path)
+    make_trainer(tmp_path, tiny_llama, trainer__total_training_steps=1).fit()
+    with open(tmp_path / "train.jsonl", "a") as f:
+        f.write(json.dumps({"question": "1", "answer": "2"}) + "\n")
+    with pytest.raises(ValueError, match="data.train_files changed since the checkpoint was written"):
+        make_trainer(tmp_path, tiny_llama).fit()
+    again = make_trainer(tmp_path, tiny_llama, trainer__allow_data_change="true", trainer__total_training_steps=2)
+    again.fit()
+    assert again.global_steps == 2
+
+
+def test_resume_modes_and_rotation(tmp_path, tiny_llama):
+    write_pairs(tmp_path)
+    make_trainer(tmp_path, tiny_llama, trainer__save_freq=1, trainer__max_ckpt_to_keep=2).fit()
+    out = tmp_path / "out"
+    assert published_steps(out) == [5, 6]
+    chosen = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": out / "global_step_5"}
+    trainer = make_trainer(tmp_path, tiny_llama, **chosen)
+    trainer.load_checkpoint()
+    assert trainer.global_steps == 5 == extract_step(str(out / "global_step_5"))
+    (out / "global_step_6" / "extra_state.json").write_text("{}")  # torn: auto takes the one before it
+    trainer = make_trainer(tmp_path, tiny_llama)
+    trainer.load_checkpoint()
+    assert trainer.global_steps == 5
+    fresh = make_trainer(tmp_path, tiny_llama, trainer__resume_mode="disable")
+    fresh.load_checkpoint()
+    assert fresh.global_steps == 0 and metric_rows(tmp_path) == []
+
+
+def test_a_run_whose_steps_are_all_skipped_ends(tmp_path, tiny_llama):
+    trainer = make_trainer(write_pairs(tmp_path), tiny_llama, trainer__nonfinite_steps_max=2)
+    trainer.summed_loss = lambda micro: torch.tensor(float("nan"), requires_grad=True)
+    with pytest.raises(NonFiniteRun, match="in 2 steps in a row .*Lower optim.lr"):
+        trainer.fit()
+    assert [row["train/skipped_steps"] for row in metric_rows(tmp_path)] == [1, 1]
+
+
+def test_a_full_model_is_exported_for_plain_transformers(tmp_path, tiny_llama):
+    contents = "[model,optimizer,extra,hf_model]"
+    trainer = make_trainer(write_pairs(tmp_path), tiny_llama, trainer__checkpoint__save_contents=contents)
+    trainer.fit()
+    folder = tmp_path / "out" / "global_step_6"
+    verify_manifest(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
+    with torch.no_grad(), trainer.engine.eval_mode():
+        ours = trainer.engine.module(IDS, use_cache=False).logits
+        assert torch.equal(plain(IDS).logits, ours)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tiny_llama)(IDS).logits, ours, atol=1e-2)
+    assert AutoTokenizer.from_pretrained(folder / "huggingface").chat_template == trainer.tokenizer.chat_template
+
+
+def test_an_adapter_is_exported_for_plain_peft_and_merged_for_plain_transformers(tmp_path, tiny_llama):
+    more = {"model__lora_rank": 4, "trainer__checkpoint__save_contents": "[model,optimizer,extra,hf_model]"}
+    trainer = make_trainer(write_pairs(tmp_path), tiny_llama, **more)
+    trainer.fit()
+    folder = tmp_path / "out" / "global_step_6"
+    trained = load_file(folder / "lora_adapter" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in trained) and any(t.abs().max() > 0 for n, t in trained.items() if "_B" in n)
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with torch.no_grad(), trainer.engine.eval_mode():
+        ours = trainer.engine.module(input_ids=IDS, use_cache=False).logits
+        without = base(IDS).logits
+        adapted = PeftModel.from_pretrained(base, folder / "lora_adapter").eval()
+        merged = AutoModelForCausalLM.from_pretrained(folder / "huggingface")
+        torch.testing.assert_close(adapted(input_ids=IDS).logits, ours, atol=1e-6, rtol=0)
+        torch.testing.assert_close(merged(IDS).logits, ours, atol=1e-5, rtol=0)
+        assert (without - ours).abs().max() > 1e-2
+    again = make_trainer(tmp_path, tiny_llama, **more)  # and its own checkpoint holds nothing but the adapter
+    again.load_checkpoint()
+    assert again.global_steps == 6
+
+
+def test_the_report_shows_the_run(tmp_path, tiny_llama):
+    make_trainer(write_pairs(tmp_path), tiny_llama, trainer__report="true", trainer__total_training_steps=2).fit()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Policy loss" not in page and all(f">{name}" in page for name in ("Loss<", "Validation<", "skipped steps<"))
+
+
+def started(directory, model, *more, ranks=0):
+    """The entry as a user starts it, under torchrun where `ranks` says how many."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, "-m", "verl.trainer.fsdp_sft_trainer"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *overrides(directory, model, trainer__total_epochs=2000), *more],
+        env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for(condition, run, seconds=300):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0][-3000:]
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama, number):
+    run = started(write_pairs(tmp_path), tiny_llama)
+    out = tmp_path / "out"
+    wait_for(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run)
+    run.send_signal(number)
+    told = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, told[-3000:]
+    last = metric_rows(tmp_path)[-1]["step"]
+    assert published_steps(out) == [last] and (out / "report.html").exists() is False
+    verify_manifest(out / f"global_step_{last}")
+    assert f"step {last} is finished and saved" in told
+
+
+@pytest.mark.slow
+def test_torchrun_killed_with_its_ranks_and_resumed(tmp_path, tiny_llama):
+    """Two real ranks, SIGKILL to the whole job after a checkpoint, the same command again: metrics as uninterrupted."""
+    steps = "trainer.total_training_steps=8"
+    write_pairs(tmp_path)
+    run = started(tmp_path, tiny_llama, steps, "trainer.save_freq=3", ranks=2)
+    wait_for(lambda: 3 in published_steps(tmp_path / "out"), run)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    run = started(tmp_path, tiny_llama, steps, "trainer.save_freq=3", ranks=2)
+    told = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, told[-3000:]
+    rows = metric_rows(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    alone = make_trainer(write_pairs(tmp_path / "alone"), tiny_llama, trainer__total_training_steps=8)
+    alone.fit()
+    for row, other in zip(rows, metric_rows(tmp_path / "alone"), strict=True):
+        assert row["train/loss"] == pytest.approx(other["train/loss"], abs=1e-4)
+        assert row["train/global_tokens"] == other["train/global_tokens"]

@@ -1,0 +1,132 @@
+"""The SFT step: by hand, and the same whatever the cut into micro-batches, rows and ranks."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.engines import leave_group, weights_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sft_run import make_trainer, write_pairs
+from verl.trainer.sft.data import PaddedRows, RankShares, cut
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    yield write_pairs(tmp_path)
+    leave_group()
+
+
+def step(trainer, steps=2):
+    """Metrics of some steps and the weights after them."""
+    found = [trainer.training_step(trainer._draw()) for _ in range(steps)]
+    return found, weights_of(trainer.engine)
+
+
+def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama)
+    batch = trainer._draw()
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    total = count = 0
+    for ids, attended, mask in zip(batch["input_ids"], batch["attention_mask"], batch["loss_mask"], strict=True):
+        n = int(attended.sum())
+        log_p = model(ids[None, :n]).logits[0].log_softmax(-1)
+        for t in range(1, n):  # one token after the other, each from the position in front of it
+            if mask[t]:
+                total, count = total - log_p[t - 1, ids[t]].item(), count + 1
+    metrics = trainer.training_step(batch)
+    assert metrics["train/loss"] == pytest.approx(total / count, abs=1e-5)
+    assert metrics["train/global_tokens"] == batch["attention_mask"].sum()
+    assert metrics["train/lr"] == 0.01 and metrics["train/skipped_steps"] == 0
+    cosine = 10 * 0.5 * (1 + math.cos(math.pi / 6))  # 6 steps, none of them warm-up
+    assert trainer.training_step(batch)["train/lr(1e-3)"] == pytest.approx(cosine)
+
+
+@pytest.mark.parametrize("other", [
+    {"data__micro_batch_size_per_gpu": 1}, {"data__micro_batch_size_per_gpu": 3}, {"use_remove_padding": "true"},
+    {"data__packing": "true", "data__micro_batch_size_per_gpu": 2}, {"model__enable_gradient_checkpointing": "true"},
+])  # fmt: skip
+def test_neither_micro_batches_nor_packing_change_the_step(pairs, tiny_llama, other):
+    plain, weights = step(make_trainer(pairs, tiny_llama))
+    changed, others = step(make_trainer(pairs, tiny_llama, **other))
+    for a, b in zip(plain, changed, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
+        assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
+    assert max(abs(weights[name] - others[name]).max() for name in weights) < 1e-4
+
+
+def test_packing_fills_micro_batches_by_tokens(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama, data__packing="true", data__micro_batch_size_per_gpu=2)
+    pieces = cut(trainer._draw(), trainer.config.data)
+    tokens = [int(p["attention_mask"].sum()) for p in pieces]
+    assert sum(len(p) for p in pieces) == 8 and max(tokens) <= 2 * 24
+    assert len(pieces) < 8 / 2  # fewer forwards than two rows each would take
+    assert trainer.policy.remove_padding and not trainer.policy.share_prompt
+
+
+WAYS = ({}, {"data__packing": "true"})
+
+
+def _ways(directory, model):
+    """Metrics of two steps, some weights after them, validation, of the padded and of the packed way."""
+    found = []
+    for more in WAYS:
+        trainer = make_trainer(Path(directory), model, **more)
+        metrics, weights = step(trainer)
+        found.append((metrics, {k: v for k, v in weights.items() if "layers.0" in k}, trainer._validate()))
+    return found
+
+
+def _rank_ways(rank, world_size, directory, model):
+    torch.set_num_threads(1)
+    return _ways(directory, model)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one(pairs, tiny_llama):
+    alone = _ways(pairs, tiny_llama)
+    for of_rank in run_ranks(_rank_ways, 2, str(pairs), tiny_llama):
+        for (metrics, weights, val), (others, other_weights, other_val) in zip(alone, of_rank, strict=True):
+            for a, b in zip(metrics, others, strict=True):
+                assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
+                assert a["train/global_tokens"] == b["train/global_tokens"]
+            assert val["val/loss"] == pytest.approx(other_val["val/loss"], abs=1e-5)  # 5 rows: the sixth counts nowhere
+            assert max(abs(weights[name] - other_weights[name]).max() for name in weights) < 1e-4
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama)
+    trainer.training_step(trainer._draw())
+    before = weights_of(trainer.engine)
+    whole = trainer.summed_loss
+    trainer.summed_loss = lambda micro: whole(micro) * math.nan
+    metrics = trainer.training_step(trainer._draw())
+    assert metrics["train/skipped_steps"] == 1 and "train/loss" not in metrics
+    assert all((before[name] == after).all() for name, after in weights_of(trainer.engine).items())
+
+
+def test_a_batch_without_a_learned_token_is_skipped(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama)
+    batch = trainer._draw()
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    before = weights_of(trainer.engine)
+    assert trainer.training_step(batch)["train/skipped_steps"] == 1
+    assert all((before[name] == after).all() for name, after in weights_of(trainer.engine).items())
+
+
+def test_ranks_share_each_batch_of_an_epoch():
+    one, two = RankShares(22, 4, 0, 1, seed=3), [RankShares(22, 4, rank, 2, seed=3) for rank in range(2)]
+    halves = [list(shares) for shares in two]
+    assert [sorted(a + b) for a, b in zip(*halves, strict=True)] == [sorted(batch) for batch in one]
+    assert len({i for batch in one for i in batch}) == 20 == 4 * len(one)
+    one.epoch = 1
+    assert list(one) != list(RankShares(22, 4, 0, 1, seed=3))
+
+
+def test_validation_rows_are_seen_once_and_filled_up_without_counting():
+    shares = [list(RankShares(5, 4, rank, 2)) for rank in range(2)]
+    assert shares == [[[0, 2], [4]], [[1, 3], [5]]]
+    filled = PaddedRows([{"loss_mask": torch.ones(3)}] * 5)
+    assert filled[4]["loss_mask"].sum() == 3 and filled[5]["loss_mask"].sum() == 0

@@ -1,0 +1,169 @@
+"""Labels and masks of SFT samples, by hand; wrong rows named. Ids of the tiny tokenizer: eos 2, then one a word."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import Dataset
+
+from tests.helpers.models import make_tokenizer
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset, convert_nested_value_to_list_recursive
+from verl.utils.dataset.rl_dataset import DatasetError
+from verl.utils.dataset.sft_dataset import SFTDataset, get_sft_dataset_class
+
+TOKENIZER = make_tokenizer()
+Q, A, COLON, PLUS, EOS = (*TOKENIZER.convert_tokens_to_ids(["q", "a", ":", "+"]), 2)
+ONE, TWO, THREE = TOKENIZER.convert_tokens_to_ids(["1", "2", "3"])
+
+
+def rows_of(tmp_path, rows, name="rows.jsonl"):
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def config(**settings):
+    return OmegaConf.create({"max_length": 12, **settings})
+
+
+def kept(sample):
+    """(ids, loss mask) of a sample without its padding."""
+    n = int(sample["attention_mask"].sum())
+    return sample["input_ids"][:n].tolist(), sample["loss_mask"][:n].tolist()
+
+
+def test_a_pair_by_hand(tmp_path):
+    data = SFTDataset(rows_of(tmp_path, [{"question": "1 + 1", "answer": "2 3"}]), make_tokenizer(), config())
+    sample = data[0]
+    # The template writes "q : <question> a : " in front of the answer; EOS ends it and is learned.
+    assert sample["input_ids"].tolist() == [Q, COLON, ONE, PLUS, ONE, A, COLON, TWO, THREE, EOS, 0, 0]
+    assert sample["loss_mask"].tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0]
+    assert sample["attention_mask"].tolist() == [1] * 10 + [0, 0]
+    assert sample["position_ids"].tolist() == [*range(10), 0, 0]
+    assert all(column.dtype == torch.int64 for column in sample.values())
+
+
+def test_an_answer_deep_in_a_column(tmp_path):
+    rows = [{"extra_info": {"question": "1", "answer": "2"}}]
+    keys = {"prompt_key": "extra_info", "response_key": "extra_info"}
+    path = {"prompt_dict_keys": ["question"], "response_dict_keys": ["answer"]}
+    data = SFTDataset([rows_of(tmp_path, rows, "rows.parquet")], make_tokenizer(), config(**keys, **path))
+    assert kept(data[0]) == ([Q, COLON, ONE, A, COLON, TWO, EOS], [0, 0, 0, 0, 0, 1, 1])
+    path["response_dict_keys"] = ["anser"]
+    with pytest.raises(DatasetError, match=r"row 0: column 'extra_info' has no key 'anser' \(it holds: question, answer"):
+        SFTDataset(data.data_files, make_tokenizer(), config(**keys, **path))[0]
+
+
+@pytest.mark.parametrize(("how", "ids", "mask"), [
+    ("left", [ONE, A, COLON, TWO, EOS], [0, 0, 0, 1, 1]), ("right", [Q, COLON, ONE, A, COLON], [0, 0, 0, 0, 0]),
+])  # fmt: skip
+def test_truncation_cuts_ids_and_mask_alike(tmp_path, how, ids, mask):
+    file = rows_of(tmp_path, [{"question": "1", "answer": "2"}])
+    assert kept(SFTDataset(file, make_tokenizer(), config(max_length=5, truncation=how))[0]) == (ids, mask)
+
+
+def test_an_overlong_row_is_named(tmp_path):
+    file = rows_of(tmp_path, [{"question": "1", "answer": "2"}] * 2)
+    with pytest.raises(DatasetError, match=r"rows.jsonl, row 1: the sample has 7 tokens, data.max_length=6. Raise it"):
+        SFTDataset(file, make_tokenizer(), config(max_length=6))[1]
+
+
+def test_the_first_rows_are_kept(tmp_path):
+    file = rows_of(tmp_path, [{"question": "1", "answer": str(i)} for i in range(5)])
+    data = SFTDataset(file, make_tokenizer(), config(), max_samples=2)
+    assert len(data) == 2 and kept(data[1])[0][-2] == ONE
+
+
+def test_a_missing_column_and_a_number_are_refused(tmp_path):
+    file = rows_of(tmp_path, [{"question": "1", "reply": "2"}, {"question": "1", "answer": 5}])
+    with pytest.raises(DatasetError, match=r"row 0: has no column 'answer' \(columns: question, reply\). Set data.re"):
+        SFTDataset(file, make_tokenizer(), config())[0]
+    with pytest.raises(DatasetError, match=r"row 1: column 'answer' is a int, not a text. Set data.response_key"):
+        SFTDataset(file, make_tokenizer(), config())[1]
+
+
+CONVERSATION = [
+    {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "3"}, {"role": "assistant", "content": "1 + 2"},
+]  # fmt: skip
+
+
+def test_every_assistant_turn_is_learned_with_its_end(tmp_path):
+    file = rows_of(tmp_path, [{"messages": CONVERSATION}], "rows.parquet")
+    ids, mask = kept(MultiTurnSFTDataset(file, make_tokenizer(), config(max_length=20))[0])
+    assert ids == [Q, COLON, ONE, A, COLON, TWO, EOS, Q, COLON, THREE, A, COLON, ONE, PLUS, TWO, EOS]
+    assert mask == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_what_the_template_writes_behind_an_end_of_turn_is_not_learned(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}q {{ m['content'] }} {% else %}"
+        "a {{ m['content'] }} <eos> : {% endif %}{% endfor %}{% if add_generation_prompt %}a {% endif %}"
+    )
+    file = rows_of(tmp_path, [{"messages": CONVERSATION}])
+    ids, mask = kept(MultiTurnSFTDataset(file, make_tokenizer(), config(max_length=20, chat_template=template))[0])
+    assert ids == [Q, ONE, A, TWO, EOS, COLON, Q, THREE, A, ONE, PLUS, TWO, EOS, COLON]
+    assert mask == [0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 0]
+
+
+def test_an_end_is_added_where_the_template_writes_none(tmp_path):
+    template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
+    file = rows_of(tmp_path, [{"messages": CONVERSATION[:2]}])
+    data = MultiTurnSFTDataset(file, make_tokenizer(), config(chat_template=template))
+    u = TOKENIZER.convert_tokens_to_ids("u")
+    assert kept(data[0]) == ([u, ONE, A, TWO, EOS], [0, 0, 1, 1, 1])
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    template = "{% for m in messages %}{% if loop.last %}: {% endif %}{{ m['content'] }} {% endfor %}"
+    file = rows_of(tmp_path, [{"messages": CONVERSATION}])
+    with pytest.raises(DatasetError, match="row 0: the chat template writes message 1 differently once other messages"):
+        MultiTurnSFTDataset(file, make_tokenizer(), config(chat_template=template))[0]
+
+
+def test_tools_and_thinking_reach_the_template(tmp_path):
+    template = (
+        "{% if tools %}{{ tools[0]['name'] }} {% endif %}{% if enable_thinking %}x {% endif %}"
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}<eos>"
+    )
+    rows = [{"messages": CONVERSATION[:2], "tools": json.dumps([{"name": "t"}]), "enable_thinking": True},
+            {"messages": CONVERSATION[:2], "tools": None, "enable_thinking": None}]  # fmt: skip
+    keys = config(chat_template=template, max_length=8)
+    data = MultiTurnSFTDataset(rows_of(tmp_path, rows), make_tokenizer(), keys)
+    t, x = TOKENIZER.convert_tokens_to_ids(["t", "x"])
+    with pytest.raises(DatasetError, match="writes message 1 differently"):  # EOS stands behind the prompt as well
+        data[0]
+    data.tokenizer.chat_template = template.replace("<eos>", "")
+    assert kept(data[0])[0] == [t, x, ONE, TWO, EOS] and kept(data[1])[0] == [ONE, TWO, EOS]
+
+
+def test_rows_without_an_answer_or_without_messages_are_refused(tmp_path):
+    rows = [{"messages": CONVERSATION[:1]}, {"messages": "text"}, {"messages": [{"role": "user"}]}]
+    data = MultiTurnSFTDataset(rows_of(tmp_path, rows), make_tokenizer(), config())
+    for item, said in enumerate(["no message has the role 'assistant'", "is a string; expected a list of", "message 0"]):
+        with pytest.raises(DatasetError, match=f"row {item}: .*{said}"):
+            data[item]
+
+
+def test_nested_arrays_become_lists():
+    import numpy as np
+
+    assert convert_nested_value_to_list_recursive({"a": np.array([np.array([1, 2]), None], dtype=object)}) == {
+        "a": [[1, 2], None]
+    }
+
+
+class Mine(Dataset):
+    """A data set of a user's."""
+
+
+def test_the_class_follows_the_config():
+    assert get_sft_dataset_class(OmegaConf.create({})) is SFTDataset
+    assert get_sft_dataset_class(OmegaConf.create({"multiturn": {"enable": True}})) is MultiTurnSFTDataset
+    custom = {"custom_cls": {"path": "pkg://tests.utils.dataset.test_sft_dataset", "name": "Mine"}}
+    assert get_sft_dataset_class(OmegaConf.create(custom)).__name__ == "Mine"
