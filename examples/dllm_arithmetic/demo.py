@@ -29,9 +29,9 @@ from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "base": 240.0, "first stage": 420.0, "training": 700.0, "evaluation": 240.0}
 BLOCK, WINDOWS = 8, 6
-OWN_PROMPTS = 3000
+OWN_PROMPTS = 2000
 # Stages of the refinement, in order: steps, rounds K, weight of the clean text's loss, learning rate
-STAGES = ((250, 1, 1.0, 1e-3), (350, 2, 3.0, 1e-3))
+STAGES = ((200, 1, 1.0, 1e-3), (300, 2, 3.0, 1e-3))
 TWIN_STEPS = 1700
 HERE = "examples/dllm_arithmetic"
 

@@ -16,9 +16,9 @@ from tests.helpers.models import WORDS, make_tokenizer
 CONFIG_DIR = Path(dllm_reasoning.config.__file__).parent
 
 
-def save_model(directory: Path, architecture: str = "llama", seed: int = 0) -> str:
+def save_model(directory: Path, architecture: str = "llama", **shape) -> str:
     """A tiny random model with the word-level tokenizer (ids 0 to 4 are pad, bos, eos, sep, unk)."""
-    tiny(architecture, seed).save_pretrained(directory)
+    tiny(architecture, **shape).save_pretrained(directory)
     make_tokenizer(WORDS[: 48 - 5]).save_pretrained(directory)
     return str(directory)
 

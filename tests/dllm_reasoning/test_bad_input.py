@@ -114,6 +114,10 @@ def test_a_checkpoint_of_another_model_is_refused(place, tmp_path):
     other = runs.save_model(tmp_path / "other", "qwen3")
     told = said_by(runs.compose(other, place[1], tmp_path / "run"))
     assert "does not fit the model" in told and "Check model.path" in told
+    runs.leave_group()
+    wider = runs.save_model(tmp_path / "wider", hidden_size=64)
+    told = said_by(runs.compose(wider, place[1], tmp_path / "run"))
+    assert "does not fit the model" in told and "is (48, 32) there, (48, 64) here" in told
 
 
 def test_dry_run_prints_a_plan_and_trains_nothing(place, tmp_path, capsys):
