@@ -248,7 +248,8 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         stored, here = tuple(described[name].size), tuple(tensor.shape)
         if stored != here:
-            raise ValueError(f"{folder} does not fit the model: {name} is {stored} there, {here} here. Check model.path.")
+            what = f"{name} is {stored} there, {here} here"
+            raise ValueError(f"{folder} does not fit the model: {what}. Check model.path.")
 
 
 def _write_json(file: Path, value: Any) -> None:
