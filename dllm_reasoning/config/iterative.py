@@ -25,7 +25,7 @@ class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.enable and not self.reward_function.path:
+        if self.enable and not self.reward_function["path"]:
             raise ValueError(
                 "iterative.self_generate.enable=true needs iterative.self_generate.reward_function.path: the file with "
                 "the function that scores an answer; only answers scored above 0 are kept."
@@ -73,7 +73,7 @@ class IterativeConfig(BaseConfig, section="iterative"):
 class IterativeDataConfig(SFTDataConfig):
     """Instruction and output; a row that cannot be trained on stops the run, or is skipped (`bad_rows`)."""
 
-    train_files: str | list[str] = "???"
+    train_files: str | list[str] = "~/data/dllm/train.parquet"
     val_files: str | list[str] | None = None
     train_batch_size: int = setting(32, low=1)
     prompt_key: str = "instruction"
@@ -88,7 +88,7 @@ class IterativeDataConfig(SFTDataConfig):
 class IterativeModelConfig(SFTModelConfig):
     """Without gradient checkpointing, so that rounds can share the instruction."""
 
-    partial_pretrain: str = "???"
+    partial_pretrain: str = "~/models/start"
     enable_gradient_checkpointing: bool = False
 
 

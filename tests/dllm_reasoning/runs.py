@@ -11,15 +11,16 @@ import dllm_reasoning.config
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning.models import tiny
 from tests.helpers.configs import compose_ppo
-from tests.helpers.models import WORDS, make_tokenizer
+from tests.helpers.models import make_tokenizer
 
+WORDS = [*map(str, range(13)), *"abcdefghijklmnopqrstuv", *"+-*=.,?:"]  # 48 tokens with the special ones
 CONFIG_DIR = Path(dllm_reasoning.config.__file__).parent
 
 
 def save_model(directory: Path, architecture: str = "llama", **shape) -> str:
     """A tiny random model with the word-level tokenizer (ids 0 to 4 are pad, bos, eos, sep, unk)."""
     tiny(architecture, **shape).save_pretrained(directory)
-    make_tokenizer(WORDS[: 48 - 5]).save_pretrained(directory)
+    make_tokenizer(WORDS).save_pretrained(directory)
     return str(directory)
 
 

@@ -42,7 +42,7 @@ def said_by(config) -> str:
      (["iterative.num_iterations=0"], "iterative.num_iterations=0 is too small; use 1 or more"),
      (["iterative.noise_token=mask"], "iterative.noise_token=mask, but the tokenizer"),
      (["iterative.self_generate.enable=true"], "needs iterative.self_generate.reward_function.path"),
-     (["++iterative.nois_min=0.1"], "iterative.nois_min"),
+     (["+iterative.nois_min=0.1"], "iterative.nois_min"),
      (["data.prompt_key=question"], "has no column 'question' (columns: instruction, output). Set data.prompt_key"),
      (["data.max_length=4"], "tokens, data.max_length=4. Raise it, or set data.truncation")],
 )  # fmt: skip
