@@ -16,8 +16,8 @@ def write_pairs(directory: Path, rows: int = 24, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
     pairs = [
-        {"question": f"{i % 20} + {3 * i % 20} =", "answer": " ".join(str(draw.randrange(20)) for _ in range(1 + i % 7))}
-        for i in range(rows)
+        {"question": f"{i % 20} + {3 * i % 20} =", "answer": " ".join(str(draw.randrange(20)) for _ in range(n))}
+        for i, n in enumerate(1 + i % 7 for i in range(rows))
     ]
     for name, kept in (("train", pairs), ("val", pairs[:5])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in kept))

@@ -36,7 +36,9 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), plain))
 
 
-def hydra_main(config_path: str, config_name: str, groups: bool = True) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+def hydra_main(
+    config_path: str, config_name: str, groups: bool = True
+) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
     """hydra.main for entries that check keys themselves.
 
     Hydra refuses `a.b=1` where b is unknown, without saying which key is near, and takes any `+a.b=1`. Here both reach

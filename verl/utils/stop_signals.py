@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import time
 from typing import Any
 
 from loguru import logger
 
 EXIT_STOPPED_TWICE = 143
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
+
+
+def stop_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that started this one is gone, however it ended (Linux).
+
+    torchrun starts its ranks in sessions of their own: without this they would train on when it is killed.
+    """
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it went before the kernel was told
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopSignals:

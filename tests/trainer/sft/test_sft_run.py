@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from peft import PeftModel
@@ -158,15 +159,14 @@ def test_the_report_shows_the_run(tmp_path, tiny_llama):
     assert "Policy loss" not in page and all(f">{name}" in page for name in ("Loss<", "Validation<", "skipped steps<"))
 
 
-def started(directory, model, *more, ranks=0):
-    """The entry as a user starts it, under torchrun where `ranks` says how many."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+def started(directory, model, *more, torchrun=False):
+    """The entry as a user starts it, with or without torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"] if torchrun else []
     command = [sys.executable, *launcher, "-m", "verl.trainer.fsdp_sft_trainer"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [*command, *overrides(directory, model, trainer__total_epochs=2000), *more],
         env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
     )  # fmt: skip
 
 
@@ -178,36 +178,57 @@ def wait_for(condition, run, seconds=300):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama, number):
+def test_sigterm_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama):
     run = started(write_pairs(tmp_path), tiny_llama)
     out = tmp_path / "out"
     wait_for(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run)
-    run.send_signal(number)
+    run.send_signal(signal.SIGTERM)
     told = run.communicate(timeout=300)[0]
     assert run.returncode == 0, told[-3000:]
     last = metric_rows(tmp_path)[-1]["step"]
-    assert published_steps(out) == [last] and (out / "report.html").exists() is False
+    assert published_steps(out) == [last] and f"step {last} is finished and saved" in told
     verify_manifest(out / f"global_step_{last}")
-    assert f"step {last} is finished and saved" in told
 
 
 @pytest.mark.slow
-def test_torchrun_killed_with_its_ranks_and_resumed(tmp_path, tiny_llama):
-    """Two real ranks, SIGKILL to the whole job after a checkpoint, the same command again: metrics as uninterrupted."""
-    steps = "trainer.total_training_steps=8"
-    write_pairs(tmp_path)
-    run = started(tmp_path, tiny_llama, steps, "trainer.save_freq=3", ranks=2)
+def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp_path, tiny_llama):
+    """SIGKILL of launcher and rank behind a checkpoint, then the same command: metrics and weights bit for bit."""
+    settings = ("trainer.total_training_steps=8", "trainer.save_freq=3")
+    run = started(write_pairs(tmp_path), tiny_llama, *settings, torchrun=True)
     wait_for(lambda: 3 in published_steps(tmp_path / "out"), run)
-    os.killpg(run.pid, signal.SIGKILL)
+    job = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    for process in job:
+        process.kill()
     run.communicate()
-    run = started(tmp_path, tiny_llama, steps, "trainer.save_freq=3", ranks=2)
+    assert psutil.wait_procs(job[1:], timeout=10)[1] == []
+    killed_at = metric_rows(tmp_path)[-1]["step"]
+    run = started(tmp_path, tiny_llama, *settings, torchrun=True)
     told = run.communicate(timeout=300)[0]
     assert run.returncode == 0, told[-3000:]
-    rows = metric_rows(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
-    alone = make_trainer(write_pairs(tmp_path / "alone"), tiny_llama, trainer__total_training_steps=8)
+    more = {"trainer__total_epochs": 2000, "trainer__total_training_steps": 8, "trainer__save_freq": 3}
+    alone = make_trainer(write_pairs(tmp_path / "alone"), tiny_llama, **more)
     alone.fit()
-    for row, other in zip(rows, metric_rows(tmp_path / "alone"), strict=True):
-        assert row["train/loss"] == pytest.approx(other["train/loss"], abs=1e-4)
-        assert row["train/global_tokens"] == other["train/global_tokens"]
+    assert killed_at < 8 and metric_rows(tmp_path) == metric_rows(tmp_path / "alone")
+    again = make_trainer(tmp_path, tiny_llama, **more)
+    again.load_checkpoint()
+    weights = weights_of(alone.engine)
+    assert all((weights[name] == after).all() for name, after in weights_of(again.engine).items())
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_launcher_is_killed(tmp_path):
+    """The rank's own call, without a model: the launcher is a Python process that starts it in a session of its own."""
+    rank = (
+        "import time; from verl.utils.stop_signals import stop_with_parent; stop_with_parent(); "
+        "print(1, flush=True); time.sleep(60)"
+    )
+    launcher = (
+        "import subprocess, sys; "
+        "subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True).wait()"
+    )
+    run = subprocess.Popen([sys.executable, "-c", launcher, rank], stdout=subprocess.PIPE, cwd=ROOT)
+    assert run.stdout.readline() == b"1\n"
+    (started_rank,) = psutil.Process(run.pid).children()
+    run.kill()
+    run.wait()
+    assert psutil.wait_procs([started_rank], timeout=10)[1] == []

@@ -55,7 +55,7 @@ def test_an_answer_deep_in_a_column(tmp_path):
     data = SFTDataset([rows_of(tmp_path, rows, "rows.parquet")], make_tokenizer(), config(**keys, **path))
     assert kept(data[0]) == ([Q, COLON, ONE, A, COLON, TWO, EOS], [0, 0, 0, 0, 0, 1, 1])
     path["response_dict_keys"] = ["anser"]
-    with pytest.raises(DatasetError, match=r"row 0: column 'extra_info' has no key 'anser' \(it holds: question, answer"):
+    with pytest.raises(DatasetError, match=r"row 0: column 'extra_info' has no key 'anser' \(it holds: question, ans"):
         SFTDataset(data.data_files, make_tokenizer(), config(**keys, **path))[0]
 
 
@@ -145,7 +145,8 @@ def test_tools_and_thinking_reach_the_template(tmp_path):
 def test_rows_without_an_answer_or_without_messages_are_refused(tmp_path):
     rows = [{"messages": CONVERSATION[:1]}, {"messages": "text"}, {"messages": [{"role": "user"}]}]
     data = MultiTurnSFTDataset(rows_of(tmp_path, rows), make_tokenizer(), config())
-    for item, said in enumerate(["no message has the role 'assistant'", "is a string; expected a list of", "message 0"]):
+    expected = ["no message has the role 'assistant'", "is a string; expected a list of", "message 0"]
+    for item, said in enumerate(expected):
         with pytest.raises(DatasetError, match=f"row {item}: .*{said}"):
             data[item]
 

@@ -5,3 +5,4 @@ from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLCont
 from verl.trainer.config.config import BaseModelConfig, CheckpointConfig, ModuleConfig, ProfileConfig
 from verl.trainer.config.config import RewardManagerConfig, TrainerConfig
 from verl.trainer.config.data import DataConfig, SamplerConfig
+from verl.trainer.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig

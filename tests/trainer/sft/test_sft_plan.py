@@ -1,0 +1,148 @@
+"""The SFT tree: yaml and dataclass agree, keys stay, published command lines pass, mistakes get one sentence."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from tests.helpers.sft_run import compose_sft, overrides, write_pairs
+from tests.trainer.config.test_defaults import at, leaves, plain
+from verl.trainer import fsdp_sft_trainer
+from verl.trainer.config import SFTConfig
+from verl.trainer.fsdp_sft_trainer import run_sft
+from verl.trainer.sft.plan import dry_run
+from verl.trainer.sft.trainer import FSDPSFTTrainer
+from verl.utils.config import forced_override
+
+KEYS_FILE = Path(__file__).with_name("public_keys.txt")
+
+GSM8K = """
+data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question']
++data.response_dict_keys=['answer'] trainer.default_local_dir=SAVE trainer.project_name=gsm8k-sft
+"""
+SP = "ulysses_sequence_parallel_size=2 use_remove_padding=true"
+CONVERSATIONS = """
+data.multiturn.enable=true data.multiturn.messages_key=messages data.micro_batch_size=4
+trainer.default_local_dir=SAVE trainer.project_name=multiturn-sft trainer.experiment_name=multiturn-sft-qwen
+trainer.logger=console trainer.total_training_steps=1 trainer.default_hdfs_dir=null
+"""
+# Settings of verl 0.7.0's published SFT command lines; model and data paths are ours.
+PUBLISHED = {
+    "gemma": GSM8K + """data.micro_batch_size_per_gpu=4 trainer.experiment_name=gsm8k-sft-gemma-2b-it
+        trainer.total_epochs=4 trainer.logger=['console','wandb'] trainer.default_hdfs_dir=null""",
+    "peft": GSM8K + """optim.lr=1e-4 data.micro_batch_size_per_gpu=4 trainer.experiment_name=gsm8k-sft-qwen-2.5
+        trainer.logger=console trainer.total_epochs=1 model.lora_rank=32 model.lora_alpha=16
+        model.target_modules=all-linear""",
+    "peft_named_layers": GSM8K + """model.lora_rank=32 model.lora_alpha=16 +model.strategy=fsdp
+        model.target_modules=[q_proj,v_proj] trainer.logger=['console']""",
+    "sp": GSM8K + SP + """ optim.lr=1e-4 data.micro_batch_size=4 trainer.experiment_name=gsm8k-sft-qwen-sp2
+        trainer.logger=console trainer.total_training_steps=1 trainer.default_hdfs_dir=null""",
+    "liger": GSM8K + SP + """ optim.lr=1e-4 data.micro_batch_size=4 model.use_liger=True trainer.logger=console
+        trainer.total_training_steps=1 trainer.experiment_name=gsm8k-sft-qwen-liger""",
+    "multiturn": CONVERSATIONS + SP,
+    "checkpoints": GSM8K + """data.train_batch_size=32 trainer.save_freq=50 trainer.test_freq=-1 trainer.seed=1
+        trainer.max_ckpt_to_keep=5 trainer.resume_mode=auto trainer.total_epochs=2 data.max_length=2048
+        data.truncation=right data.balance_dp_token=False model.enable_gradient_checkpointing=True
+        model.fsdp_config.cpu_offload=False model.fsdp_config.offload_params=False optim.lr_scheduler=wsd
+        optim.lr_warmup_steps_ratio=0.05 optim.weight_decay=0.1 optim.betas=[0.9,0.95] optim.clip_grad=1.0
+        trainer.checkpoint.save_contents=['model','optimizer','extra','hf_model'] trainer.nnodes=1""",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Files with the columns of the published preparation scripts."""
+    folder = tmp_path_factory.mktemp("published")
+    turns = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    info = {"question": "1 + 1", "answer": "2", "index": 0, "split": "train"}
+    rows = [{"data_source": "openai/gsm8k", "prompt": turns[:1], "extra_info": info, "messages": turns}] * 300
+    for name in ("train", "val"):
+        pd.DataFrame(rows).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def planned(published, model, settings, capsys):
+    given = [forced_override(s.replace("SAVE", str(published / "out")), groups=False) for s in settings.split()]
+    given += [f"data.{s}_files={published}/{s}.parquet" for s in ("train", "val")]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("sft_trainer", overrides=[*given, f"model.partial_pretrain={model}"])
+        code = dry_run(config, FSDPSFTTrainer, known=compose("sft_trainer"))
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_command_passes(published, tiny_llama, name, capsys):
+    code, told = planned(published, tiny_llama, PUBLISHED[name], capsys)
+    assert code == 0 and "Wrong on every machine: 0" in told, told[-3000:]
+    batch = 32 if name == "checkpoints" else 256
+    assert f"steps per epoch               │ {300 // batch}" in told and "Memory of one rank" in told
+
+
+def test_what_has_no_effect_is_told(published, tiny_llama, capsys):
+    told = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 3")[2]
+    for key in ("model.use_liger=true", "data.micro_batch_size=4", "ulysses_sequence_parallel_size=2"):
+        assert f"{key} has no effect in this version" in told
+
+
+def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
+    bad = "data.trunc=left model.lora_ranks=8 optim.lr_scheduler=cosin use_remove_padin=true optim.lr=-1"
+    code, told = planned(published, tiny_llama, bad, capsys)
+    assert code == 1
+    for said in ("data.trunc is no known key; did you mean data.truncation?", "did you mean model.lora_rank?",
+                 "did you mean 'cosine'", "did you mean use_remove_padding?", "optim.lr=-1 is too small"):  # fmt: skip
+        assert said in told, said
+
+
+@pytest.mark.parametrize(("settings", "said"), [
+    ("data.train_batch_size=12", "data.train_batch_size=12 cannot be shared evenly by 8 ranks. Use a multiple of 8."),
+    ("data.train_batch_size=512", "data.train_files has 300 samples, which do not fill one batch of 512."),
+    ("data.prompt_key=extra_inf", "train.parquet, row 0: has no column 'extra_inf'"),
+    ("trainer.resume_mode=resume_path", "trainer.resume_from_path=None must name a folder global_step_N"),
+    ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
+    ("model.external_lib=no_such_module", "model.external_lib=no_such_module cannot be imported"),
+    ("data.custom_cls.path=no.py data.custom_cls.name=X", "data.custom_cls: no Python file at 'no.py'"),
+    ("model.fsdp_config.fsdp_size=3", "model.fsdp_config.fsdp_size=3 does not divide the 8 ranks"),
+])  # fmt: skip
+def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys):
+    code, told = planned(published, tiny_llama, f"{GSM8K} {settings}", capsys)
+    assert code == 1 and said in told, told[-2000:]
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ({"model__partial_pretrain": "/no/such/folder"}, "model.partial_pretrain=/no/such/folder: no such folder"),
+    ({"data__max_length": 4}, "row 0: the sample has 9 tokens, data.max_length=4"),
+    ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: no such file"),
+    ({"data__response_key": "reply"}, "row 0: has no column 'reply'"),
+    ({"data__micro_batch_size_per_gpu": 0}, "data.micro_batch_size_per_gpu=0 is too small; use 1 or more"),
+])  # fmt: skip
+def test_a_start_with_a_mistake_ends_with_its_sentence(tmp_path, tiny_llama, more, said):
+    config = compose_sft(write_pairs(tmp_path), tiny_llama, **more)
+    with pytest.raises(SystemExit) as ended:
+        run_sft(config)
+    assert said in str(ended.value.code)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_entry_runs_a_command_line(tmp_path, tiny_llama, monkeypatch, capsys):
+    settings = overrides(write_pairs(tmp_path), tiny_llama, trainer__dry_run="true")
+    monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer", *settings, "use_remove_padding=true", "+data.max_len=3"])
+    with pytest.raises(SystemExit) as ended:
+        fsdp_sft_trainer.main()
+    told = capsys.readouterr().out
+    assert ended.value.code == 1 and "data.max_len is no known key; did you mean data.max_length?" in told
+
+
+def test_each_yaml_default_is_the_dataclass_default(tmp_path):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        tree = OmegaConf.to_container(compose("sft_trainer"), resolve=True)
+    default = plain(SFTConfig())
+    names = [path for path, _ in leaves(tree) if not path.endswith("_target_")]
+    assert all(at(default, path) == at(tree, path) for path in names)
+    assert sorted(names) == sorted(path for path, _ in leaves(json.loads(json.dumps(default))))
+    assert sorted(names) == KEYS_FILE.read_text().split(), "users set these keys"
+    assert {f.name for f in dataclasses.fields(SFTConfig)} - {"_target_"} == set(tree)

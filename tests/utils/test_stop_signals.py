@@ -1,0 +1,28 @@
+"""The first signal is a wish, a second one ends the process; handlers come back."""
+
+import os
+import signal
+
+import pytest
+
+from verl.utils import stop_signals
+from verl.utils.stop_signals import StopSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_close_together_are_one(number):
+    before = signal.getsignal(number)
+    with StopSignals() as signals:
+        assert not signals.asked
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert signals.asked
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_signal_later_on_ends_the_process_with_143(monkeypatch):
+    monkeypatch.setattr(stop_signals, "SAME_STOP_S", 0.0)
+    with pytest.raises(SystemExit) as ended, StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 143
