@@ -27,7 +27,7 @@ from examples.dllm_arithmetic.evaluate import paired
 from examples.running import ROOT, PhaseFailed, Phases, console, make_progress, run_shown, run_side_by_side
 from verl.utils.report import write_report
 
-BUDGET_S = {"set-up": 400.0, "base": 240.0, "first stage": 420.0, "training": 700.0, "evaluation": 240.0}
+BUDGET_S = {"set-up": 400.0, "base": 240.0, "training": 700.0, "evaluation": 240.0}
 BLOCK, WINDOWS = 8, 6
 OWN_PROMPTS = 2000
 # Stages of the refinement, in order: steps, rounds K, weight of the clean text's loss, learning rate

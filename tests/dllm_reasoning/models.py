@@ -11,8 +11,8 @@ def tiny(architecture: str, seed: int = 0, initializer_range: float = 0.35, hidd
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=1,
-        tie_word_embeddings=False, initializer_range=initializer_range,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=PAD, eos_token_id=EOS,
+        bos_token_id=1, tie_word_embeddings=False, initializer_range=initializer_range,
     )  # fmt: skip
     if architecture == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape)).eval()

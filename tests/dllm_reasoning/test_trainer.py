@@ -84,6 +84,19 @@ def test_micro_batches_do_not_change_a_step(place, tmp_path):
     # the first AdamW step moves each weight by its gradient's sign times the learning rate: compare the gradient only
 
 
+@pytest.mark.parametrize("pattern", ["block", "packed"])
+def test_bfloat16_is_near_float32(place, tmp_path, pattern):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.num_iterations=1",
+                              "iterative.ar_loss_weight=1", "iterative.share_instruction=on",
+                              f"model.fsdp_config.dtype={dtype}")  # fmt: skip
+        found.append(steps(runs.trainer_of(config), 1)[0])
+        runs.leave_group()
+    assert found[1]["train/loss_total"] == pytest.approx(found[0]["train/loss_total"], rel=0.02)
+    assert found[1]["train/grad_norm"] == pytest.approx(found[0]["train/grad_norm"], rel=0.1)
+
+
 def _rank_run(rank, world_size, model, train, folder, patterns):
     torch.set_num_threads(1)
     found = []
