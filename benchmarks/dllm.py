@@ -118,7 +118,7 @@ def generation_rows(made: LlamaForCausalLM) -> list[Row]:
 
     def generate(use_cache: bool) -> None:
         # No token ends the text: each run writes all of its tokens.
-        iterative_generate(made, prompt, VOCABULARY, PAD, 7, 1, NEW_TOKENS, use_cache=use_cache)
+        iterative_generate(made, prompt, VOCABULARY, PAD, 7, 1, NEW_TOKENS, use_cache=use_cache, noise_token_id=EOS)
 
     seconds = alternate({"cached": lambda: generate(True), "whole": lambda: generate(False)}, 3)
     return [
