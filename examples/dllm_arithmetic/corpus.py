@@ -1,6 +1,6 @@
 """Multi-step word problems with worked steps; numbers are written digit by digit, so that steps must be calculated.
 
-    python -m examples.dllm_arithmetic.corpus --out DIR [--train 40000] [--test 1000] [--seed 0]
+    python -m examples.dllm_arithmetic.corpus --out DIR [--train 20000] [--test 1000] [--seed 0]
 
 Problems are those of the SPD demo (2 to 5 steps); answers are in its house style, each step with its calculation
 spelled out. Writes train.parquet, val.parquet and test.parquet (instruction, output, answer); no question occurs twice.
@@ -22,7 +22,7 @@ from examples.spd_arithmetic import corpus as problems
 PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
 SPECIAL = (PAD, EOS, UNK, MASK)
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
-COUNTS = {"train": 40000, "val": 200, "test": 1000}
+COUNTS = {"train": 20000, "val": 200, "test": 1000}
 
 
 def digits(text: str) -> str:
