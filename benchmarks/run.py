@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl", "dllm")
+NAMES = ("spd", "rl", "sft", "dllm")
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
@@ -25,6 +25,7 @@ WANTED: dict[str, Bound] = {
     "kv_share_gradient_difference_k4": ("at most", 1e-4),
     "generation_cache_speedup": ("at least", 4),
     "lossless_wall_speedup": ("at least", 1),
+    "sft_packing_loss_difference": ("at most", 1e-5),
 }
 
 

@@ -59,6 +59,8 @@ class FSDPSFTTrainer(RunKeeping):
         self.policy = CausalLMPolicy()
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
         self.policy.bind(self.engine.module)
+        if config.data.packing and not self.policy.remove_padding:
+            raise ValueError("data.packing=true: the attention of this model cannot be exchanged. Set it to false.")
         self._init_run(train_dataset, val_dataset)
 
     @classmethod

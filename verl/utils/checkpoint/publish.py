@@ -221,7 +221,7 @@ def disk_full(path: Path, needed: int) -> CheckpointWriteError:
     return CheckpointWriteError(
         errno.ENOSPC,
         f"no room for the checkpoint in {path}: at least {needed} bytes are needed, {free} are free. The checkpoint "
-        "before it is kept. Free some space, or lower trainer.max_actor_ckpt_to_keep",
+        "before it is kept. Free some space, or lower trainer.max_actor_ckpt_to_keep (SFT: max_ckpt_to_keep)",
     )
 
 

@@ -157,7 +157,7 @@ def _refuse_what_is_not_plain(options: dict, tokens: int) -> None:
         raise ValueError(
             f"the model's attention has sliding_window={window}, softcap={cap}, which a batch without padding does not "
             "know; set actor_rollout_ref.model.use_remove_padding=false and "
-            "actor_rollout_ref.actor.share_prompt_forward=false."
+            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
         )
 
 
