@@ -74,10 +74,10 @@ class Subject:
         return tokens / (time.perf_counter() - begun)
 
 
-def evaluate(name: str, subject: Subject) -> tuple[list[dict[str, Any]], list[bool]]:
-    """A row a mode, and which greedy answers are right."""
+def evaluate(name: str, subject: Subject, modes: list[str]) -> tuple[list[dict[str, Any]], list[bool]]:
+    """A row a mode (greedy is the first), and which greedy answers are right."""
     rows, greedy, correct = [], [], []
-    for mode in MODES:
+    for mode in ["greedy", *(mode for mode in modes if mode != "greedy")]:
         figures, answers, right = subject.measure(mode)
         if mode == "greedy":
             greedy, correct = answers, right
@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="questions; the first ones")
     parser.add_argument("--block", type=int, required=True)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--timed", type=int, default=100)
     parser.add_argument("--out", type=Path, required=True)
@@ -108,7 +109,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     name, _, directory = args.model.partition("=")
     questions = pd.read_parquet(args.questions)[: args.limit]
-    rows, correct = evaluate(name, Subject(Path(directory), questions, args.block, args.batch, args.timed))
+    subject = Subject(Path(directory), questions, args.block, args.batch, args.timed)
+    rows, correct = evaluate(name, subject, args.modes)
     args.out.write_text(json.dumps({"questions": len(questions), "rows": rows, "correct": correct}, indent=1))
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import dllm as benchmark
-from examples.dllm_arithmetic import corpus, curves, demo, evaluate
+from examples.dllm_arithmetic import corpus, curves, demo, evaluate, options
 from examples.running import PhaseFailed, run_side_by_side
 
 
@@ -78,6 +78,14 @@ def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert demo.result_table(found).row_count == len(evaluate.MODES)
     assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_options_are_means_over_seeds():
+    rows = [{"mode": mode, "accuracy": a, "tokens_per_forward": 2 * a, "same_as_greedy": 1.0}
+            for mode in options.MODES for a in (0.5, 0.7)]  # fmt: skip
+    found = options.summarize(rows)
+    assert found["slide"] == pytest.approx({"accuracy": 0.6, "tokens_per_forward": 1.2, "same_as_greedy": 1.0})
+    assert options.show({"packed": found}).row_count == 1
 
 
 def test_commands_side_by_side_tell_their_cpu_seconds_and_end_together(tmp_path):
