@@ -17,6 +17,7 @@ from dllm_reasoning.losses.layouts import Layout, NoiseSettings, build_layout
 
 VOCABULARY, EOS, PAD = 1024, 2, 0
 INSTRUCTION, RESPONSE, ROWS = 512, 128, 4  # the instruction is 4 times the response
+MEMORY_SHAPE = (64, 448, 4)  # instruction, response, rows
 NEW_TOKENS, REPETITIONS = 512, 5
 DEMO_MODEL = Path(os.environ.get("DLLM_MODEL", "outputs/dllm/refined"))  # what `make demo-dllm` leaves
 WALL_PROMPTS = 60
@@ -81,7 +82,7 @@ def peak(work: Callable[[], None]) -> int:
 
 def memory_rows(made: LlamaForCausalLM) -> list[Row]:
     """Peak of 4 rounds over that of 1: a backward pass each round, and the summed graph."""
-    data = layout(64, 448, 4, split=False)
+    data = layout(*MEMORY_SHAPE, split=False)
     ways = {name: Rounds(made, data, k, share=False, summed=summed) for name, k, summed in
             (("one", 1, False), ("four", 4, False), ("one_summed", 1, True), ("four_summed", 4, True))}  # fmt: skip
     peaks: dict[str, list[float]] = {name: [] for name in ways}

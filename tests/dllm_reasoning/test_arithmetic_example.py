@@ -101,13 +101,12 @@ def test_commands_side_by_side_tell_their_cpu_seconds_and_end_together(tmp_path)
     assert time.monotonic() - begun < 40
 
 
-def test_the_benchmark_measures_what_it_names(monkeypatch):
-    monkeypatch.setattr(benchmark, "INSTRUCTION", 24)
-    monkeypatch.setattr(benchmark, "RESPONSE", 6)
-    monkeypatch.setattr(benchmark, "ROWS", 2)
-    monkeypatch.setattr(benchmark, "REPETITIONS", 1)
-    monkeypatch.setattr(benchmark, "NEW_TOKENS", 12)
-    made = benchmark.model()
-    rows = {row.name: row.value for row in [*benchmark.sharing_rows(made), *benchmark.generation_rows(made)]}
+def test_the_benchmark_measures_what_it_names(monkeypatch, small):
+    for name, value in {"INSTRUCTION": 24, "RESPONSE": 6, "ROWS": 2, "REPETITIONS": 1, "NEW_TOKENS": 12,
+                        "MEMORY_SHAPE": (4, 8, 2), "WALL_PROMPTS": 2, "DEMO_MODEL": small / "model"}.items():  # fmt: skip
+        monkeypatch.setattr(benchmark, name, value)
+    rows = {row.name: row.value for row in benchmark.run()}
     assert rows["kv_share_gradient_difference_k2"] < 1e-5 and rows["kv_share_gradient_difference_k4"] < 1e-5
-    assert rows["kv_share_speedup_k4"] > 0 and rows["generation_cache_speedup"] > 0
+    assert rows["round_gradient_difference"] < 1e-6 and rows["lossless_wall_same_tokens"] == 1.0
+    for name in ("memory_k4_over_k1", "kv_share_speedup_k4", "generation_cache_speedup", "lossless_wall_speedup"):
+        assert rows[name] > 0, name
