@@ -1,6 +1,6 @@
 """Settings of verl 0.7.0's published command lines for FSDP text models, and our own scripts: all pass a dry run.
 
-Model and data paths are ours; every other key stands as its users know it. Not covered: SFT's command lines.
+Model and data paths are ours; every other key stands as its users know it. SFT's: tests/trainer/sft/test_sft_plan.py.
 """
 
 import os

@@ -76,15 +76,12 @@ class RunKeeping:
         self.global_steps = 0
         self.counters = {"nonfinite_in_row": 0, "skipped": 0}
         self.best: dict[str, Any] = {}
+        self.folder = Path(trainer.default_local_dir).expanduser().absolute()
+        trainer.default_local_dir = str(self.folder)  # where a resume looks
         self.run_files = RunFiles(self.folder, self.total_training_steps, trainer.report)
         epoch = len(self.train_stream.loader)
         told = "{} training samples, {} batches an epoch, {} steps"
         logger.info(told, len(train_dataset), epoch, self.total_training_steps)
-
-    @property
-    def folder(self) -> Path:
-        """The run's own folder."""
-        return Path(self.config.trainer.default_local_dir).expanduser().absolute()
 
     def fit(self) -> None:
         """Train until the last step, or until a stop is asked for, then leave checkpoint, metrics and report."""
@@ -149,8 +146,9 @@ class RunKeeping:
         limit = self.config.trainer.nonfinite_steps_max
         if self.counters["nonfinite_in_row"] >= limit:
             raise NonFiniteRun(
-                f"loss or gradient was NaN or infinite in {limit} steps in a row (trainer.nonfinite_steps_max); those "
-                "updates were skipped and the weights are as before. Lower optim.lr or look at the data."
+                f"loss or gradient was NaN or infinite, or nothing was learned, in {limit} steps in a row "
+                "(trainer.nonfinite_steps_max); they were skipped, the weights are as before. Lower optim.lr or look "
+                "at the data."
             )
 
     def _log(self, metrics: dict[str, float]) -> None:
