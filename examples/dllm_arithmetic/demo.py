@@ -42,7 +42,7 @@ def common(model: Path, data: Path, run: Path, steps: int, seed: int) -> dict[st
         "model.enable_gradient_checkpointing": "false", "model.fsdp_config.dtype": "float32", "optim.lr": RATE,
         "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": steps,
         "trainer.test_freq": 100, "trainer.seed": seed, "trainer.default_local_dir": run,
-        "trainer.logger": "[file,tensorboard]", "trainer.project_name": "dllm_arithmetic",
+        "trainer.logger": "[tensorboard]", "trainer.project_name": "dllm_arithmetic",
         "trainer.experiment_name": run.name,
         "trainer.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
     }  # fmt: skip

@@ -40,7 +40,7 @@ def compose(model, train, folder, *overrides):
     fixed = (
         f"model.partial_pretrain={model}", f"data.train_files={train}", f"trainer.default_local_dir={folder}",
         "model.fsdp_config.dtype=float32", "data.max_length=24", "data.train_batch_size=8",
-        "data.micro_batch_size_per_gpu=4", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
+        "data.micro_batch_size_per_gpu=4", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[]",
         "trainer.total_training_steps=4", "iterative.block_length=4", "iterative.windows_per_sample=3",
         "optim.lr=1e-2", "trainer.report=false",
     )  # fmt: skip

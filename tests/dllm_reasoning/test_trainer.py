@@ -17,8 +17,7 @@ from verl.utils.model import create_huggingface_actor
 
 
 @pytest.fixture(autouse=True)
-def fresh_group(monkeypatch, tmp_path):
-    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "log"))
+def fresh_group():
     yield
     runs.leave_group()
 
