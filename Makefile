@@ -1,7 +1,8 @@
 # Each target makes .venv itself when it is missing or out of date.
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
-#   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes (not tuned yet)
+#   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
+#   make demo-dllm                iterative refinement beside a plain SFT twin; generation in blocks (not tuned yet)
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about two hours on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)
@@ -16,7 +17,7 @@ TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo demo-grpo frontier test bench chaos lint clean
+.PHONY: env demo demo-grpo demo-dllm frontier test bench chaos lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -26,6 +27,9 @@ demo: env
 
 demo-grpo: env
 	@$(PY) -m examples.grpo_arithmetic.demo
+
+demo-dllm: env
+	@$(PY) -m examples.dllm_arithmetic.demo
 
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier

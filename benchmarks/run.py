@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import Bound, save
 
-NAMES = ("spd", "rl", "rewards", "sft")
+NAMES = ("spd", "rl", "rewards", "sft", "dllm")
 LONG = ("grpo_demo",)  # half an hour each: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -24,6 +24,14 @@ WANTED: dict[str, Bound] = {
     "grpo_step_vs_trl_short": ("at least", 0.9),
     "grpo_step_vs_trl_long": ("at least", 2),
     "grpo_demo_gain": ("at least", 1.5),
+    "memory_k4_over_k1": ("at most", 1.1),
+    "round_gradient_difference": ("at most", 1e-6),
+    "kv_share_speedup_k2": ("at least", 1.4),
+    "kv_share_speedup_k4": ("at least", 2),
+    "kv_share_gradient_difference_k2": ("at most", 1e-4),
+    "kv_share_gradient_difference_k4": ("at most", 1e-4),
+    "generation_cache_speedup": ("at least", 4),
+    "lossless_wall_speedup": ("at least", 1),
     "sft_packing_loss_difference": ("at most", 1e-5),
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -28,27 +29,63 @@ def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None =
 
     Raises PhaseFailed with the log's last lines when it fails; the child ends when this process is interrupted.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as out:
-        child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
-        try:
-            while child.poll() is None:
-                if watch is not None:
-                    watch()
-                time.sleep(0.5)
-        except BaseException:
-            child.terminate()
-            console.print(f"  waits for {command[1]} to end (at most {PATIENCE_S:.0f} s)")
-            try:
-                child.wait(timeout=PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-            raise
+    run_side_by_side([(command, log)], watch, env)
+
+
+def run_side_by_side(
+    jobs: Sequence[tuple[list[str], Path]], watch: Callable[[], None] | None = None, env: dict | None = None
+) -> list[float]:
+    """Run commands at once, as run_logged does one; gives the CPU seconds of each. All end when one fails."""
+    children = [_start(command, log, env) for command, log in jobs]
+    seconds = [0.0] * len(jobs)
+    try:
+        while any(child.returncode is None for child in children):
+            for i, (child, (command, log)) in enumerate(zip(children, jobs, strict=True)):
+                if child.returncode is None:
+                    seconds[i] = _look(child)
+                    if child.returncode:
+                        raise _failed(command, log, child.returncode)
+            if watch is not None:
+                watch()
+            time.sleep(0.5)
+    except BaseException:
+        _stop([(child, command) for child, (command, _) in zip(children, jobs, strict=True)])
+        raise
     if watch is not None:
         watch()
-    if child.returncode != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise PhaseFailed(f"{' '.join(command[:4])} ... ended with {child.returncode}; its last lines ({log}):\n{tail}")
+    return seconds
+
+
+def _start(command: list[str], log: Path, env: dict | None) -> subprocess.Popen:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w") as out:
+        return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
+
+
+def _look(child: subprocess.Popen) -> float:
+    """Take up an ended child's exit code; its CPU seconds, of what it waited for too (0 while it runs)."""
+    ended, status, usage = os.wait4(child.pid, os.WNOHANG)
+    if not ended:
+        return 0.0
+    child.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _stop(children: list[tuple[subprocess.Popen, list[str]]]) -> None:
+    alive = [(child, command) for child, command in children if child.returncode is None]
+    for child, _ in alive:
+        child.terminate()
+    for child, command in alive:
+        console.print(f"  waits for {command[1]} to end (at most {PATIENCE_S:.0f} s)")
+        try:
+            child.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+def _failed(command: list[str], log: Path, code: int) -> PhaseFailed:
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+    return PhaseFailed(f"{' '.join(command[:4])} ... ended with {code}; its last lines ({log}):\n{tail}")
 
 
 class TrainingWatch:

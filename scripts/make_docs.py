@@ -16,6 +16,8 @@ from verl.utils.metric.names import METRICS  # noqa: E402
 TREES = {
     "python -m verl.trainer.main_ppo": ROOT / "verl/trainer/config/ppo_trainer.yaml",
     "torchrun -m verl.trainer.fsdp_sft_trainer": ROOT / "verl/trainer/config/sft_trainer.yaml",
+    "torchrun -m dllm_reasoning.train_iterative_refine: what differs from SFT":
+        ROOT / "dllm_reasoning/config/iterative_refine.yaml",
     "python -m recipe.dapo.main_dapo: what differs": ROOT / "recipe/dapo/config/dapo_trainer.yaml",
     "the SPD scorer (spd_trainer): what differs": ROOT / "recipe/spd/config/spd_trainer.yaml",
 }

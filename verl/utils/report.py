@@ -24,7 +24,7 @@ from verl.utils.report_plots import Curve, draw_panel
 TEMPLATE = Path(__file__).with_name("report_template.html.jinja")
 
 _DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
-# Panels shown first when the run has their metrics: (title, what it tells, metric names or prefixes ending in "/").
+# Panels shown first when the run has their metrics: (title, what it tells, names or prefixes ending in "/" or "_").
 HEADLINES = (
     ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
     ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
@@ -32,6 +32,7 @@ HEADLINES = (
     ("Output length ratio", "hybrid completion over the baseline completion", ("spd/output_length_ratio",)),
     ("Policy loss", "", ("actor/pg_loss",)),
     ("Loss", "mean over the learned tokens of a step", ("train/loss",)),
+    ("Refinement", "loss of each round, of the clean text, and their weighted sum", ("train/loss_",)),
     ("Entropy", "nats per decision", ("actor/entropy",)),
     ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
     ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
@@ -87,8 +88,8 @@ def collect_series(rows: list[dict]) -> dict[str, Curve]:
 
 
 def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
-    exact = {w for w in wanted if not w.endswith("/")}
-    families = tuple(w for w in wanted if w.endswith("/"))
+    exact = {w for w in wanted if not w.endswith(("/", "_"))}
+    families = tuple(w for w in wanted if w.endswith(("/", "_")))
     return [c for name, c in series.items() if name in exact or name.startswith(families)]
 
 

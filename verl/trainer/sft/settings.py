@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.config.sft import SFTOptimConfig
 from verl.utils.fs import copy_to_local
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
@@ -43,6 +45,7 @@ def engine_parts(config: DictConfig, tokenizer: Any, total_steps: int) -> Engine
         strategy=config.model.strategy,
         seed=config.trainer.seed,
     )
-    schedule = optim.pop("lr_scheduler")
-    optimizer = FSDPOptimizerConfig(**optim, lr_scheduler_type=schedule, total_training_steps=total_steps)
+    schedule = optim["lr_scheduler"]
+    shared = {f.name: optim[f.name] for f in fields(SFTOptimConfig) if f.name not in ("_target_", "lr_scheduler")}
+    optimizer = FSDPOptimizerConfig(**shared, lr_scheduler_type=schedule, total_training_steps=total_steps)
     return model_settings(config, tokenizer), engine, optimizer, CheckpointConfig(**checkpoint)

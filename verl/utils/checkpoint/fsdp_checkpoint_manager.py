@@ -172,6 +172,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         if self.should_load_model:
             tensors = self._model_tensors()
             _check_names(folder / "model", set(tensors), set(extra["model"]))
+            _check_shapes(folder / "model", tensors)
             load_tensors(tensors, folder / "model")
         if self.should_load_optimizer and self.optimizer is not None:
             self._load_optimizer(folder, extra)
@@ -240,6 +241,15 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
         f"{len(unknown)} of its own are not trained here (such as {unknown[:3]}). Check model.path, model.lora_rank "
         "and what is frozen."
     )
+
+
+def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    described = read_metadata(folder).state_dict_metadata
+    for name, tensor in tensors.items():
+        stored, here = tuple(described[name].size), tuple(tensor.shape)
+        if stored != here:
+            what = f"{name} is {stored} there, {here} here"
+            raise ValueError(f"{folder} does not fit the model: {what}. Check model.path.")
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -47,7 +47,7 @@ class CausalLMPolicy(Policy):
         """Attaches the chunked forward to a sharded model, whose parameters are whole only inside its own forward."""
         if model in self._bound:
             return
-        if (self.remove_padding or self.share_prompt) and not make_packable(_causal_model(model)):
+        if (self.remove_padding or self.share_prompt) and not make_packable(causal_model(model)):
             self.remove_padding = self.share_prompt = False
         if isinstance(model, FSDPModule):
             setattr(model, FORWARD_METHOD, _response_log_probs.__get__(model))
@@ -91,7 +91,7 @@ def _response_log_probs(
 
     counted [B, R]: 0 leaves a token out as if it were padding.
     """
-    causal = _causal_model(model)
+    causal = causal_model(model)
     length = responses.shape[1]
     attended = attention_mask[:, -length:].bool()
     wanted = attended if counted is None else attended & counted.bool()
@@ -127,7 +127,7 @@ def _chunk_log_probs(
     with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, H], labels [N] -> log-probs [N], entropy [N] (zeros when not asked), float32."""
-    logits = _final_logits(head(hidden).float(), config) / temperature  # [N, V]
+    logits = final_logits(head(hidden).float(), config) / temperature  # [N, V]
     log_z = torch.logsumexp(logits, dim=-1)
     log_probs = logits.gather(-1, labels[:, None]).squeeze(-1) - log_z
     if not with_entropy:
@@ -135,7 +135,7 @@ def _chunk_log_probs(
     return log_probs, log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1)
 
 
-def _final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """What some model families do between the output matrix and the softmax. [N, V] -> [N, V]."""
     described = config.to_dict()
     cap, scale, divisor = (described.get(key) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
@@ -148,7 +148,7 @@ def _final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tenso
     return logits
 
 
-def _causal_model(model: nn.Module) -> PreTrainedModel:
+def causal_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside, with or without a peft wrapper."""
     inner = without_adapters(model)
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:

@@ -1,0 +1,1 @@
+"""Iterative-refinement SFT and block generation with a standard causal model."""

@@ -1,0 +1,1 @@
+"""Data and trainer of iterative refinement."""

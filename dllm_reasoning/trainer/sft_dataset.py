@@ -1,0 +1,92 @@
+"""Instruction and response pairs whose response survives truncation, checked before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from loguru import logger
+from omegaconf import DictConfig
+
+from dllm_reasoning.config.iterative import IterativeDataConfig
+from verl.utils.dataset.rl_dataset import DatasetError, data_setting, truncate_ids
+from verl.utils.dataset.sft_dataset import Segment, SFTDataset, encode_segments, right_padded
+
+Encoded = tuple[list[int], list[int]]
+"""Ids of a sample, and 1 for each that belongs to the response (its EOS too)."""
+
+
+class IterativeSFTDataset(SFTDataset):
+    """SFTDataset's rows; all of them are tokenised here, so that a bad one is named at once.
+
+    Settings beside SFTDataset's: use_chat_template and bad_rows. `skipped` counts the rows left out.
+    """
+
+    def __init__(
+        self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, max_samples: int = -1
+    ) -> None:
+        super().__init__(parquet_files, tokenizer, config, max_samples)
+        for kind in ("eos", "pad"):
+            if {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id}[kind] is None:
+                raise ValueError(f"the tokenizer {self.tokenizer.name_or_path!r} has no {kind} token; add one to its "
+                                 "tokenizer_config.json.")  # fmt: skip
+        self.encoded: list[Encoded] = []
+        kept, self.skipped = [], 0
+        for item in range(len(self)):
+            try:
+                self.encoded.append(self._encode(item))
+                kept.append(item)
+            except DatasetError as error:
+                if self.setting("bad_rows") == "stop":
+                    raise
+                self.skipped += 1
+                logger.debug("{}", error)
+        if self.skipped:
+            logger.warning("{} of {} rows are left out (data.bad_rows=skip); LOGURU_LEVEL=DEBUG names each",
+                           self.skipped, self.skipped + len(kept))  # fmt: skip
+        if not kept:
+            raise DatasetError(f"{', '.join(map(str, self.data_files))}: no row can be trained on.")
+        self._keep(kept)
+
+    def setting(self, name: str) -> Any:
+        return data_setting(self.config, name, IterativeDataConfig)
+
+    def segments(self, item: int) -> list[Segment]:
+        prompt, response = self.text_of(item, "prompt"), self.text_of(item, "response")
+        if not response.strip():
+            raise self.error(item, f"column '{self.setting('response_key')}' is empty; a response needs some text.")
+        return [(self.asked(item, prompt), False), (f"{response}{self.tokenizer.eos_token}", True)]
+
+    def asked(self, item: int, prompt: str) -> str:
+        """The instruction as the model reads it."""
+        if not self.setting("use_chat_template"):
+            return prompt
+        return self.render(item, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+
+    def _encode(self, item: int) -> Encoded:
+        ids, learned = encode_segments(self.tokenizer, self.segments(item))
+        asked, limit = learned.index(1), self.max_length
+        if asked == 0:
+            raise self.error(item, f"column '{self.setting('prompt_key')}' has no tokens; nothing predicts the "
+                             "response's first token.")  # fmt: skip
+        if len(ids) > limit:
+            if self.truncation == "error":
+                raise self.error(item, f"the sample has {len(ids)} tokens, data.max_length={limit}. Raise it, or set "
+                                 "data.truncation to left or right.")  # fmt: skip
+            lost = asked >= limit if self.truncation == "right" else len(ids) - asked >= limit
+            if lost:
+                part = "instruction" if asked >= limit else "response"
+                size = asked if asked >= limit else len(ids) - asked
+                raise self.error(item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the "
+                                 "rest. Raise it.")  # fmt: skip
+            ids, learned = (truncate_ids(values, limit, self.truncation) for values in (ids, learned))
+        return ids, learned
+
+    def instruction_ids(self, item: int) -> list[int]:
+        """What generation would start from."""
+        ids, learned = self.encoded[item]
+        return ids[: learned.index(1)]
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        return right_padded(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)

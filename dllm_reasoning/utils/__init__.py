@@ -1,0 +1,1 @@
+"""Noise for iterative refinement."""

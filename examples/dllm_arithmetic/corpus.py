@@ -1,0 +1,101 @@
+"""Multi-step word problems with worked steps; numbers are written digit by digit, so that steps must be calculated.
+
+    python -m examples.dllm_arithmetic.corpus --out DIR [--train 20000] [--test 1000] [--seed 0]
+
+Problems are those of the SPD demo (2 to 5 steps); answers are in its house style, each step with its calculation
+spelled out. Writes train.parquet, val.parquet and test.parquet (instruction, output, answer); no question occurs twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from pathlib import Path
+
+import pandas as pd
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from examples.spd_arithmetic import corpus as problems
+
+PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
+SPECIAL = (PAD, EOS, UNK, MASK)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
+COUNTS = {"train": 20000, "val": 200, "test": 1000}
+
+
+def digits(text: str) -> str:
+    """Each number as its digits, a space in between: 15 -> 1 5."""
+    return re.sub(r"\d+", lambda number: " ".join(number.group()), text)
+
+
+def instruction_of(problem: problems.Problem) -> str:
+    """The question."""
+    return digits(problems.question_text(problem))
+
+
+def worked_answer(problem: problems.Problem) -> str:
+    """The answer in house style: every step with its calculation, then `the answer is N`."""
+    words, _ = problems.render(problems.answer_slots(problem), problems.house_style)
+    return digits(" ".join(words))
+
+
+def vocabulary() -> dict[str, int]:
+    """Special tokens, digits, words."""
+    words = [word for word in problems.vocabulary() if not word.isdigit()]
+    return {token: i for i, token in enumerate([*SPECIAL, *"0123456789", *words])}
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Splits at spaces."""
+    inner = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNK))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, unk_token=UNK, mask_token=MASK, padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def draw(counts: dict[str, int], seed: int) -> dict[str, pd.DataFrame]:
+    """The splits as tables, by name."""
+    rng, rows = random.Random(f"dllm/{seed}"), {}
+    while len(rows) < sum(counts.values()):
+        problem = problems.sample_problem(rng)
+        rows[instruction_of(problem)] = (worked_answer(problem), str(problems.solve(problem)))
+    table = pd.DataFrame([(q, *a) for q, a in rows.items()], columns=["instruction", "output", "answer"])
+    found, start = {}, 0
+    for split, count in counts.items():
+        found[split] = table.iloc[start : start + count].reset_index(drop=True)
+        start += count
+    return found
+
+
+def final_answer(text: str) -> str | None:
+    """The number behind the last `answer is`, its digits joined; None where there is none."""
+    said = re.findall(r"answer is ((?:\d ?)+)", text)
+    return said[-1].replace(" ", "") if said else None
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    """1 where the final answer is right."""
+    return float(final_answer(solution_str) == ground_truth)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    for split, count in COUNTS.items():
+        parser.add_argument(f"--{split}", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for split, table in draw({split: vars(args)[split] for split in COUNTS}, args.seed).items():
+        table.to_parquet(args.out / f"{split}.parquet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Iterative refinement of a small language model on worked arithmetic, beside plain SFT of the same base.
+
+    python -m examples.dllm_arithmetic.demo [--seed 0] [--out DIR]
+
+Trains a base, then refinement and its SFT twin side by side, one thread each; the twin gets at least as much CPU time.
+Ends with accuracy against tokens per forward and per second for every mode, OUT/evaluation.json and OUT/curves.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+from rich.table import Table
+
+from examples.dllm_arithmetic.curves import draw_curves
+from examples.dllm_arithmetic.evaluate import paired
+from examples.running import ROOT, PhaseFailed, Phases, console, make_progress, run_shown, run_side_by_side
+from verl.utils.report import write_report
+
+BUDGET_S = {"set-up": 400.0, "base": 240.0, "training": 700.0, "evaluation": 240.0}
+BLOCK, WINDOWS = 8, 6
+STEPS, ROUNDS, AR_WEIGHT, RATE = 450, 2, 2.0, 1e-3
+TWIN_STEPS = 1100  # a step of plain SFT takes about half as long: the twin gets more CPU time
+
+
+def common(model: Path, data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Settings that both trainers share."""
+    return {
+        "data.train_files": data / "train.parquet", "data.val_files": data / "val.parquet", "data.max_length": 160,
+        "data.train_batch_size": 32, "data.micro_batch_size_per_gpu": 32, "data.dataloader_num_workers": 0,
+        "data.prompt_key": "instruction", "data.response_key": "output", "model.partial_pretrain": model,
+        "model.enable_gradient_checkpointing": "false", "model.fsdp_config.dtype": "float32", "optim.lr": RATE,
+        "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": steps,
+        "trainer.test_freq": 100, "trainer.seed": seed, "trainer.default_local_dir": run,
+        "trainer.logger": "[tensorboard]", "trainer.project_name": "dllm_arithmetic",
+        "trainer.experiment_name": run.name,
+        "trainer.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+    }  # fmt: skip
+
+
+def command(module: str, settings: Mapping[str, Any]) -> list[str]:
+    """A trainer's command line as a user would type it."""
+    return [sys.executable, "-m", module, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def refine_command(model: Path, data: Path, run: Path, steps: int, seed: int, *more: str) -> list[str]:
+    """Packed windows beside the clean text."""
+    settings = common(model, data, run, steps, seed) | {
+        "trainer.save_checkpoint_steps": -1, "iterative.noise_pattern": "packed", "iterative.block_length": BLOCK,
+        "iterative.windows_per_sample": WINDOWS, "iterative.num_iterations": ROUNDS,
+        "iterative.ar_loss_weight": AR_WEIGHT, "iterative.noise_seed": seed,
+    }  # fmt: skip
+    return [*command("dllm_reasoning.train_iterative_refine", settings), *more]
+
+
+def twin_command(model: Path, data: Path, run: Path, steps: int, seed: int) -> list[str]:
+    """Plain SFT on the given answers."""
+    return command("verl.trainer.fsdp_sft_trainer", common(model, data, run, steps, seed))
+
+
+def trained_model(run: Path) -> Path:
+    """The Hugging Face directory of a run's last checkpoint."""
+    step = (run / "latest_checkpointed_iteration.txt").read_text().strip()
+    return run / f"global_step_{step}" / "huggingface"
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Whole rows of a run's metrics."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Watch:
+    """A progress bar for each run, with its newest losses."""
+
+    def __init__(self, progress: Progress, runs: Mapping[str, tuple[Path, int]]) -> None:
+        self.progress, self.runs = progress, runs
+        self.tasks = {name: progress.add_task(f"{name}: starting", total=steps) for name, (_, steps) in runs.items()}
+
+    def __call__(self) -> None:
+        for name, (run, _) in self.runs.items():
+            if rows := metrics_of(run):
+                data = rows[-1]["data"]
+                losses = [f"{key.removeprefix('train/')} {data[key]:.3f}" for key in
+                          ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar") if key in data]  # fmt: skip
+                text = f"{name}: step {rows[-1]['step']}  {'  '.join(losses)}"
+                self.progress.update(self.tasks[name], completed=rows[-1]["step"], description=text)
+
+
+def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: list[str]) -> dict[str, float]:
+    """Both trainings at once, a thread each; gives the CPU seconds of each."""
+    model, data = out / "base" / "model", out / "base"
+    runs = {"refinement": (out / "refinement", steps), "twin": (out / "twin", twin_steps)}
+    for run, _ in runs.values():
+        shutil.rmtree(run, ignore_errors=True)
+    refine = refine_command(model, data, out / "refinement", steps, seed, *more)
+    twin = twin_command(model, data, out / "twin", twin_steps, seed)
+    with make_progress() as progress:
+        jobs = [(refine, out / "refinement.log"), (twin, out / "twin.log")]
+        seconds = run_side_by_side(jobs, Watch(progress, runs), {**os.environ, "OMP_NUM_THREADS": "1"})
+    return dict(zip(("refined", "twin"), seconds, strict=True))
+
+
+def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str, Any]:
+    """Both models at once; OUT/evaluation.json."""
+    jobs = []
+    for name, model in models.items():
+        asked = ["--model", f"{name}={model}", "--questions", str(out / "base" / "test.parquet"), "--block", str(BLOCK),
+                 "--limit", str(questions), "--out", str(out / f"evaluation_{name}.json")]  # fmt: skip
+        jobs.append(([sys.executable, "-m", "examples.dllm_arithmetic.evaluate", *asked], out / f"evaluate_{name}.log"))
+    run_side_by_side(jobs, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = {name: json.loads((out / f"evaluation_{name}.json").read_text()) for name in models}
+    counts = {part["questions"] for part in found.values()}
+    return {
+        "questions": counts.pop(), "rows": [row for part in found.values() for row in part["rows"]],
+        "greedy_refined_less_twin": paired(found["refined"]["correct"], found["twin"]["correct"]),
+    }  # fmt: skip
+
+
+def result_table(found: Mapping[str, Any]) -> Table:
+    """The rows as people read them."""
+    table = Table(title=f"{found['questions']} held-out questions; every forward counts")
+    for column in ("model", "mode", "block", "accuracy %", "tokens/forward", "tokens/s", "same as greedy %"):
+        table.add_column(column, justify="left" if column in ("model", "mode") else "right")
+    last = None
+    for row in found["rows"]:
+        if last not in (None, row["model"]):
+            table.add_section()
+        last = row["model"]
+        accuracy = f"{100 * row['accuracy']:.1f} ±{100 * row['accuracy_se']:.1f}"
+        table.add_row(row["model"], row["mode"], str(row["block"]), accuracy, f"{row['tokens_per_forward']:.2f}",
+                      f"{row['tokens_per_second']:.0f}", f"{100 * row['same_as_greedy']:.1f}")  # fmt: skip
+    return table
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "dllm")
+    parser.add_argument("--base-steps", type=int)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--twin-steps", type=int, default=TWIN_STEPS)
+    parser.add_argument("--questions", type=int, default=1000)
+    parser.add_argument("settings", nargs="*", help="further settings of the refinement, key=value")
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()
+    return args
+
+
+def make_base(args: argparse.Namespace) -> Callable[[], None]:
+    """The phase that trains the base, with a bar of its own."""
+    made = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(args.out / "base"), "--seed",
+            str(args.seed), *(["--steps", str(args.base_steps)] if args.base_steps else [])]  # fmt: skip
+    return lambda: run_shown(made)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the phases; gives the exit code."""
+    args, begun = parse(argv), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
+    out, run, phases, found, cpu = args.out, args.out / "refinement", Phases(BUDGET_S), {}, {}
+    console.rule("Iterative refinement beside plain SFT")
+    try:
+        phases.run("base", make_base(args))
+        phases.run("training", lambda: cpu.update(
+            refine_and_twin(out, args.seed, args.steps, args.twin_steps, args.settings)
+        ))  # fmt: skip
+        shutil.rmtree(out / "refined", ignore_errors=True)
+        shutil.copytree(trained_model(run), out / "refined")
+        models = {"refined": out / "refined", "twin": trained_model(out / "twin")}
+        phases.run("evaluation", lambda: found.update(evaluate(out, models, args.questions)))
+    except PhaseFailed as failure:
+        console.print(f"[red]{failure}[/red]")
+        return 1
+    found["cpu_seconds"] = cpu
+    (out / "evaluation.json").write_text(json.dumps(found, indent=1))
+    runs = [("refinement", metrics_of(run)), ("twin", metrics_of(out / "twin"))]
+    draw_curves(found, runs, out / "curves.png")
+    shutil.copy(out / "curves.png", run / "curves.png")
+    console.print(result_table(found))
+    gap = found["greedy_refined_less_twin"]
+    interval = f"{gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to {gap['high']:+.1f})"
+    spent = f"CPU seconds: refined {cpu['refined']:.0f}, twin {cpu['twin']:.0f}"
+    console.print(f"greedy, refined less twin: {interval}; {spent}")
+    console.print(phases.table())
+    console.print(f"report {write_report(run)}\nall in {time.monotonic() - begun:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

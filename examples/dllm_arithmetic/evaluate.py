@@ -1,0 +1,118 @@
+"""Accuracy, tokens per forward and tokens per second of both models in every mode of generation.
+
+    python -m examples.dllm_arithmetic.evaluate --model NAME=DIR --questions FILE --block W --out FILE
+
+Accuracy and tokens per forward are of all questions, in batches; tokens per second are of --timed questions, one at a
+time. Every forward counts. OUT is {"questions", "rows", "correct"}; `correct` has each question's verdict under greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dllm_reasoning.inference.generator import iterative_generate
+from examples.dllm_arithmetic.corpus import final_answer
+
+LIMIT = 128
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"refine_iter": 0, "add_eos_length": 0},
+    "refine 0": {"refine_iter": 0}, "refine 1": {"refine_iter": 1}, "refine 2": {"refine_iter": 2},
+    "converge": {"refine_iter": "converge"}, "slide": {"refine_iter": "slide"}, "verify": {"refine_iter": "verify"},
+    "slide 0.99": {"refine_iter": "slide", "confidence_threshold": 0.99},
+    "slide 0.9": {"refine_iter": "slide", "confidence_threshold": 0.9},
+}  # fmt: skip
+
+
+class Subject:
+    """A model on the questions."""
+
+    def __init__(self, directory: Path, questions: pd.DataFrame, block: int, batch: int, timed: int) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(directory)
+        self.truths, self.block, self.batch, self.timed = list(questions["answer"]), block, batch, timed
+        encode = self.tokenizer
+        self.prompts = [encode(q, add_special_tokens=False)["input_ids"] for q in questions["instruction"]]
+
+    def generate(self, prompts: list[list[int]], mode: str):
+        """Answers in one mode."""
+        options = {"add_eos_length": self.block - 1, **MODES[mode]}
+        return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
+                                  max_new_tokens=LIMIT, **options)  # fmt: skip
+
+    def measure(self, mode: str) -> tuple[dict[str, float], list[list[int]], list[bool]]:
+        """(figures, answers, which of them are right)."""
+        answers, tokens, forwards = [], 0, 0
+        for start in range(0, len(self.prompts), self.batch):
+            found = self.generate(self.prompts[start : start + self.batch], mode)
+            answers += found.tokens
+            tokens, forwards = tokens + sum(found.stats.tokens), forwards + sum(found.stats.forwards)
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        right = [final_answer(text) == truth for text, truth in zip(texts, self.truths, strict=True)]
+        share = sum(right) / len(right)
+        figures = {
+            "block": 1 if mode == "greedy" else self.block, "accuracy": share,
+            "accuracy_se": math.sqrt(share * (1 - share) / len(right)), "tokens_per_forward": tokens / forwards,
+            "tokens_per_second": self.speed(mode),
+        }  # fmt: skip
+        return figures, answers, right
+
+    def speed(self, mode: str) -> float:
+        """Tokens a second, one question at a time."""
+        self.generate(self.prompts[:1], mode)
+        begun, tokens = time.perf_counter(), 0
+        for prompt in self.prompts[: self.timed]:
+            tokens += self.generate([prompt], mode).stats.tokens[0]
+        return tokens / (time.perf_counter() - begun)
+
+
+def evaluate(name: str, subject: Subject, modes: list[str]) -> tuple[list[dict[str, Any]], list[bool]]:
+    """A row a mode (greedy is the first), and which greedy answers are right."""
+    rows, greedy, correct = [], [], []
+    for mode in ["greedy", *(mode for mode in modes if mode != "greedy")]:
+        figures, answers, right = subject.measure(mode)
+        if mode == "greedy":
+            greedy, correct = answers, right
+        same = sum(a == b for a, b in zip(answers, greedy, strict=True)) / len(greedy)
+        rows.append({"model": name, "mode": mode, **figures, "same_as_greedy": same})
+    return rows, correct
+
+
+def paired(a: list[bool], b: list[bool]) -> dict[str, float]:
+    """Mean of a - b over the same questions, in points, with its 95 % interval."""
+    differences = [100.0 * (x - y) for x, y in zip(a, b, strict=True)]
+    mean = sum(differences) / len(differences)
+    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / max(1, len(differences) - 1) / len(differences))
+    return {"difference": mean, "low": mean - 1.96 * spread, "high": mean + 1.96 * spread}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Evaluate one model and write its rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="NAME=DIR")
+    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--limit", type=int, help="questions; the first ones")
+    parser.add_argument("--block", type=int, required=True)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--timed", type=int, default=100)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    name, _, directory = args.model.partition("=")
+    questions = pd.read_parquet(args.questions)[: args.limit]
+    subject = Subject(Path(directory), questions, args.block, args.batch, args.timed)
+    rows, correct = evaluate(name, subject, args.modes)
+    args.out.write_text(json.dumps({"questions": len(questions), "rows": rows, "correct": correct}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

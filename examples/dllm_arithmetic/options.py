@@ -1,0 +1,115 @@
+"""Patterns, noise token, rounds and weights of iterative refinement, each trained from the same base.
+
+    python -m examples.dllm_arithmetic.options [--seeds 0 1 2] [--options packed iid ...] [--out DIR]
+
+Two trainings run at a time, one thread each; what is trained already is reused. Ends with a table of means over seeds
+and OUT/options.json. The plain SFT twin is among the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from examples.dllm_arithmetic import demo
+from examples.running import ROOT, PhaseFailed, console, run_logged
+
+OWN = [
+    "iterative.self_generate.enable=true", "iterative.self_generate.max_prompts=4000",
+    "iterative.self_generate.max_new_tokens=128", "iterative.self_generate.keep_ground_truth=true",
+    "iterative.self_generate.ground_truth_key=answer",
+    "iterative.self_generate.reward_function.path=examples/dllm_arithmetic/corpus.py",
+]  # fmt: skip
+# Settings beside the demo's own; "twin" is plain SFT.
+OPTIONS: dict[str, list[str]] = {
+    "packed": [],
+    "packed, K=1": ["iterative.num_iterations=1"],
+    "packed, K=3": ["iterative.num_iterations=3"],
+    "packed, AR 0": ["iterative.ar_loss_weight=0"],
+    "packed, AR 4": ["iterative.ar_loss_weight=4"],
+    "packed, mask": ["iterative.noise_token=mask"],
+    "packed, own answers": OWN,
+    "iid": ["iterative.noise_pattern=iid", "iterative.ar_loss_weight=0"],
+    "iid, AR 2": ["iterative.noise_pattern=iid"],
+    "suffix, AR 2": ["iterative.noise_pattern=suffix"],
+    "block, AR 2": ["iterative.noise_pattern=block"],
+    "trajectory, AR 2": ["iterative.noise_pattern=trajectory"],
+    "twin": [],
+}
+MODES = ("greedy", "refine 1", "slide", "verify")
+FIGURES = ("accuracy", "tokens_per_forward", "same_as_greedy")
+
+
+def settle(option: str, seed: int, out: Path) -> list[dict[str, Any]]:
+    """Train and evaluate one option from the seed's base; its rows."""
+    base, run = out / f"base-seed{seed}", out / f"{option.replace(', ', '_').replace(' ', '-')}-seed{seed}"
+    rows = run / "evaluation.json"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not rows.exists():
+        if option == "twin":
+            command = demo.twin_command(base / "model", base, run, demo.TWIN_STEPS, seed)
+        else:
+            command = demo.refine_command(base / "model", base, run, demo.STEPS, seed, *OPTIONS[option])
+        run_logged(command, run.with_suffix(".log"), env=environment)
+        asked = ["--model", f"{option}={demo.trained_model(run)}", "--questions", str(base / "test.parquet"), "--block",
+                 str(demo.BLOCK), "--timed", "10", "--modes", *MODES, "--out", str(rows)]  # fmt: skip
+        run_logged([sys.executable, "-m", "examples.dllm_arithmetic.evaluate", *asked], run / "evaluate.log",
+                   env=environment)  # fmt: skip
+        console.print(f"trained and evaluated: {option}, seed {seed}")
+    return json.loads(rows.read_text())["rows"]
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean over seeds of each figure, by mode."""
+    found = {}
+    for mode in MODES:
+        mine = [row for row in rows if row["mode"] == mode]
+        found[mode] = {name: sum(row[name] for row in mine) / len(mine) for name in FIGURES}
+    return found
+
+
+def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """A line an option: accuracy %, and tokens per forward, of each mode."""
+    table = Table("option", *MODES, title="accuracy % @ tokens per forward, means over seeds")
+    for option, modes in found.items():
+        table.add_row(option, *(f"{100 * modes[m]['accuracy']:.1f} @ {modes[m]['tokens_per_forward']:.2f}"
+                                for m in MODES))  # fmt: skip
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train and evaluate everything; gives the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "dllm_options")
+    args = parser.parse_args(argv)
+    out = args.out.resolve()
+    try:
+        for seed in args.seeds:
+            if not (out / f"base-seed{seed}" / "test.parquet").exists():
+                made = ["--out", str(out / f"base-seed{seed}"), "--seed", str(seed)]
+                run_logged([sys.executable, "-m", "examples.dllm_arithmetic.make_base", *made],
+                           out / f"base-seed{seed}.log")  # fmt: skip
+        jobs = [(option, seed) for seed in args.seeds for option in args.options]
+        with ThreadPoolExecutor(2) as pool:
+            rows = dict(zip(jobs, pool.map(lambda job: settle(*job, out), jobs), strict=True))
+    except PhaseFailed as failure:
+        console.print(f"[red]{failure}[/red]")
+        return 1
+    found = {o: summarize([row for seed in args.seeds for row in rows[o, seed]]) for o in args.options}
+    console.print(show(found))
+    (out / "options.json").write_text(json.dumps({"seeds": args.seeds, "options": found}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

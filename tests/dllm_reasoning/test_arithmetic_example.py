@@ -1,0 +1,112 @@
+"""The demo's corpus, evaluation and pictures; its benchmark on a small shape. Not covered: the trained figures."""
+
+import json
+import re
+import sys
+import time
+
+import pandas as pd
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import dllm as benchmark
+from examples.dllm_arithmetic import corpus, curves, demo, evaluate, options
+from examples.running import PhaseFailed, run_side_by_side
+
+
+def test_every_worked_step_is_right_and_leads_to_the_answer():
+    tables = corpus.draw({"train": 60, "val": 20, "test": 20}, seed=4)
+    rows = pd.concat(tables.values())
+    assert rows["instruction"].is_unique and [len(t) for t in tables.values()] == [60, 20, 20]
+    calculated = 0
+    for _, (_, output, answer) in rows.iterrows():
+        for a, op, b, c in re.findall(r"((?:\d ?)+)([-+*/]) ((?:\d ?)+)= ((?:\d ?)+)", output):
+            a, b, c = (int(x.replace(" ", "")) for x in (a, b, c))
+            assert {"+": a + b, "-": a - b, "*": a * b, "/": a / b}[op] == c
+            calculated += 1
+        assert corpus.final_answer(output) == answer and corpus.compute_score("", output, answer) == 1.0
+        assert corpus.compute_score("", output, str(int(answer) + 1)) == 0.0
+    assert calculated > 150 and corpus.draw({"train": 5}, 4)["train"].equals(tables["train"][:5])
+
+
+def test_every_word_has_a_token_and_numbers_are_digits():
+    tokenizer = corpus.build_tokenizer()
+    rows = corpus.draw({"train": 300}, seed=1)["train"]
+    for text in [*rows["instruction"], *rows["output"]]:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+    assert corpus.digits("15 + 7 = 22") == "1 5 + 7 = 2 2" and corpus.final_answer("no number") is None
+
+
+def test_paired_interval_by_hand():
+    found = evaluate.paired([True, True, False, True], [True, False, False, False])
+    # differences 0, 100, 0, 100: mean 50, standard deviation 57.735, standard error 28.868
+    assert found["difference"] == 50 and found["low"] == pytest.approx(50 - 1.96 * 28.8675, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arithmetic")
+    torch.manual_seed(0)
+    tokenizer = corpus.build_tokenizer()
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )).save_pretrained(folder / "model")  # fmt: skip
+    tokenizer.save_pretrained(folder / "model")
+    corpus.main(["--out", str(folder), "--train", "2", "--val", "2", "--test", "6"])
+    return folder
+
+
+def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
+    out = tmp_path / "rows.json"
+    threads = torch.get_num_threads()
+    evaluate.main(["--model", f"tiny={small / 'model'}", "--questions", str(small / "test.parquet"), "--block", "4",
+                   "--batch", "4", "--timed", "1", "--out", str(out)])  # fmt: skip
+    torch.set_num_threads(threads)
+    found = json.loads(out.read_text())
+    assert found["questions"] == 6 == len(found["correct"]) and [r["mode"] for r in found["rows"]] == [*evaluate.MODES]
+    rows = {row["mode"]: row for row in found["rows"]}
+    assert set(rows["slide"]) == {"model", "mode", "block", "accuracy", "accuracy_se", "tokens_per_forward",
+                                  "tokens_per_second", "same_as_greedy"}  # fmt: skip
+    assert rows["greedy"]["tokens_per_forward"] == 1.0 and rows["greedy"]["block"] == 1 and rows["slide"]["block"] == 4
+    for mode in ("greedy", "converge", "slide", "verify"):
+        assert rows[mode]["same_as_greedy"] == 1.0 and rows[mode]["accuracy"] == rows["greedy"]["accuracy"]
+    steps = [{"step": s, "data": {"train/loss_s0": 2.0 / s, "train/loss_s1": 1.0 / s}} for s in (1, 2, 3)]
+    curves.draw_curves(found, [("stage 0", steps)], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert demo.result_table(found).row_count == len(evaluate.MODES)
+    assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_options_are_means_over_seeds():
+    rows = [{"mode": mode, "accuracy": a, "tokens_per_forward": 2 * a, "same_as_greedy": 1.0}
+            for mode in options.MODES for a in (0.5, 0.7)]  # fmt: skip
+    found = options.summarize(rows)
+    assert found["slide"] == pytest.approx({"accuracy": 0.6, "tokens_per_forward": 1.2, "same_as_greedy": 1.0})
+    assert options.show({"packed": found}).row_count == 1
+
+
+def test_commands_side_by_side_tell_their_cpu_seconds_and_end_together(tmp_path):
+    work = "import time; begun = time.process_time()\nwhile time.process_time() - begun < 0.4: pass"
+    busy, idle = [sys.executable, "-c", work], [sys.executable, "-c", "pass"]
+    seconds = run_side_by_side([(busy, tmp_path / "a"), (idle, tmp_path / "b")])
+    assert 0.4 <= seconds[0] < 5 and seconds[1] < seconds[0]
+    long = [sys.executable, "-c", "import time; time.sleep(60)"]
+    wrong = [sys.executable, "-c", "raise SystemExit(3)"]
+    begun = time.monotonic()
+    with pytest.raises(PhaseFailed, match="ended with 3"):
+        run_side_by_side([(long, tmp_path / "a"), (wrong, tmp_path / "b")])
+    assert time.monotonic() - begun < 40
+
+
+def test_the_benchmark_measures_what_it_names(monkeypatch, small):
+    sizes = {"INSTRUCTION": 24, "RESPONSE": 6, "ROWS": 2, "REPETITIONS": 1, "NEW_TOKENS": 12, "WALL_PROMPTS": 2}
+    for name, value in {**sizes, "MEMORY_SHAPE": (4, 8, 2), "DEMO_MODEL": small / "model"}.items():
+        monkeypatch.setattr(benchmark, name, value)
+    rows = {row.name: row.value for row in benchmark.run()}
+    assert rows["kv_share_gradient_difference_k2"] < 1e-5 and rows["kv_share_gradient_difference_k4"] < 1e-5
+    assert rows["round_gradient_difference"] < 1e-6 and rows["lossless_wall_same_tokens"] == 1.0
+    for name in ("memory_k4_over_k1", "kv_share_speedup_k4", "generation_cache_speedup", "lossless_wall_speedup"):
+        assert rows[name] > 0, name

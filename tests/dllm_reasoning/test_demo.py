@@ -1,0 +1,119 @@
+"""Every option of the demo command, and the alignment check on a real model."""
+
+import json
+
+import pytest
+import torch
+
+from dllm_reasoning.inference import demo
+from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.losses import layouts
+from dllm_reasoning.scripts import verify_label_alignment
+from tests.dllm_reasoning import runs
+from verl.utils.model import create_huggingface_actor
+from verl.utils.tokenizer import hf_tokenizer
+
+PROMPTS = ["a 2 + 3 =", "7 + 1 =", "b c 4 + 4 = d"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return runs.save_model(tmp_path_factory.mktemp("dllm") / "model")
+
+
+def run(model_path, tmp_path, *options):
+    out = tmp_path / "out.jsonl"
+    code = demo.main(["--model_path", model_path, "--output_file", str(out), "--max_new_tokens", "12", *options])
+    return code, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def tokens_of(model_path, prompts, **more):
+    tokenizer, model = hf_tokenizer(model_path), create_huggingface_actor(model_path)
+    ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
+    found = iterative_generate(model, ids, 2, 0, **{"max_new_tokens": 12, **more})
+    return [tokenizer.decode(t, skip_special_tokens=True) for t in found.tokens], found.stats
+
+
+def test_one_prompt_with_the_defaults(model_path, tmp_path, capsys):
+    code, rows = run(model_path, tmp_path, "--prompt", PROMPTS[0])
+    wanted, stats = tokens_of(model_path, PROMPTS[:1])
+    assert code == 0 and [r["response"] for r in rows] == wanted and rows[0]["prompt"] == PROMPTS[0]
+    assert rows[0]["tokens"] == stats.tokens[0] and rows[0]["forwards"] == stats.forwards[0]
+    assert "tokens per forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [(["--refine_iter", "slide", "--add_eos_length", "5"], {"refine_iter": "slide", "add_eos_length": 5}),
+     (["--refine_iter", "0", "--add_eos_length", "3"], {"refine_iter": 0, "add_eos_length": 3}),
+     (["--max_new_tokens", "3"], {"max_new_tokens": 3}),
+     (["--max_length", "9"], {"max_length": 9}),
+     (["--noise_token_id", "7", "--refine_iter", "1"], {"noise_token_id": 7, "refine_iter": 1}),
+     (["--temperature", "1.1", "--top_k", "9", "--top_p", "0.8", "--seed", "4"],
+      {"temperature": 1.1, "top_k": 9, "top_p": 0.8, "seed": 4}),
+     (["--refine_iter", "slide", "--confidence_threshold", "0.2"],
+      {"refine_iter": "slide", "confidence_threshold": 0.2}),
+     (["--no_cache", "--dtype", "float32", "--device", "cpu"], {"use_cache": False})],
+)  # fmt: skip
+def test_options_reach_the_generator(model_path, tmp_path, options, settings):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n\n")
+    code, rows = run(model_path, tmp_path, "--prompts_file", str(file), "--batch_size", "3", *options)
+    wanted, _ = tokens_of(model_path, PROMPTS, **settings)
+    assert code == 0 and [r["response"] for r in rows] == wanted
+
+
+def test_batches_display_and_columns(model_path, tmp_path, capsys):
+    file = runs.save_rows(tmp_path / "prompts.parquet", [(p, "x") for p in PROMPTS])
+    wanted, _ = tokens_of(model_path, PROMPTS)
+    for size in ("1", "2"):
+        code, rows = run(model_path, tmp_path, "--prompts_file", file, "--batch_size", size, "--max_display", "1")
+        assert code == 0 and [r["response"] for r in rows] == wanted
+        shown = capsys.readouterr().out
+        assert PROMPTS[0] in shown and PROMPTS[1] not in shown
+    code, rows = run(model_path, tmp_path, "--prompts_file", file, "--prompt_key", "output")
+    assert code == 0 and [r["prompt"] for r in rows] == ["x"] * 3
+
+
+def test_chat_template_wraps_the_prompt(model_path, tmp_path):
+    code, rows = run(model_path, tmp_path, "--prompt", PROMPTS[0], "--use_chat_template")
+    assert code == 0 and [r["response"] for r in rows] == tokens_of(model_path, [f"q : {PROMPTS[0]} a : "])[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--prompts_file", "nowhere.txt"], "--prompts_file nowhere.txt: no such file"),
+     (["--prompt", "a", "--refine_iter", "sldie"], "refine_iter='sldie' is unknown; did you mean 'slide'?"),
+     (["--prompt", "a", "--dtype", "int3"], "--dtype='int3' is not a dtype"),
+     (["--prompt", ""], "prompt 0 has 0 tokens")],
+)  # fmt: skip
+def test_mistakes_end_in_a_sentence(model_path, tmp_path, capsys, options, said):
+    code, _ = run(model_path, tmp_path, *options)
+    assert code == 1 and said in capsys.readouterr().err
+
+
+def test_a_column_that_is_not_there_names_file_and_row(model_path, tmp_path, capsys):
+    file = runs.save_rows(tmp_path / "prompts.parquet", [("a", "x")])
+    code, _ = run(model_path, tmp_path, "--prompts_file", file, "--prompt_key", "question")
+    assert code == 1 and "prompts.parquet, row 0: no text in column 'question'" in capsys.readouterr().err
+
+
+def test_label_alignment_holds_on_a_real_model(model_path, capsys):
+    asked = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
+    assert verify_label_alignment.main(asked) == 0
+    assert capsys.readouterr().out.count(": ok") == 4
+
+
+@pytest.mark.parametrize("broken", ["labels", "mask", "shift"])
+def test_label_alignment_is_found_broken(model_path, capsys, monkeypatch, broken):
+    if broken == "labels":
+        monkeypatch.setattr(layouts, "_next_labels", lambda ids, answers: torch.where(answers, ids, -100))
+    elif broken == "mask":
+        spoil = lambda ids, answers, noised, token: torch.where(noised.roll(1, 1), token, ids)  # noqa: E731
+        monkeypatch.setattr(layouts, "q_sample", spoil)
+    else:
+        unshifted = lambda ids, said, region: torch.where(region.bool(), said, ids)  # noqa: E731
+        monkeypatch.setattr(verify_label_alignment, "greedy_decode_response", unshifted)
+    asked = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
+    assert verify_label_alignment.main(asked) == 1
+    assert "WRONG" in capsys.readouterr().out

@@ -1,0 +1,210 @@
+"""Lossless modes say what greedy decoding says, token for token: two architectures, batched, ragged, with a cache."""
+
+import functools
+
+import pytest
+import torch
+
+from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, Verify, commit_rule, settled
+from dllm_reasoning.inference.generator import iterative_generate
+from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny
+
+LIMIT = 24
+
+
+@functools.cache
+def prompts(count=200):
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 14, (count,), generator=generator).tolist()
+    return tuple(tuple(torch.randint(5, VOCABULARY, (n,), generator=generator).tolist()) for n in lengths)
+
+
+@functools.cache
+def model_of(architecture):
+    return tiny(architecture, seed=1)
+
+
+@functools.cache
+def greedy(architecture):
+    """Hugging Face's own greedy generate, prompts of one length at a time."""
+    model, found = model_of(architecture), {}
+    for length in {len(p) for p in prompts()}:
+        group = [p for p in prompts() if len(p) == length]
+        out = model.generate(torch.tensor(group), attention_mask=torch.ones(len(group), length, dtype=torch.int64),
+                             max_new_tokens=LIMIT, do_sample=False, pad_token_id=PAD, eos_token_id=EOS)  # fmt: skip
+        for prompt, row in zip(group, out[:, length:].tolist(), strict=True):
+            found[prompt] = row[: row.index(EOS) + 1] if EOS in row else row
+    return [found[p] for p in prompts()]
+
+
+def generate(architecture, asked, **more):
+    return iterative_generate(model_of(architecture), asked, EOS, PAD, max_new_tokens=LIMIT, **more)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
+def test_lossless_modes_equal_greedy_generate_on_200_ragged_prompts(architecture, mode):
+    wanted = greedy(architecture)
+    assert any(row[-1] == EOS and len(row) < LIMIT for row in wanted) and any(len(row) == LIMIT for row in wanted)
+    found = []
+    for start in range(0, 200, 50):
+        found += generate(architecture, prompts()[start : start + 50], add_eos_length=5, refine_iter=mode).tokens
+    assert found == wanted
+
+
+@pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
+def test_lossless_modes_one_prompt_at_a_time_and_without_a_cache(mode):
+    wanted = greedy("llama")[:12]
+    for more in ({}, {"use_cache": False}):
+        found = [generate("llama", [p], add_eos_length=7, refine_iter=mode, **more) for p in prompts()[:12]]
+        assert [f.tokens[0] for f in found] == wanted
+    batched = generate("llama", prompts()[:12], add_eos_length=7, refine_iter=mode, use_cache=False)
+    assert batched.tokens == wanted
+
+
+def test_token_by_token_takes_a_forward_a_token():
+    found = generate("qwen3", prompts()[:20], add_eos_length=0)
+    assert found.tokens == greedy("qwen3")[:20]
+    assert found.stats.forwards == [len(t) for t in found.tokens] == found.stats.tokens
+    assert found.stats.tokens_per_forward == 1.0 and found.stats.batch_forwards == max(found.stats.forwards)
+
+
+def test_a_left_padded_tensor_gives_what_lists_give():
+    asked = prompts()[:6]
+    width = max(map(len, asked))
+    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in asked])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in asked])
+    found = generate("llama", ids, attention_mask=mask, refine_iter="slide", add_eos_length=4)
+    assert found.tokens == greedy("llama")[:6]
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_fixed_rounds_equal_the_rule_written_out(times):
+    model, width = model_of("llama"), 6
+    for prompt in prompts()[:6]:
+        text, new = list(prompt), []
+        while len(new) < LIMIT and EOS not in new:
+            fed = [EOS] * (min(width, LIMIT - len(new)) - 1)
+            for _ in range(times + 1):
+                logits = model(torch.tensor([text + fed])).logits[0, len(text) - 1 :]
+                said = logits.argmax(-1).tolist()
+                settled_now, fed = said[:-1] == fed, said[:-1]
+                if settled_now:
+                    break
+            new += said[: said.index(EOS) + 1] if EOS in said else said
+            text = list(prompt) + new
+        assert generate("llama", [prompt], add_eos_length=width - 1, refine_iter=times).tokens[0] == new
+
+
+@pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
+def test_sampling_draws_the_same_in_every_lossless_mode(mode):
+    options = dict(temperature=1.3, top_k=12, top_p=0.9, seed=7)
+    plain = generate("llama", prompts()[:8], add_eos_length=0, **options)
+    found = generate("llama", prompts()[:8], add_eos_length=5, refine_iter=mode, **options)
+    assert found.tokens == plain.tokens != greedy("llama")[:8]
+    other = generate("llama", prompts()[:8], add_eos_length=0, **{**options, "seed": 8})
+    assert other.tokens != plain.tokens
+
+
+def test_sampling_follows_the_probabilities():
+    model, prompt = tiny("llama", seed=1, initializer_range=0.05), list(prompts()[0])
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    drawn = iterative_generate(model, [prompt] * 3000, EOS, PAD, 0, 0, 1, temperature=1.0).tokens
+    share = torch.bincount(torch.tensor([t[0] for t in drawn]), minlength=VOCABULARY) / 3000
+    assert float((share - wanted).abs().max()) < 0.02
+
+
+def test_slide_commits_what_is_settled_by_hand():
+    rule, row = Slide(4, 9, None), Row(0, [1], 1, 99, guesses=[5, 6, 9])
+    assert rule.step(row, [5, 6, 7, 8], None) == [5, 6, 7] and row.guesses == [8, 9, 9]
+    row.guesses = [5, 6, 7]
+    assert rule.step(row, [4, 3, 2, 1], None) == [4] and row.guesses == [3, 2, 1]
+    row.guesses = [5, 6, 7]
+    sure = Slide(4, 9, 0.9)
+    assert sure.step(row, [4, 3, 2, 1], [0.1, 0.95, 0.91, 0.5]) == [4, 3, 2] and row.guesses == [1, 9, 9]
+
+
+def test_verify_keeps_n_guesses_and_n_noise_by_hand():
+    rule = Verify(3, 9)
+    row = Row(0, [1], 1, 99, guesses=[5, 6, 9, 9])
+    assert rule.step(row, [5, 6, 7, 8, 3], None) == [5, 6, 7] and row.guesses == [8, 3, 9, 9]
+    row.guesses = [5, 6, 9, 9]
+    assert rule.step(row, [5, 4, 7, 8, 3], None) == [5, 4] and row.guesses == [7, 8, 9, 9]
+
+
+def test_refine_stops_when_a_round_changes_nothing_by_hand():
+    rule, row = Refine(3, 9, 2), Row(0, [1], 1, 99, guesses=[9, 9])
+    assert rule.step(row, [5, 6, 7], None) == [] and row.guesses == [5, 6] and row.rounds == 1
+    assert rule.step(row, [5, 6, 8], None) == [5, 6, 8] and row.guesses == [9, 9]
+    assert settled([1, 2], [1, 3, 4]) == 1
+
+
+def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():
+    row = Row(0, [1], 1, 4)
+    row.commit([5, 6], [5, 3], frozenset({2}))
+    assert not row.done and row.remaining == 2 and row.known == 2
+    row.commit([7, 8, 9], [7], frozenset({2}))
+    assert row.done and row.tokens == [1, 5, 6, 7, 8]
+    row = Row(0, [1], 1, 9)
+    row.commit([5, 2, 7], [], frozenset({2}))
+    assert row.done and row.tokens == [1, 5, 2]
+
+
+def test_max_length_counts_the_prompt_and_several_end_tokens_end():
+    found = generate("llama", prompts()[:20], max_length=16, refine_iter="slide", add_eos_length=4)
+    for prompt, new, wanted in zip(prompts(), found.tokens, greedy("llama"), strict=False):
+        assert new == wanted[: 16 - len(prompt)]
+    first = greedy("llama")[0][2]
+    several = iterative_generate(model_of("llama"), prompts()[:1], [EOS, first], PAD, 4, "slide", LIMIT).tokens[0]
+    assert several == greedy("llama")[0][: greedy("llama")[0].index(first) + 1]
+
+
+def test_the_window_of_the_model_is_the_default_and_a_longer_one_warns(caplog):
+    from loguru import logger
+
+    model = tiny("llama", seed=1)
+    heard = []
+    sink = logger.add(heard.append, level="WARNING")
+    try:
+        model.config.dllm_window, model.config.dllm_noise_token_id = 4, 7
+        found = iterative_generate(model, prompts()[:1], EOS, PAD, refine_iter=0, max_new_tokens=12)
+        assert len(found.stats.rounds[0]) == -(-len(found.tokens[0]) // 4) and not heard
+        iterative_generate(model, prompts()[:1], EOS, PAD, 15, 0, 12)
+        assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in heard[0]
+    finally:
+        logger.remove(sink)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"refine_iter": "slde"}, "refine_iter='slde' is unknown; did you mean 'slide'"),
+     ({"refine_iter": -1}, "refine_iter=-1 is unknown"),
+     ({"refine_iter": "converge", "confidence_threshold": 0.9}, "confidence_threshold=0.9 is for refine_iter=slide"),
+     ({"add_eos_length": -1}, "add_eos_length=-1 is below 0"),
+     ({"max_length": 3}, "prompt 1 has 4 tokens; it needs at least one, and fewer than max_length=3"),
+     ({"input_ids": []}, "input_ids holds no prompt")],
+)  # fmt: skip
+def test_bad_arguments_are_named(more, said):
+    asked = {"input_ids": [[5], [5, 6, 7, 8]], "add_eos_length": 3, **more}
+    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
+        iterative_generate(model_of("llama"), eos_token_id=EOS, pad_token_id=PAD, **asked)
+
+
+def test_commit_rule_by_name():
+    assert isinstance(commit_rule(2, 8, 2, None), Refine) and commit_rule("3", 8, 2, None).times == 3
+    assert isinstance(commit_rule("verify", 8, 2, None), Verify) and commit_rule("converge", 8, 2, None).times is None
+
+
+def test_layers_with_a_sliding_window_are_read_without_a_cache():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=6, initializer_range=0.35, pad_token_id=PAD, eos_token_id=EOS,
+    )).eval()  # fmt: skip
+    prompt = list(prompts()[3])
+    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
+    found = iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 16).tokens[0]
+    assert found == (wanted[: wanted.index(EOS) + 1] if EOS in wanted else wanted)

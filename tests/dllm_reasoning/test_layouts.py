@@ -1,0 +1,91 @@
+"""Shift, masks and windows of a six-token sample by hand."""
+
+import torch
+
+from dllm_reasoning.losses import layouts
+from dllm_reasoning.losses.layouts import IGNORED, NoiseSettings, build_layout
+from tests.dllm_reasoning.models import samples
+
+# instruction 10 11, response 12 13 14 EOS(2); noise token 40
+BATCH = {
+    "input_ids": torch.tensor([[10, 11, 12, 13, 14, 2]]),
+    "attention_mask": torch.ones(1, 6, dtype=torch.int64),
+    "position_ids": torch.arange(6)[None],
+    "response_mask": torch.tensor([[0, 0, 1, 1, 1, 1]]),
+}
+
+
+def settings(pattern, low=1.0, high=1.0, width=3, windows=2):
+    return NoiseSettings(pattern, "uniform", low, high, width, windows, token=40)
+
+
+def bits(mask):
+    return ["".join(str(int(x)) for x in row) for row in mask]
+
+
+def test_rows_by_hand():
+    layout = build_layout(BATCH, [0], settings("iid"), progress=0.0, split=False)
+    assert layout.tail.ids.tolist() == [[10, 11, 40, 40, 40, 40]]
+    assert layout.tail.labels.tolist() == [[IGNORED, 12, 13, 14, 2, IGNORED]]
+    assert bits(layout.region) == ["001111"] and layout.prefix is None and layout.noised == 4
+
+
+def test_rows_without_noise_are_the_clean_text():
+    layout = build_layout(BATCH, [0], settings("iid", 0.0, 0.0), progress=0.0, split=False)
+    assert torch.equal(layout.tail.ids, BATCH["input_ids"]) and layout.noised == 0
+
+
+def test_split_rows_by_hand():
+    layout = build_layout(BATCH, [0], settings("iid"), progress=0.0, split=True)
+    assert layout.prefix.ids.tolist() == [[10]] and layout.prefix.count() == 0
+    assert layout.tail.ids.tolist() == [[11, 40, 40, 40]]
+    assert layout.tail.positions.tolist() == [[1, 2, 3, 4]]
+    assert layout.tail.labels.tolist() == [[12, 13, 14, 2]]
+    assert layout.clean.tolist() == [[11, 12, 13, 14]]
+    assert bits(layout.region) == ["0111"]
+    assert bits(layout.seen[0]) == ["11000", "11100", "11110", "11111"]
+
+
+def test_packed_by_hand(monkeypatch):
+    monkeypatch.setattr(layouts, "window_starts", lambda length, count, generator: [0, 2])
+    layout = build_layout(BATCH, [0], settings("packed"), progress=0.0, split=True)
+    assert torch.equal(layout.prefix.ids, BATCH["input_ids"])
+    assert layout.prefix.labels.tolist() == [[IGNORED, 12, 13, 14, 2, IGNORED]]
+    # first window: last committed 11 at place 1; second: last committed 13 at place 3
+    assert layout.tail.ids.tolist() == [[11, 40, 40, 13, 40, 40]]
+    assert layout.tail.positions.tolist() == [[1, 2, 3, 3, 4, 5]]
+    assert layout.tail.labels.tolist() == [[12, 13, 14, 14, 2, IGNORED]]
+    assert bits(layout.region) == ["011011"]
+    assert bits(layout.seen[0]) == [
+        "100000" + "100000",
+        "100000" + "110000",
+        "100000" + "111000",
+        "111000" + "000100",
+        "111000" + "000110",
+        "111000" + "000111",
+    ]
+
+
+def test_windows_stay_in_the_response_and_are_drawn_by_row():
+    batch = samples([3, 7], [9, 2])
+    both = build_layout(batch, [5, 6], settings("packed", windows=50), progress=0.0, split=True)
+    starts = both.tail.positions[:, ::3]
+    assert sorted(set(starts[0].tolist())) == list(range(2, 11)) and sorted(set(starts[1].tolist())) == [6, 7]
+    alone = {key: value[1:] for key, value in batch.items()}
+    second = build_layout(alone, [6], settings("packed", windows=50), progress=0.0, split=True)
+    assert torch.equal(second.tail.ids[0], both.tail.ids[1]) and torch.equal(second.seen[0], both.seen[1])
+
+
+def test_labels_are_counted_without_a_layout():
+    batch = samples([3, 7, 2], [9, 2, 5])
+    for pattern in ("iid", "packed"):
+        noise, seeds = settings(pattern, windows=7), [5, 6, 7]
+        layout = build_layout(batch, seeds, noise, progress=0.0, split=True)
+        assert layouts.count_labels(batch, seeds, noise) == layout.tail.count()
+
+
+def test_split_of_ragged_rows_hides_padding():
+    layout = build_layout(samples([1, 4], [5, 2]), [0, 1], settings("iid"), progress=0.0, split=True)
+    assert layout.prefix.valid.sum(1).tolist() == [0, 3] and layout.tail.valid.sum(1).tolist() == [5, 2]
+    assert bits(layout.seen[0][:2]) == ["000" + "10000", "000" + "11000"]
+    assert bits(layout.seen[1][:2]) == ["111" + "10000", "111" + "11000"]

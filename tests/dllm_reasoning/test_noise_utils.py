@@ -1,0 +1,86 @@
+"""Noise by hand: rate, region, schedules, the decode step."""
+
+import math
+
+import pytest
+import torch
+
+from dllm_reasoning.utils import noise_utils as nu
+from tests.helpers.models import make_tokenizer
+
+IDS = torch.tensor([[10, 11, 12, 13, 14, 2]])
+ANSWERS = torch.tensor([[0, 0, 1, 1, 1, 1]])
+
+
+def test_q_sample_by_hand_touches_the_response_only():
+    noised = torch.tensor([[True, True, True, False, True, True]])
+    assert nu.q_sample(IDS, ANSWERS, noised, 2).tolist() == [[10, 11, 2, 13, 2, 2]]
+
+
+def test_decode_step_by_hand_shifts_the_prediction_by_one():
+    predicted = torch.tensor([[20, 21, 22, 23, 24, 25]])
+    assert nu.greedy_decode_response(IDS, predicted, ANSWERS).tolist() == [[10, 11, 21, 22, 23, 24]]
+    part = torch.tensor([[0, 0, 0, 1, 1, 0]])
+    assert nu.greedy_decode_response(IDS, predicted, part).tolist() == [[10, 11, 12, 22, 23, 2]]
+
+
+@pytest.mark.parametrize("level", [0.0, 0.1, 0.5, 1.0])
+def test_iid_noise_hits_at_the_level(level):
+    noised, region = nu.PATTERNS["iid"].places(20000, level, 8, nu.row_generator(1))
+    assert abs(float(noised.float().mean()) - level) < 0.011 and bool(region.all())
+
+
+def test_suffix_runs_from_a_cut_to_the_end():
+    cuts = set()
+    for seed in range(200):
+        noised, region = nu.PATTERNS["suffix"].places(5, 0.5, 8, nu.row_generator(seed))
+        text = "".join(str(int(x)) for x in noised)
+        assert text.lstrip("0") == "1" * text.count("1") and torch.equal(noised, region)
+        cuts.add(text.count("1"))
+    assert cuts == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(("length", "width", "ones"), [(10, 4, 4), (3, 4, 3)])
+def test_block_is_one_run_of_the_width(length, width, ones):
+    firsts = set()
+    for seed in range(200):
+        noised, _ = nu.PATTERNS["block"].places(length, 0.5, width, nu.row_generator(seed))
+        text = "".join(str(int(x)) for x in noised)
+        assert text.strip("0") == "1" * ones
+        firsts.add(text.index("1"))
+    assert firsts == set(range(max(1, length - width + 1)))
+
+
+def test_uniform_level_spreads_over_its_range():
+    drawn = torch.tensor([nu.noise_level("uniform", 0.1, 0.9, 0.3, nu.row_generator(s)) for s in range(4000)])
+    assert drawn.min() >= 0.1 and drawn.max() <= 0.9
+    assert abs(float(drawn.mean()) - 0.5) < 0.015 and abs(float(drawn.std()) - 0.8 / math.sqrt(12)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("schedule", "progress", "wanted"),
+    [("linear", 0.0, 0.1), ("linear", 0.25, 0.3), ("linear", 1.0, 0.9), ("linear", 2.0, 0.9), ("cosine", 0.0, 0.1),
+     ("cosine", 0.5, 0.5), ("cosine", 0.25, 0.1 + 0.8 * (1 - math.sqrt(0.5)) / 2), ("cosine", 1.0, 0.9)],
+)  # fmt: skip
+def test_schedules_rise_with_the_run(schedule, progress, wanted):
+    assert nu.noise_level(schedule, 0.1, 0.9, progress, nu.row_generator(0)) == pytest.approx(wanted)
+
+
+def test_seeds_of_rows_follow_the_generator():
+    one, two = (torch.Generator().manual_seed(5) for _ in range(2))
+    first = nu.draw_seeds(one, 4)
+    state = one.get_state()
+    after = nu.draw_seeds(one, 4)
+    assert nu.draw_seeds(two, 4) == first and first != after and len(set(first)) == 4
+    two.set_state(state)
+    assert nu.draw_seeds(two, 4) == after
+
+
+def test_noise_token_by_name_and_its_errors():
+    tokenizer = make_tokenizer()
+    assert nu.noise_token_of("eos", tokenizer) == 2
+    assert nu.noise_token_of("<sep>", tokenizer) == 3
+    with pytest.raises(ValueError, match="iterative.noise_token=mask, but the tokenizer .* has no mask token"):
+        nu.noise_token_of("mask", tokenizer)
+    with pytest.raises(ValueError, match="iterative.noise_token='<nope>' is no token"):
+        nu.noise_token_of("<nope>", tokenizer)

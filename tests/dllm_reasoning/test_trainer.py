@@ -1,0 +1,206 @@
+"""The refinement trainer on one rank and several: exactness, resume, own answers, LoRA."""
+
+import json
+import os
+import signal
+
+import pandas as pd
+import pytest
+import torch
+
+from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
+from tests.dllm_reasoning import runs
+from tests.helpers.ranks import run_ranks
+from verl.trainer.sft.data import cut
+from verl.utils.model import create_huggingface_actor
+
+
+@pytest.fixture(autouse=True)
+def fresh_group():
+    yield
+    runs.leave_group()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dllm")
+    return runs.save_model(folder / "model"), runs.save_rows(folder / "train.parquet", runs.sums(40))
+
+
+def steps(trainer, count):
+    found = []
+    for trainer.global_steps in range(1, count + 1):
+        found.append(trainer.training_step(trainer._draw()))
+    return found
+
+
+def test_one_round_without_noise_is_sft_to_the_last_bit(place, tmp_path):
+    config = runs.compose(*place, tmp_path, "iterative.num_iterations=1", "iterative.noise_min=0",
+                          "iterative.noise_max=0")  # fmt: skip
+    trainer = runs.trainer_of(config)
+    batch = trainer._draw()
+    batch["noise_seed"] = torch.arange(8)
+    trainer._counted = tokens = int(batch["loss_mask"][:, 1:].sum())
+    with trainer.engine.train_mode():
+        for micro in cut(batch, config.data):
+            trainer.engine.optimizer_zero_grad()
+            found = trainer.backward(micro, tokens, True)
+            mine = [p.grad.clone() for p in trainer.engine.module.parameters()]
+            trainer.engine.optimizer_zero_grad()
+            wanted = super(IterativeRefineTrainer, trainer).backward(micro, tokens, True)
+            assert found["train/loss_s0"] == found["train/loss_total"] == wanted["train/loss"]
+            assert all(torch.equal(a, p.grad) for a, p in zip(mine, trainer.engine.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("pattern", ["iid", "suffix", "block", "trajectory", "packed"])
+def test_every_pattern_learns_and_says_its_losses(place, tmp_path, pattern):
+    config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
+                          f"data.val_files={place[1]}", "trainer.total_training_steps=8")  # fmt: skip
+    trainer = runs.trainer_of(config)
+    before = trainer._validate()
+    found = steps(trainer, 8)
+    after = trainer._validate()
+    assert after["val/loss"] < before["val/loss"] and after["val/loss_total"] < before["val/loss_total"]
+    for row in found:
+        total = row["train/loss_s0"] + row["train/loss_s1"] + 0.5 * row["train/loss_ar"]
+        assert row["train/loss_total"] == pytest.approx(total, rel=1e-5) and 0 < row["train/noise_mean"] <= 1
+        assert row["train/grad_norm"] > 0 and row["train/lr"] >= 0
+
+
+def test_micro_batches_do_not_change_a_step(place, tmp_path):
+    found = []
+    for micro in (8, 3):
+        config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
+                              f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
+        trainer = runs.trainer_of(config)
+        found.append((steps(trainer, 1)[0], runs.weights(trainer)))
+        runs.leave_group()
+    (one, a), (two, b) = found
+    assert one["train/loss_total"] == pytest.approx(two["train/loss_total"], rel=1e-5)
+    assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
+    assert one["train/noise_mean"] == pytest.approx(two["train/noise_mean"], rel=1e-6)
+    # the first AdamW step moves each weight by its gradient's sign times the learning rate: compare the gradient only
+
+
+@pytest.mark.parametrize("pattern", ["block", "packed"])
+def test_bfloat16_is_near_float32(place, tmp_path, pattern):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.num_iterations=1",
+                              "iterative.ar_loss_weight=1", "iterative.share_instruction=on",
+                              f"model.fsdp_config.dtype={dtype}")  # fmt: skip
+        found.append(steps(runs.trainer_of(config), 1)[0])
+        runs.leave_group()
+    assert found[1]["train/loss_total"] == pytest.approx(found[0]["train/loss_total"], rel=0.02)
+    assert found[1]["train/grad_norm"] == pytest.approx(found[0]["train/grad_norm"], rel=0.1)
+
+
+def _rank_run(rank, world_size, model, train, folder, patterns):
+    torch.set_num_threads(1)
+    found = []
+    for pattern in patterns:
+        config = runs.compose(model, train, folder, f"iterative.noise_pattern={pattern}", "optim.lr=1e-3",
+                              "data.micro_batch_size_per_gpu=2", "iterative.ar_loss_weight=0.5")  # fmt: skip
+        found.append([{k: row[k] for k in ("train/loss_s0", "train/loss_s1", "train/loss_ar", "train/grad_norm")}
+                      for row in steps(runs.trainer_of(config), 2)])  # fmt: skip
+    return found
+
+
+@pytest.mark.slow
+def test_one_two_and_four_ranks_agree(place, tmp_path):
+    patterns = ("iid", "packed")
+    alone = _rank_run(0, 1, *place, str(tmp_path), patterns)
+    runs.leave_group()
+    for ranks in (2, 4):
+        for found in run_ranks(_rank_run, ranks, *place, str(tmp_path), patterns):
+            for one, other in zip(alone, found, strict=True):
+                for a, b in zip(one, other, strict=True):
+                    assert b == pytest.approx(a, rel=1e-5, abs=1e-5)
+
+
+class StoppedAtTwo(IterativeRefineTrainer):
+    def training_step(self, batch):
+        found = super().training_step(batch)
+        if self.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+
+def rows_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    timed = ("train/time(s)", "perf/throughput")
+    return [(r["step"], {k: v for k, v in r["data"].items() if k not in timed}) for r in map(json.loads, lines)]
+
+
+def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path):
+    settings = ("iterative.noise_pattern=trajectory", "trainer.seed=3", "iterative.noise_seed=5")
+    whole = runs.trainer_of(runs.compose(*place, tmp_path / "whole", *settings))
+    whole.fit()
+    runs.leave_group()
+    stopped = runs.trainer_of(runs.compose(*place, tmp_path / "stopped", *settings), StoppedAtTwo)
+    stopped.fit()
+    assert stopped.global_steps == 2 and (tmp_path / "stopped" / "global_step_2").is_dir()
+    runs.leave_group()
+    resumed = runs.trainer_of(runs.compose(*place, tmp_path / "stopped", *settings))
+    resumed.fit()
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
+    wanted = runs.weights(whole)
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in runs.weights(resumed).items())
+
+
+def test_window_and_noise_token_travel_with_the_model(place, tmp_path):
+    contents = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "iterative.noise_token='<sep>'",
+                          "trainer.total_training_steps=1", contents)  # fmt: skip
+    runs.trainer_of(config).fit()
+    saved = json.loads((tmp_path / "global_step_1" / "huggingface" / "config.json").read_text())
+    assert saved["dllm_window"] == 4 and saved["dllm_noise_token_id"] == 3
+    model = create_huggingface_actor(str(tmp_path / "global_step_1" / "huggingface"))
+    found = iterative_generate(model, [[5, 6]], 2, 0, refine_iter=0, max_new_tokens=8)
+    assert found.stats.forwards[0] == -(-found.stats.tokens[0] // 4)
+
+
+def test_lora_trains_through_a_shared_instruction(place, tmp_path):
+    config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "model.lora_rank=4")
+    trainer = runs.trainer_of(config)
+    assert trainer.loss.share
+    base = {n: p.detach().clone() for n, p in trainer.engine.module.named_parameters() if not p.requires_grad}
+    before = trainer.engine.get_per_tensor_param()
+    before = {name: t.clone() for name, t in before}
+    steps(trainer, 2)
+    after = runs.weights(trainer)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(p, base[n]) for n, p in trainer.engine.module.named_parameters() if n in base)
+
+
+REWARD = '''
+def keep_even(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str.split()) % 2 == 0)
+'''
+
+
+def test_own_answers_are_the_models_greedy_ones_that_score(place, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    own = ("iterative.self_generate.enable=true", "iterative.self_generate.max_new_tokens=12",
+           f"iterative.self_generate.reward_function.path={tmp_path / 'reward.py'}",
+           "iterative.self_generate.reward_function.name=keep_even", "data.train_batch_size=2")  # fmt: skip
+    config = runs.compose(*place, tmp_path, *own)
+    tokenizer = IterativeRefineTrainer.build_tokenizer(config)
+    given = IterativeRefineTrainer.build_dataset(place[1], runs.compose(*place, tmp_path), tokenizer)
+    model = create_huggingface_actor(place[0])
+    wanted = []
+    for item in range(len(given)):
+        ids = torch.tensor([given.instruction_ids(item)])
+        said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        text = tokenizer.decode(said, skip_special_tokens=True)
+        if said[-1] == 2 and text.strip() and len(text.split()) % 2 == 0:
+            wanted.append((given.text_of(item, "prompt"), text))
+    made = IterativeRefineTrainer.build_dataset(place[1], config, tokenizer)
+    assert [tuple(made.rows[i].values()) for i in range(len(made))] == wanted and len(wanted) > 2
+    [file] = (tmp_path / "self_generated").glob("*.parquet")
+    changed = pd.read_parquet(file).iloc[:3]
+    changed.to_parquet(file)  # a second start takes the file as it lies there
+    assert len(IterativeRefineTrainer.build_dataset(place[1], config, tokenizer)) == 3
+    both = runs.compose(*place, tmp_path, *own, "iterative.self_generate.keep_ground_truth=true")
+    assert len(IterativeRefineTrainer.build_dataset(place[1], both, tokenizer)) == 40 + len(wanted)
