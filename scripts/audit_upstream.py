@@ -2,8 +2,8 @@
 
     python scripts/audit_upstream.py --upstream verl-0.7.0-py3-none-any.whl [--html out.html] [--markdown out.md]
 
-Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where a name in
-the modules of scripts/audit/reasons.yaml, or a configuration key, is missing without a reason in that file, where a
+Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where a name
+in the modules of scripts/audit/reasons.yaml, or a configuration key, is missing without a reason in that file, where a
 reason excuses nothing any more, or where CHANGES.md names what this tree has not.
 """
 
@@ -28,7 +28,6 @@ def audit(release: dict[str, str], reasons: Reasons) -> dict[str, list[page.Row]
     """The findings by part: the modules that importers rely on, all others, configuration trees, metrics."""
     relied, other = [], []
     for path in sorted(p for p in release if p.endswith(".py")):
-        module = names.module_of(path)
         required = path in reasons.modules
         for finding in names.compare_module(path, release[path]):
             reason = reasons.of(finding) if finding.status in ("missing", "differs") else ""

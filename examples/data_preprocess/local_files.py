@@ -22,8 +22,8 @@ Convert = Callable[[dict[str, Any], int, str], dict[str, Any]]  # (row, number, 
 def run(convert: Convert, description: str, default_save_dir: str, argv: list[str] | None = None) -> None:
     """Command line: --local_dataset_path FOLDER_OR_FILE --local_save_dir FOLDER."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--local_dataset_path", type=Path, required=True, help="folder with train.* and test.*, or a file")
-    parser.add_argument("--local_save_dir", type=Path, default=Path(default_save_dir), help="folder for the parquet files")
+    parser.add_argument("--local_dataset_path", type=Path, required=True, help="folder with train.*, test.*, or a file")
+    parser.add_argument("--local_save_dir", type=Path, default=Path(default_save_dir), help="folder to write into")
     parser.add_argument("--local_dir", type=Path, help="older name of --local_save_dir")
     args = parser.parse_args(argv)
     try:

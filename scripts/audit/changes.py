@@ -35,7 +35,8 @@ def unfounded(changes: Path, known_keys: set[str]) -> list[str]:
         elif METRIC.fullmatch(piece):
             wrong += [f"`{piece}`: no such metric" for _ in unknown_metrics([piece])]
         elif FILE.fullmatch(piece):
-            there = (root / piece).exists() or ("/" not in piece and (piece in files or piece.endswith((".html", ".txt"))))
+            alone = "/" not in piece and (piece in files or piece.endswith((".html", ".txt")))  # written by a run
+            there = (root / piece).exists() or alone
             wrong += [] if there else [f"`{piece}`: no such file"]
         elif KEY.fullmatch(piece) and piece.split(".")[0] in sections:
             key = tuple(piece.split("=")[0].split("."))

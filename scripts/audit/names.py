@@ -50,7 +50,8 @@ def upstream_names(text: str, is_package: bool) -> dict[str, Signature]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found.update({t.id: None for t in targets if isinstance(t, ast.Name) and _constant(t.id)})
         elif is_package and isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("verl")):
-            found.update({(a.asname or a.name): None for a in node.names if _public(a.asname or a.name) and a.name != "*"})
+            exported = (a.asname or a.name for a in node.names)
+            found.update({name: None for name in exported if _public(name) and name != "*"})
     return found
 
 
@@ -137,7 +138,7 @@ def _inspected_class(name: str, value: type) -> dict[str, Signature]:
 
 
 def _annotations(value: type) -> set[str]:
-    return {name for base in value.__mro__ for name in vars(base).get("__annotations__", {})}
+    return {name for base in value.__mro__ if base is not object for name in inspect.get_annotations(base)}
 
 
 def _inspected(value: Any, bound: bool) -> Signature:

@@ -45,9 +45,10 @@ class MergedWeights(TensorSource):
     def __init__(self, options: MergeOptions) -> None:
         self.options = options
         self.trained = open_checkpoint(options.local_dir)
-        self.plain = {hf_name(n): n for n in self.trained.described if ".lora_" not in n and ".modules_to_save." not in n}
-        self.plain |= {_replaced(n): n for n in self.trained.described if ".modules_to_save." in n}
-        lora_a = [n for n in self.trained.described if ".lora_A." in n]
+        stored = list(self.trained.described)
+        self.plain = {hf_name(n): n for n in stored if ".lora_" not in n and ".modules_to_save." not in n}
+        self.plain |= {_replaced(n): n for n in stored if ".modules_to_save." in n}
+        lora_a = [n for n in stored if ".lora_A." in n]
         self.adapters = {f"{hf_name(n.split('.lora_A.')[0])}.weight": n for n in lora_a}
         self.lora = self._lora_config() if self.adapters else None
         self.base: HuggingFaceFolder | None = None
@@ -88,7 +89,8 @@ class MergedWeights(TensorSource):
         folder = options.local_dir / "huggingface"
         folder = folder if (folder / "config.json").is_file() else options.hf_model_path
         if folder is None:
-            raise MergeError(f"{options.local_dir}/huggingface/config.json is missing; name the model in --hf_model_path.")
+            told = options.local_dir / "huggingface" / "config.json"
+            raise MergeError(f"{told} is missing; name the model in --hf_model_path.")
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
             if options.tie_word_embedding:
@@ -174,10 +176,9 @@ def merge(options: MergeOptions, target_dir: Path) -> None:
 
 
 def _copy_beside(options: MergeOptions, target: Path) -> None:
-    """Tokenizer, generation config, the model's own code."""
-    beside = [folder for folder in (options.local_dir / "huggingface", options.hf_model_path) if folder is not None]
-    folder = next((f for f in beside if f.is_dir()), None)
-    for file in sorted(folder.iterdir()) if folder else ():
+    """Tokenizer, generation config, the model's own code: the checkpoint's, else those of hf_model_path."""
+    folders = [folder for folder in (options.hf_model_path, options.local_dir / "huggingface") if folder is not None]
+    for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):
         if file.is_file() and not file.name.endswith(WEIGHTS):
             shutil.copy2(file, target / file.name)
 

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file a rank (verl 0.7)."""
+"""Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file a rank."""
 
 from __future__ import annotations
 

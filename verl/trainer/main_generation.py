@@ -1,4 +1,4 @@
-"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... data.output_path=...`.
+"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
 
 Under torchrun the ranks share the prompts.
 """

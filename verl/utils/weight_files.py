@@ -59,7 +59,7 @@ def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Call
     for name, like in described.items():
         start, end = end, end + like.numel() * like.element_size()
         header[name] = {"dtype": codes[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
+    head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     with open(file, "wb") as out:
         out.write(len(head).to_bytes(8, "little") + head)
