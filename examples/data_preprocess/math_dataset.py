@@ -1,4 +1,4 @@
-"""MATH's format to verl's: python -m examples.data_preprocess.math_dataset --local_dataset_path D --local_save_dir D."""
+"""MATH's format to verl's: examples.data_preprocess.math_dataset --local_dataset_path D --local_save_dir E"""
 
 from __future__ import annotations
 

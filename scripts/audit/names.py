@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
 OPERATORS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__")
 EXPRESSION = "<expression>"
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ def _default(node: ast.expr | None) -> str | None:
         return EXPRESSION
 
 
-def our_names(module: str) -> dict[str, Signature] | None:
-    """The same of an importable module of ours; None where there is no such module."""
+def our_names(module: str, wanted: set[str]) -> dict[str, Signature] | None:
+    """The same of an importable module of ours, names it makes when asked included; None where there is no such module."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -116,18 +118,21 @@ def our_names(module: str) -> dict[str, Signature] | None:
             return None
         raise
     names: dict[str, Signature] = {}
-    for name in dir(found):
-        if _public(name):
-            value = vars(found).get(name) if name in vars(found) else getattr(found, name)
-            names[name] = None if isinstance(value, type) else _inspected(value, bound=False)
-            if isinstance(value, type):
-                names.update(_inspected_class(name, value))
+    for name in {*filter(_public, dir(found)), *wanted}:
+        value = getattr(found, name, _ABSENT)
+        if value is _ABSENT:
+            continue
+        names[name] = None if isinstance(value, type) else _inspected(value, bound=False)
+        if isinstance(value, type) and name in wanted:
+            names.update(_inspected_class(name, value))
     return names
 
 
 def _inspected_class(name: str, value: type) -> dict[str, Signature]:
     found: dict[str, Signature] = {}
-    for item in {*dir(value), *_annotations(value)}:
+    items = {*dir(value), *_annotations(value), *_of_instances(value)}
+    items |= {item for base in value.__mro__ for item in vars(base)}  # an enumeration's dir() leaves its methods out
+    for item in items:
         if not _public(item) and item not in OPERATORS:
             continue
         raw = inspect.getattr_static(value, item, None)
@@ -139,6 +144,14 @@ def _inspected_class(name: str, value: type) -> dict[str, Signature]:
 
 def _annotations(value: type) -> set[str]:
     return {name for base in value.__mro__ if base is not object for name in inspect.get_annotations(base)}
+
+
+def _of_instances(value: type) -> set[str]:
+    """Attributes that a method of a class of ours sets on self."""
+    own = [base for base in value.__mro__ if base.__module__.startswith("verl")]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in own]
+    targets = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {t.attr for t in targets if isinstance(t.ctx, ast.Store) and isinstance(t.value, ast.Name)}
 
 
 def _inspected(value: Any, bound: bool) -> Signature:
@@ -163,7 +176,8 @@ def _parameter(p: inspect.Parameter) -> Parameter:
 def compare_module(path: str, text: str) -> list[Finding]:
     """Every public name of an upstream module against ours of the same name; names of ours alone last."""
     module = module_of(path)
-    theirs, ours = upstream_names(text, path.endswith("__init__.py")), our_names(module)
+    theirs = upstream_names(text, path.endswith("__init__.py"))
+    ours = our_names(module, {name.partition(".")[0] for name in theirs})
     if ours is None:
         return [Finding(module, name, "missing", "no such module") for name in theirs]
     found = []

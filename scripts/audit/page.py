@@ -61,7 +61,8 @@ th { background: #f6f8fb; } summary { cursor: pointer; font-weight: 600; margin:
 {% for module, group in rows | groupby("finding.module") %}
 <details><summary>{{ module }} ({{ group | length }})</summary>
 <table><tr><th>name</th><th></th><th>how</th><th>why</th></tr>
-{% for row in group if row.finding.status != "same" %}<tr class="{{ row.finding.status }}"><td>{{ row.finding.name }}</td>
+{% for row in group if row.finding.status != "same" %}
+<tr class="{{ row.finding.status }}"><td>{{ row.finding.name }}</td>
 <td>{{ row.finding.status }}</td><td>{{ row.finding.detail }}</td><td>{{ row.reason }}
 {% if row in unexplained([row]) %}<span class="bad">no reason</span>{% endif %}</td></tr>
 {% endfor %}</table></details>{% endfor %}{% endfor %}</body></html>

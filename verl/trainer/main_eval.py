@@ -10,17 +10,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.offline import EvaluationDataConfig
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
 from verl.workers.reward_manager.rows import RewardError, Row, split_result
 
 
-@hydra.main(config_path="config", config_name="evaluation", version_base=None)
+@hydra_main(config_path="config", config_name="evaluation")
 def main(config: DictConfig) -> None:
     try:
         scores = evaluate(config)

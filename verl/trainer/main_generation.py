@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hydra
 import torch
 import torch.distributed as dist
 from loguru import logger
@@ -18,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.protocol import DataProto
-from verl.trainer.config.offline import GenerationDataConfig
-from verl.utils.config import omega_conf_to_dataclass
+from verl.trainer.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
 from verl.utils.distributed import (
     destroy_global_process_group,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@hydra.main(config_path="config", config_name="generation", version_base=None)
+@hydra_main(config_path="config", config_name="generation")
 def main(config: DictConfig) -> None:
     try:
         run_generation(config)
@@ -49,6 +48,7 @@ def run_generation(config: DictConfig) -> None:
     """Answers every prompt of data.path, then writes data.output_path."""
     if OmegaConf.is_missing(config.model, "path"):
         raise ValueError("model.path is not set; name the folder of a Hugging Face model.")
+    trainer = omega_conf_to_dataclass(config.trainer, GenerationTrainerConfig)
     data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
     rollout_config = omega_conf_to_dataclass(config.rollout, RolloutConfig)
     greedy = not rollout_config.do_sample or rollout_config.temperature == 0
@@ -60,8 +60,8 @@ def run_generation(config: DictConfig) -> None:
     rows = read_rows(data.path)
     model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
     prompts = RLHFDataset(data.path, model.tokenizer, prompt_settings(data, rollout_config))
-    rank, ranks = _join(config.trainer.device)
-    rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, config.trainer.device))
+    rank, ranks = _join(trainer)
+    rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
     share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # alike on all ranks: engines may step together
     own = answers(rollout, prompts, [i % len(prompts) for i in share], data, model.tokenizer)
     rollout.close()
@@ -125,13 +125,19 @@ def write_responses(rows: list[dict[str, Any]], responses: list[list[str]], path
     logger.info("{} rows with {} answers each written to {}", len(rows), len(responses[0]), path)
 
 
-def _join(device: str) -> tuple[int, int]:
-    """(rank, ranks) in the torchrun job that this process belongs to, or in a group of its own."""
-    if device == "cuda" and not torch.cuda.is_available():
+def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:
+    """(rank, ranks) in the torchrun job that this process belongs to, or in a group of its own.
+
+    Where several ranks are asked for and there is no such job, this process becomes one.
+    """
+    if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda, but no GPU is here; set trainer.device=cpu and rollout.dtype=float32.")
     if "RANK" in os.environ:
         return initialize_global_process_group()[1:]
-    ensure_process_group(device)
+    if trainer.n_gpus_per_node > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={trainer.n_gpus_per_node}"]
+        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "verl.trainer.main_generation", *sys.argv[1:]])
+    ensure_process_group(trainer.device)
     return 0, 1
 
 

@@ -10,6 +10,15 @@ from verl.utils.config_fields import setting
 
 
 @dataclass
+class GenerationTrainerConfig(BaseConfig, section="trainer"):
+    """The ranks that generate."""
+
+    device: str = setting("cuda", choices=("cuda", "cpu"))
+    nnodes: int = setting(1, low=1, high=1, hint="run one command on each machine, with a part of the prompts.")
+    n_gpus_per_node: int = setting(1, low=1)
+
+
+@dataclass
 class GenerationDataConfig(BaseConfig, section="data"):
     """Prompts to answer, and the parquet file to write."""
 
