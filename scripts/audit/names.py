@@ -110,7 +110,7 @@ def _default(node: ast.expr | None) -> str | None:
 
 
 def our_names(module: str, wanted: set[str]) -> dict[str, Signature] | None:
-    """The same of an importable module of ours, names it makes when asked included; None where there is no such module."""
+    """The same of a module of ours, names that it makes when asked included; None where there is no such module."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
