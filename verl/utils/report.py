@@ -30,7 +30,7 @@ HEADLINES = (
     ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
     ("Scenario shares", "A sped up, B broke, C useless, D repaired, zero: nothing accepted", ("spd/scenario/",)),
     ("Output length ratio", "hybrid completion over the baseline completion", ("spd/output_length_ratio",)),
-    ("Policy loss", "", ("actor/pg_loss", "train/loss")),
+    ("Loss", "", ("actor/pg_loss", "train/loss")),
     ("Entropy", "nats per decision", ("actor/entropy",)),
     ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
     ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
@@ -39,7 +39,10 @@ HEADLINES = (
     ("Learning rate", "", ("actor/lr", "train/lr")),
     ("Completions", "requested, asked of a server, found in the store, failed", ("spd/completions/",)),
 )
-TRENDS = {"critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "val/loss": "validation loss"}
+TRENDS = {
+    "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "training loss",
+    "val/loss": "validation loss",
+}  # fmt: skip
 COUNTERS = {
     "training/dropped_samples": "dropped samples", "spd/dropped_samples": "lost completions' samples",
     "spd/completions/failed": "failed completions", "actor/nonfinite_steps": "non-finite steps",
