@@ -30,7 +30,8 @@ HEADLINES = (
     ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
     ("Scenario shares", "A sped up, B broke, C useless, D repaired, zero: nothing accepted", ("spd/scenario/",)),
     ("Output length ratio", "hybrid completion over the baseline completion", ("spd/output_length_ratio",)),
-    ("Loss", "", ("actor/pg_loss", "train/loss")),
+    ("Policy loss", "", ("actor/pg_loss",)),
+    ("Loss", "mean over the learned tokens of a step", ("train/loss",)),
     ("Entropy", "nats per decision", ("actor/entropy",)),
     ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
     ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
@@ -40,7 +41,7 @@ HEADLINES = (
     ("Completions", "requested, asked of a server, found in the store, failed", ("spd/completions/",)),
 )
 TRENDS = {
-    "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "training loss",
+    "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "loss",
     "val/loss": "validation loss",
 }  # fmt: skip
 COUNTERS = {
