@@ -15,7 +15,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.groupwise import as_torch_index
 
-SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples")
+SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples", "reward/errors",
+          "reward/timeouts")  # fmt: skip
 FINAL_REWARD = "seq_final_reward"
 
 

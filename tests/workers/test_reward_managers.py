@@ -219,7 +219,7 @@ def test_manager_class_from_a_file(tmp_path):
 
 def test_without_a_path_there_is_no_custom_function():
     assert get_custom_reward_fn(reward_config()) is None
-    assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score is default_compute_score
+    assert load_reward_manager(reward_config(), TOKENIZER, 0).compute_score.function is default_compute_score
 
 
 def test_unknown_data_source_names_the_nearest():

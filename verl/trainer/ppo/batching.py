@@ -13,8 +13,7 @@ import torch
 from verl.protocol import DataProto
 from verl.trainer.ppo.algos.reweight import compute_pf_ppo_reweight_data
 from verl.utils.groupwise import as_torch_index
-
-LOST = "__lost__"
+from verl.workers.reward_manager.rows import LOST
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -31,17 +30,26 @@ class DropCounts:
     lost: int = 0
     small_group: int = 0
     uneven: int = 0
+    no_reward: int = 0
 
     @property
     def dropped(self) -> int:
-        return self.lost + self.small_group + self.uneven
+        return self.lost + self.small_group + self.uneven + self.no_reward
+
+    def after_rewards(self, failed: int, later: DropCounts) -> DropCounts:
+        """These counts with those of what was left out behind the rewards: rows without one, then `later`."""
+        return DropCounts(
+            self.requested, later.scored, self.lost, self.small_group + later.small_group, self.uneven + later.uneven,
+            failed,
+        )
 
     def metrics(self) -> dict[str, int]:
         """Counters of the step; samples that vanish without a count are a fault of this program."""
         if self.requested != self.scored + self.dropped:
             raise RuntimeError(
                 f"{self.requested} samples were requested, but {self.scored} scored + {self.dropped} dropped "
-                f"(lost {self.lost}, small groups {self.small_group}, uneven {self.uneven}) do not add up to it."
+                f"(lost {self.lost}, small groups {self.small_group}, uneven {self.uneven}, without reward "
+                f"{self.no_reward}) do not add up to it."
             )
         return {
             "training/requested_samples": self.requested,
@@ -50,6 +58,7 @@ class DropCounts:
             "training/dropped_samples/lost": self.lost,
             "training/dropped_samples/small_group": self.small_group,
             "training/dropped_samples/uneven": self.uneven,
+            "training/dropped_samples/no_reward": self.no_reward,
         }
 
 

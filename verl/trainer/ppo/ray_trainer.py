@@ -15,10 +15,10 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import limits
 from verl.trainer.ppo import batching, core_algos, utils
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.batching import compute_response_mask
+from verl.trainer.ppo.batching import DropCounts, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.resources import ResourcePoolManager
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, drop_failed
 from verl.trainer.ppo.rollout_corr_helper import (
     apply_bypass_mode,
     compute_rollout_corr_metrics_from_logprobs,
@@ -143,13 +143,15 @@ class RayPPOTrainer(RunKeeping):
         samples, counts = batching.drop_lost(
             self._generate(prompts), self.n, self.ranks, self._keeps_groups_whole()
         )
+        if counts.scored:
+            samples, counts = self._score(samples, counts)
         self.metrics.update(counts.metrics())
         if not counts.scored:
             raise ValueError(
                 f"none of the {counts.requested} samples can be trained on: {counts.lost} generations failed, "
-                f"{counts.small_group} were alone in their group, {counts.uneven} gave the ranks no even share."
+                f"{counts.no_reward} have no reward, {counts.small_group} were alone in their group, {counts.uneven} "
+                "gave the ranks no even share."
             )
-        self._score(samples)
         if baselines is not None:
             own = [baselines[uid] for uid in samples.non_tensor_batch["uid"]]
             samples.batch["reward_baselines"] = torch.tensor(own, dtype=torch.float32)
@@ -166,7 +168,9 @@ class RayPPOTrainer(RunKeeping):
             if lost.any():
                 raise ValueError(f"{lost.sum()} greedy answers were lost; advantages need one of each prompt.")
         self._add_rm_scores(answers)
-        scores, _ = compute_reward(answers, self.reward_fn)
+        answers, scores, _, failed = drop_failed(answers, *compute_reward(answers, self.reward_fn))
+        if failed:
+            raise ValueError(f"{failed.total()} greedy answers have no reward; advantages need one of each prompt.")
         return dict(zip(answers.non_tensor_batch["uid"].tolist(), scores.sum(-1).tolist(), strict=True))
 
     @step("data")
@@ -230,19 +234,27 @@ class RayPPOTrainer(RunKeeping):
         return samples, metrics
 
     @step("reward")
-    def _score(self, samples: DataProto) -> None:
-        """Add token_level_scores [B, R] and the reward's extra columns; their means become metrics."""
+    def _score(self, samples: DataProto, counts: DropCounts) -> tuple[DataProto, DropCounts]:
+        """The samples with token_level_scores [B, R] and the reward's extra columns, whose means become metrics.
+
+        Those whose reward failed are gone (reward_model.error=drop), with what cannot be trained on without them.
+        """
         prompts = len(batching.group_rows(samples))
         logger.debug(f"step {self.global_steps}: {len(samples)} samples of {prompts} prompts go to the reward")
         self._add_rm_scores(samples)
-        scores, extras = compute_reward(samples, self.reward_fn)
+        samples, scores, extras, failed = drop_failed(samples, *compute_reward(samples, self.reward_fn))
+        self.metrics.update({"reward/errors": failed["error"], "reward/timeouts": failed["timeout"]})
         samples.batch["token_level_scores"] = scores
         self.reward_extra_keys = sorted(extras)
         for key, values in extras.items():
             samples.non_tensor_batch[key] = np.array(values)
-            if key != "score" and samples.non_tensor_batch[key].dtype.kind in "bif":
+            if key != "score" and samples.non_tensor_batch[key].dtype.kind in "bif" and len(samples):
                 name = key if "/" in key else f"reward/{key}/mean"
                 self.metrics[name] = float(samples.non_tensor_batch[key].mean())
+        if not failed:
+            return samples, counts
+        samples, later = batching.drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
+        return samples, counts.after_rewards(failed.total(), later)
 
     def _add_rm_scores(self, samples: DataProto) -> None:
         """rm_scores [B, R] of the reward model, where there is one; the reward manager takes or mixes them."""

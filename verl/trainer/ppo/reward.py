@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl.protocol import DataProto
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.grading import ExternFunction, Slots
 from verl.utils.import_utils import load_extern_object
-from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager import get_reward_manager_cls
+from verl.workers.config import RewardModelConfig
+from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
+from verl.workers.reward_manager.rows import LOST
 
 
 def _plain(mapping: Any) -> dict[str, Any]:
@@ -27,21 +31,22 @@ def _plain(mapping: Any) -> dict[str, Any]:
 def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
     """The function named by `custom_reward_function.{path,name}`, with its `reward_kwargs` bound; None without a path.
 
-    `reward_kwargs` win over what the caller passes.
+    It may be a coroutine function. `reward_kwargs` win over what the caller passes.
     """
     settings = config.custom_reward_function
     if settings.path is None:
         return None
-    function = load_extern_object(settings.path, settings.name)
-    bound = _plain(settings.get("reward_kwargs"))
-    if not bound:
-        return function
+    return ExternFunction(settings.path, settings.name, _plain(settings.get("reward_kwargs")))
 
-    @functools.wraps(function)
-    def with_kwargs(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{**kwargs, **bound})
 
-    return with_kwargs
+def _rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
+    """`default_compute_score` with the sandboxes of the configuration; the processes share the service's slots."""
+    service = settings.sandbox_fusion
+    bound = {
+        "sandbox_fusion_url": service.url, "memory_limit_mb": service.memory_limit_mb, "sandbox": settings.sandbox,
+        "concurrent_semaphore": Slots(max(1, service.max_concurrent // workers)),
+    }  # fmt: skip
+    return ExternFunction("pkg://verl.utils.reward_score", "default_compute_score", bound)
 
 
 def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:
@@ -55,10 +60,16 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
         manager_cls = load_extern_object(settings.module.path, settings.module.name or settings.name)
     else:
         raise ValueError(f"reward_manager.source={settings.source!r} is unknown. Known: register, importlib.")
-    compute_score = get_custom_reward_fn(config) or default_compute_score
+    reward_config = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
+    graded_here = isinstance(manager_cls, type) and issubclass(manager_cls, NaiveRewardManager)
+    workers = manager_cls.workers(reward_config) if graded_here else 1
+    compute_score = get_custom_reward_fn(config) or _rule_reward(reward_config, workers)
     kwargs = {**_length_kwargs(config, manager_cls), **kwargs}
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
-    return manager_cls(tokenizer=tokenizer, **settings, **kwargs)
+    manager = manager_cls(tokenizer=tokenizer, **settings, **kwargs)
+    if graded_here:
+        manager.config = reward_config
+    return manager
 
 
 def _length_kwargs(config: DictConfig, manager_cls: type) -> dict[str, Any]:
@@ -77,9 +88,25 @@ def _length_kwargs(config: DictConfig, manager_cls: type) -> dict[str, Any]:
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Token-level scores [B, R] with the extras of each row (lists of B values by name). Errors are not caught."""
+    """Token-level scores [B, R] with the extras of each row (lists of B values by name). Errors are not caught.
+
+    Under `reward_model.error=drop` an extra `__lost__` marks rows that have no score: see `drop_failed`.
+    """
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result["reward_extra_info"]
+
+
+def drop_failed(
+    data: DataProto, scores: torch.Tensor, extras: dict[str, Any]
+) -> tuple[DataProto, torch.Tensor, dict[str, Any], Counter[str]]:
+    """What `compute_reward` gave for `data` without the rows that have no score, and how many failed in which way."""
+    extras = dict(extras)
+    if LOST not in extras:
+        return data, scores, extras, Counter()
+    how = extras.pop(LOST)
+    kept = [i for i, kind in enumerate(how) if not kind]
+    extras = {key: [values[i] for i in kept] for key, values in extras.items()}
+    return data.select_idxs(np.array(kept, dtype=np.int64)), scores[kept], extras, Counter(filter(None, how))
 
 
 @ray.remote(num_cpus=1)

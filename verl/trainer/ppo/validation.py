@@ -10,7 +10,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import LOST
 from verl.trainer.ppo.metric_utils import process_validation_metrics, reduce_metrics
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, drop_failed
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -61,8 +61,8 @@ class ValidationPass:
             return
         samples.meta_info["validate"] = True
         trainer._add_rm_scores(samples)
-        reward_tensor, extras = compute_reward(samples, trainer.val_reward_fn)  # [B, R]
-        self.take(samples, reward_tensor.sum(-1).tolist(), extras)
+        samples, scores, extras, _ = drop_failed(samples, *compute_reward(samples, trainer.val_reward_fn))  # [B, R]
+        self.take(samples, scores.sum(-1).tolist(), extras)
 
     def take(self, samples: DataProto, scores: list[float], extras: dict[str, Any]) -> None:
         """File the scored rows; a reward key that some batch lacks would shift the columns, hence the check."""

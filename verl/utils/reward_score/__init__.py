@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import importlib
+from fnmatch import fnmatchcase
 from typing import Any
 
 from verl.utils.registry import nearest
 
-# data source -> module of its `compute_score`; whether that takes data_source and extra_info too.
-_SCORERS: dict[str, tuple[str, bool]] = {
-    "openai/gsm8k": ("verl.utils.reward_score.gsm8k", False),
-    "spd_scorer": ("verl.utils.reward_score.spd_scorer_reward", True),
+_HERE = "verl.utils.reward_score"
+# data source (a pattern, * for any text) -> module, function of (solution_str, ground_truth, **kwargs)
+_SCORERS: dict[str, tuple[str, str]] = {
+    "openai/gsm8k": ("gsm8k", "compute_score"),
+    "lighteval/MATH": ("math_verify", "score"),
+    "DigitalLearningGmbH/MATH-lighteval": ("math_verify", "score"),
+    "HuggingFaceH4/MATH-500": ("math_verify", "score"),
+    "math_dapo": ("math_dapo", "compute_score"),
+    "math": ("math_dapo", "compute_score"),
+    "math_dapo_reasoning": ("math_dapo", "compute_score"),
+    "aime*": ("math_dapo", "compute_score"),
+    "numina_*": ("math_verify", "score"),
+    "hiyouga/geometry3k": ("geo3k", "compute_score"),
+    "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
 }
+_CODE = ("codecontests", "apps", "codeforces", "taco")
+_SPD = "spd_scorer"
+
+
+def known_sources() -> list[str]:
+    """The data sources that have a rule."""
+    return [*_SCORERS, *_CODE, _SPD]
 
 
 def default_compute_score(
@@ -21,15 +39,33 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
 
-    The sandbox arguments are for sources that run code; none of those known here does.
+    Programs run at `sandbox_fusion_url`, else in the local sandbox within `sandbox` (a SandboxConfig). May take for
+    ever on hostile text: `verl.utils.grading` calls it where it can be killed.
     """
-    if data_source not in _SCORERS:
-        raise NotImplementedError(
-            f"no rule reward for data_source={data_source!r}{nearest(data_source, list(_SCORERS)) or '.'} "
-            f"Known: {', '.join(_SCORERS)}. Give your own in custom_reward_function.path."
-        )
-    module, takes_row = _SCORERS[data_source]
-    compute_score = importlib.import_module(module).compute_score
-    arguments = (data_source, solution_str, ground_truth, extra_info) if takes_row else (solution_str, ground_truth)
-    result = compute_score(*arguments, **kwargs)
+    sandbox = kwargs.pop("sandbox", None)
+    if data_source in _CODE:
+        if sandbox_fusion_url:
+            from verl.utils.reward_score import sandbox_fusion
+
+            where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+            return sandbox_fusion.compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)[0]
+        from verl.utils.reward_score import prime_code
+
+        return prime_code.compute_score(solution_str, ground_truth, continuous=True, sandbox=sandbox, **kwargs)[0]
+    if data_source == _SPD:
+        from verl.utils.reward_score import spd_scorer_reward
+
+        return spd_scorer_reward.compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
+    module, name = _scorer(str(data_source))
+    result = getattr(importlib.import_module(f"{_HERE}.{module}"), name)(solution_str, ground_truth, **kwargs)
     return result if isinstance(result, dict) else float(result)
+
+
+def _scorer(data_source: str) -> tuple[str, str]:
+    for pattern, scorer in _SCORERS.items():
+        if fnmatchcase(data_source, pattern):
+            return scorer
+    raise NotImplementedError(
+        f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'} "
+        f"Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
+    )

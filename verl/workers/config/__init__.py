@@ -3,6 +3,7 @@
 
 from verl.trainer.config.config import BaseModelConfig, CheckpointConfig, ModuleConfig, RewardManagerConfig
 from verl.utils.profiler import ProfilerConfig
+from verl.utils.sandbox.config import SandboxConfig
 from verl.workers.config.actor import ActorConfig, FSDPActorConfig, FSDPRefConfig, PolicyLossConfig
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.workers.config.engine import EngineConfig, FSDPEngineConfig, TrainingWorkerConfig

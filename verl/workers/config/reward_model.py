@@ -8,6 +8,7 @@ from typing import Any
 from verl.base_config import BaseConfig
 from verl.trainer.config.config import BaseModelConfig
 from verl.utils.config_fields import setting
+from verl.utils.sandbox.config import SandboxConfig
 from verl.workers.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.workers.config.rollout import RolloutConfig
 
@@ -42,6 +43,8 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     nnodes: int = setting(0, low=0)
     strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
     num_workers: int = setting(1, low=1)
+    error: str = setting("raise", choices=("raise", "drop"))
+    item_timeout: float = setting(300.0, above=0)
     launch_reward_fn_async: bool = False
     use_reward_loop: bool = True
     use_dynamic_bsz: bool = False
@@ -55,3 +58,4 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     rollout: RolloutConfig | None = None
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.utils.grading import Failure
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
@@ -36,7 +37,8 @@ class DAPORewardManager(NaiveRewardManager):
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
         results = super().results(data, rows)
-        return [self._with_penalty(result, row) for result, row in zip(results, rows, strict=True)]
+        pairs = zip(results, rows, strict=True)
+        return [found if isinstance(found, Failure) else self._with_penalty(found, row) for found, row in pairs]
 
     def _with_penalty(self, result: Any, row: Row) -> dict[str, Any]:
         found = dict(result) if isinstance(result, dict) else {"score": result}

@@ -9,19 +9,25 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
-from verl.utils.reward_score import default_compute_score
+from verl.utils.grading import ExternFunction, Failure, GradingPool, Together
+from verl.workers.config.reward_model import RewardModelConfig
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rows import RewardError, Row, given_scores, log_examples, place_results, rows_of
+from verl.workers.reward_manager.rows import Row, given_scores, log_examples, place_results, rows_of, settle
 
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
     """Calls `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)` for each row.
 
-    A coroutine function is awaited for all rows at once. A row whose function raises ends the call with a
-    `RewardError` that names it; nothing is scored 0 for an error.
+    A function known by file and name (`custom_reward_function`, the rule rewards) runs in `reward_model.num_workers`
+    processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other one runs here,
+    without a limit. A coroutine function is awaited for all rows at once. A row whose function raises or hangs ends
+    the call with a RewardError that names it, or is marked as lost (`reward_model.error`); nothing is scored 0 for it.
     """
+
+    # Whether functions that are not known by file and name go to processes as well.
+    always_in_processes = False
 
     def __init__(
         self, tokenizer: Any, num_examine: int, compute_score: RawRewardFn | None = None,
@@ -29,47 +35,64 @@ class NaiveRewardManager(AbstractRewardManager):
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.compute_score = compute_score or default_compute_score
+        self.compute_score = compute_score or ExternFunction("pkg://verl.utils.reward_score", "default_compute_score")
         self.reward_fn_key = reward_fn_key
         self.reward_kwargs = reward_kwargs
+        self.config = RewardModelConfig()
+        self._pool: GradingPool | None = None
+
+    @staticmethod
+    def workers(config: RewardModelConfig) -> int:
+        """Processes that grade."""
+        return config.num_workers
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         given = given_scores(data)
         if given is None:
             rows = rows_of(data, self.reward_fn_key)
-            results = self.results(data, rows)
-            given = place_results(data, rows, results)
+            results = settle(rows, self.results(data, rows), drop=self.config.error == "drop")
+            given = place_results(data, results)
             log_examples(self.tokenizer, rows, results, self.num_examine)
         return given if return_dict else given["reward_tensor"]
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
-        """What the reward function gives for each row: a number, or a dict with 'score'."""
-        results = []
-        for row in rows:
-            try:
-                result = self.compute_score(
-                    data_source=row.data_source, solution_str=self.text(row), ground_truth=row.ground_truth,
-                    extra_info=row.extra_info, **self.reward_kwargs,
-                )
-            except Exception as error:
-                raise _failure(row, error) from error
-            results.append(result)
-        return asyncio.run(_await_all(rows, results)) if any(map(inspect.isawaitable, results)) else results
+        """What the reward function gives for each row: a number, or a dict with 'score'; a Failure where it fails."""
+        items = [
+            {
+                "data_source": row.data_source, "solution_str": self.text(row), "ground_truth": row.ground_truth,
+                "extra_info": row.extra_info, **self.reward_kwargs,
+            }
+            for row in rows
+        ]  # fmt: skip
+        if self.always_in_processes or isinstance(self.compute_score, ExternFunction):
+            return self._in_processes(items)
+        return asyncio.run(_await_all(self.compute_score, items))
+
+    def _in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
+        workers, seconds = self.workers(self.config), self.config.item_timeout
+        together = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
+        if self._pool is None:
+            function = Together(self.compute_score, seconds) if together else self.compute_score
+            self._pool = GradingPool(function, workers, seconds + 5.0 if together else seconds)
+        if not together:
+            return self._pool.map(items)
+        shares = [items[i::workers] for i in range(workers)]
+        results: list[Any] = [None] * len(items)
+        for i, found in enumerate(self._pool.map([{"items": share} for share in shares])):
+            results[i::workers] = [found] * len(shares[i]) if isinstance(found, Failure) else found
+        return results
 
     def text(self, row: Row) -> str:
         """The answer of a row."""
         return self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
 
 
-async def _await_all(rows: list[Row], results: list[Any]) -> list[Any]:
-    async def settle(row: Row, result: Any) -> Any:
+async def _await_all(function: RawRewardFn, items: list[dict[str, Any]]) -> list[Any]:
+    async def one(item: dict[str, Any]) -> Any:
         try:
+            result = function(**item)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise _failure(row, error) from error
+            return Failure.of(error)
 
-    return await asyncio.gather(*map(settle, rows, results))
-
-
-def _failure(row: Row, error: Exception) -> RewardError:
-    return RewardError(f"{row}: the reward function raised {type(error).__name__}: {error}")
+    return await asyncio.gather(*map(one, items))

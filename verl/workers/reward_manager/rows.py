@@ -12,6 +12,10 @@ import torch
 from loguru import logger
 
 from verl.protocol import DataProto
+from verl.utils.grading import Failure
+
+# Column of rows that nothing can be learnt from: a rollout marks them, or a reward (with how it failed).
+LOST = "__lost__"
 
 
 class RewardError(RuntimeError):
@@ -63,21 +67,38 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     return rows
 
 
-def split_result(result: Any, row: Row) -> tuple[float, dict[str, Any]]:
-    """(score, extras) of what a reward function gave for a row: a number, or a dict with 'score'.
+def settle(rows: list[Row], results: list[Any], drop: bool) -> list[tuple[float, dict[str, Any]] | Failure]:
+    """(score, extras) of what the reward function gave for each row: a number, or a dict with 'score'.
 
-    A dict is an extra as a whole, its score included; a plain number has none.
+    A dict is an extra as a whole, its score included; a plain number has none. Rows without a score stay Failures when
+    `drop`, logged with their names; otherwise a RewardError names the first and counts the others.
     """
+    settled = [result if isinstance(result, Failure) else _split(result) for result in results]
+    failed = [(row, found) for row, found in zip(rows, settled, strict=True) if isinstance(found, Failure)]
+    if not failed:
+        return settled
+    row, first = next((pair for pair in failed if pair[1].fatal), failed[0])
+    if drop and not first.fatal:
+        for row, failure in failed:
+            logger.warning("{} is left out: the reward function {}", row, failure.text)
+        return settled
+    timeouts = sum(failure.kind == "timeout" for _, failure in failed)
+    raise RewardError(
+        f"{row}: the reward function {first.text.rstrip('.')}. {len(failed)} of {len(rows)} rows have no score "
+        f"({timeouts} took too long); reward_model.error=drop would leave such rows out."
+    ) from first.cause
+
+
+def _split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
-        raise RewardError(f"{row}: the reward function gave a dict without 'score': {sorted(result)}.")
-    score = extras["score"]
+        return Failure("error", f"gave a dict without 'score': {sorted(result)}")
     try:
-        number = float(score)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"{row}: the reward function gave {score!r} as a score; a number is needed.") from error
+        number = float(extras["score"])
+    except (TypeError, ValueError):
+        return Failure("error", f"gave {extras['score']!r} as a score; a number is needed")
     if not math.isfinite(number):
-        raise RewardError(f"{row}: the reward function gave the score {number}; a finite number is needed.")
+        return Failure("error", f"gave the score {number}; a finite number is needed")
     return number, extras if isinstance(result, dict) else {}
 
 
@@ -103,12 +124,17 @@ def _last_set(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, positions, 0).amax(-1)
 
 
-def place_results(data: DataProto, rows: list[Row], results: list[Any]) -> dict[str, Any]:
-    """Scores [B, R] and extras ({name: list of B}, None where a row lacks the name) of what the function gave."""
-    pairs = [split_result(result, row) for result, row in zip(results, rows, strict=True)]
+def place_results(data: DataProto, settled: list[tuple[float, dict[str, Any]] | Failure]) -> dict[str, Any]:
+    """Scores [B, R] and extras: {name: list of B}, None where a row lacks the name.
+
+    Where rows failed, their score is 0 and the extra `__lost__` says of each row how it failed ('' for the others).
+    """
+    pairs = [(0.0, {}) if isinstance(found, Failure) else found for found in settled]
     extras = [extra for _, extra in pairs]
     names = dict.fromkeys(name for extra in extras for name in extra)
     columns = {name: [extra[name] if name in extra else None for extra in extras] for name in names}
+    if any(isinstance(found, Failure) for found in settled):
+        columns[LOST] = [found.kind if isinstance(found, Failure) else "" for found in settled]
     return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
 
 
@@ -121,13 +147,14 @@ def given_scores(data: DataProto) -> dict[str, Any] | None:
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
 
 
-def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examine: int) -> None:
+def log_examples(tokenizer: Any, rows: list[Row], settled: list[Any], num_examine: int) -> None:
     """Log the first `num_examine` rows of each data source as readable text."""
     shown: Counter[str] = Counter()
-    for row, result in zip(rows, results, strict=True):
+    for row, result in zip(rows, settled, strict=True):
         if shown[row.data_source] >= num_examine:
             continue
         shown[row.data_source] += 1
         prompt, answer = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt_ids, row.response_ids))
         text = "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}"
-        logger.info(text, prompt, answer, row.ground_truth, result)
+        score = result.text if isinstance(result, Failure) else result[1] or result[0]
+        logger.info(text, prompt, answer, row.ground_truth, score)

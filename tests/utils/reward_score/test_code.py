@@ -1,0 +1,298 @@
+"""Programs against test cases: right and wrong ones, attempts on the verdict, the remote service over real HTTP."""
+
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import tenacity
+
+from tests.helpers.sandbox import refused
+from verl.utils.grading import Slots
+from verl.utils.reward_score import default_compute_score, prime_code, sandbox_fusion
+from verl.utils.reward_score.code_cases import cases_of, extract_code, same_output, same_value
+from verl.utils.sandbox import SandboxConfig
+
+SUMS = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [30, 12]], "outputs": [3, 42]}
+ADD = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+def answer(code):
+    return f"First I think.\n```python\n{code}\n```\nDone."
+
+
+def score(code, cases, **settings):
+    return prime_code.compute_score(answer(code), cases, continuous=True, **settings)[0]
+
+
+@pytest.mark.parametrize(
+    "code, cases, share",
+    [
+        (ADD, SUMS, 1.0),
+        (ADD, json.dumps(SUMS), 1.0),
+        ("a, b = map(int, input().split())\nprint(3)", SUMS, 0.5),
+        ("print('3'\n", SUMS, 0.0),
+        ("def add(a, b):\n    return a + b", CALLS, 1.0),
+        ("class Solution:\n    def add(self, a: int, b: int) -> List[int]:\n        return a + b", CALLS, 1.0),
+        ("def add(a, b):\n    print('debug')\n    return [3]", {**CALLS, "outputs": [[3], [[3]]]}, 1.0),
+        ("def add(a, b):\n    return (a, str(b))", {**CALLS, "outputs": [[1, "2"], '[30, "12"]']}, 1.0),
+        ("def add(s, n):\n    return s * n", {"fn_name": "add", "inputs": ['"ab"\n2'], "outputs": ['"abab"']}, 1.0),
+        ("def other(a, b):\n    return a + b", CALLS, 0.0),
+    ],
+)
+def test_share_of_cases_passed(code, cases, share, request):
+    if not refused(request):
+        assert score(code, cases) == share
+
+
+def test_all_or_nothing_stops_at_the_first_failure(request):
+    if refused(request):
+        return
+    result, told = prime_code.compute_score(answer("print(42)"), SUMS)
+    assert result == 0.0 and len(told) == 1
+    assert prime_code.compute_score(answer(ADD), SUMS)[0] == 1.0
+    assert default_compute_score("taco", answer("input()\nprint(42)"), SUMS) == 0.5
+
+
+def test_a_program_that_hangs_is_not_run_again(request):
+    if refused(request):
+        return
+    limits = SandboxConfig(seconds=0.3)
+    result, told = prime_code.compute_score(answer("while True: pass"), SUMS, continuous=True, sandbox=limits)
+    assert result == 0.0 and [t["stopped"] for t in told] == ["time"]
+
+
+CHEATS = {
+    "exit code 0": "import sys\nsys.exit(0)",
+    "exit at once": "import os\nos._exit(0)",
+    "equal to everything": """
+class Same:
+    def __eq__(self, other): return True
+    def __str__(self): return 'True'
+    __repr__ = __str__
+    __hash__ = None
+def add(a, b): return Same()
+print(Same())""",
+    "a number equal to everything": """
+class Same(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    __hash__ = int.__hash__
+def add(a, b): return Same(0)
+print(Same(0))""",
+    "a text equal to everything": """
+class Same(str):
+    def __eq__(self, other): return True
+    def split(self, *a): return self
+    __hash__ = str.__hash__
+def add(a, b): return Same('x')
+print(Same('x'))""",
+    "patched builtins": """
+import builtins, operator
+builtins.all = builtins.any = lambda *a: True
+builtins.isinstance = lambda *a: True
+builtins.len = lambda *a: 1
+operator.eq = lambda a, b: True
+def add(a, b): return None
+print(None)""",
+    "patched json": """
+import json
+json.dumps = lambda *a, **k: 'true'
+json.loads = lambda *a, **k: [0, 0]
+def add(a, b): return True
+print('true')""",
+    "patched grader": """
+import sys, types
+grader = types.ModuleType('verl.utils.reward_score.code_cases')
+grader.same_output = grader.same_value = lambda *a: True
+for name in ('verl', 'verl.utils', 'verl.utils.reward_score', 'verl.utils.reward_score.code_cases'):
+    sys.modules[name] = grader
+def add(a, b): return 0
+print(0)""",
+    "forged output": """
+def add(a, b): return 'passed'
+print('{"passed": true, "score": 1.0}')
+print('PASSED')""",
+    "forged report on every descriptor": """
+import os
+for number in range(3, 256):
+    try: os.write(number, b'{"exit": 0, "timeout": false, "seconds": 0.1}')
+    except OSError: pass
+def add(a, b): return 0
+print(0)""",
+    "forged result file": """
+for name in ('result.json', 'output.txt', 'exit_code', '/tmp/result', '../verdict'):
+    try: open(name, 'w').write('{"passed": true}')
+    except OSError: pass
+def add(a, b): return 0
+print(0)""",
+    "looks for the expected output": """
+import gc, os, sys
+seen = [open(os.path.join(d, f), errors='replace').read() for d, _, fs in os.walk('/tmp') for f in fs]
+values = [repr(sys.argv), repr(dict(os.environ)), *seen]
+frame = sys._getframe()
+while frame:
+    values.append(repr(frame.f_globals)); frame = frame.f_back
+values = ''.join(values + [repr(o)[:200] for o in gc.get_objects() if isinstance(o, (list, dict, tuple))])
+wanted = str(45).join(['', '67'])
+def add(a, b): return int(wanted) if wanted in values else 0
+print(add(0, 0))""",
+    "not a number": "def add(a, b): return float('nan')\nprint('nan')",
+    "deep nesting": "import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b): return 0\nprint('[' * 100000)",
+    "a long number": "def add(a, b): return 0\nprint('9' * 100000)",
+    "the answer of the first case": "def add(a, b): return 3\nprint(3)",
+}
+
+
+@pytest.mark.parametrize("kind", ["output", "call"])
+@pytest.mark.parametrize("name", CHEATS)
+def test_no_verdict_is_won_without_the_right_output(name, kind, request):
+    if refused(request):
+        return
+    cases = {"inputs": ["1 2"], "outputs": ["4567"]}
+    if kind == "call":
+        cases = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [4567]}
+    result, told = prime_code.compute_score(answer(CHEATS[name]), cases, continuous=True)
+    assert result == 0.0, told
+
+
+def test_an_unconfined_run_needs_the_word(tmp_path):
+    """The kernel itself refuses here: a user namespace in which no further one may be made."""
+    script = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+uid = os.getuid()
+if libc.unshare(0x10000000): print('no namespaces at all')
+else:
+    open('/proc/self/setgroups', 'w').write('deny')
+    open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')
+    open('/proc/sys/user/max_user_namespaces', 'w').write('0')
+os.setgroups = lambda groups: None  # what is left of root here cannot, nor need it
+os.setresgid = os.setresuid = lambda *ids: None
+from verl.utils.sandbox import run_python, SandboxConfig, SandboxUnavailable
+try: print('RAN', run_python('print(1)').stdout)
+except SandboxUnavailable as refusal: print('REFUSED', refusal)
+print('UNCONFINED', run_python('print(1)', limits=SandboxConfig(unconfined=True)).stdout)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "REFUSED this machine cannot confine programs (" in ran.stdout, ran.stdout + ran.stderr
+    assert "reward_model.sandbox.unconfined=true" in ran.stdout and "sandbox_fusion.url" in ran.stdout
+    assert "UNCONFINED b'1\\n'" in ran.stdout and "RAN" not in ran.stdout
+
+
+def test_code_is_the_last_fenced_block():
+    assert extract_code("```python\na\n```\n```py\nb\n```") == "b\n"
+    assert extract_code("```\na") == "a" and extract_code("print(1)") is None
+    assert prime_code.compute_score("print(1)", SUMS)[0] == 0.0
+
+
+@pytest.mark.parametrize("tests", ["[]", {"inputs": ["1"]}, {"inputs": [], "outputs": []}, {"inputs": [1], "outputs": []}])
+def test_cases_that_are_none_are_an_error(tests):
+    with pytest.raises(ValueError, match="test cases"):
+        cases_of("", tests)
+
+
+def test_expected_outputs_stay_outside():
+    for cases in (cases_of(ADD, SUMS), cases_of("def add(a, b): pass", CALLS)):
+        assert all("42" not in case.program + case.stdin for case in cases)
+
+
+@pytest.mark.parametrize(
+    "found, expected, same",
+    [
+        ("1 2 \n3\n\n", "1 2\n3", True),
+        ("0.3333333", "0.33333333", True),
+        ("0.34", "0.33", False),
+        ("1000000007", "1000000008", False),
+        ("1\n2", "1 2", False),
+        ("", "", True),
+        ("yes", "YES", False),
+    ],
+)
+def test_outputs_are_compared_by_lines_and_words(found, expected, same):
+    assert same_output(found, expected) is same
+
+
+def test_values_are_compared_as_json():
+    assert same_value([1, {"a": 0.1 + 0.2}], [1, {"a": 0.3}]) and same_value(1.0, 1)
+    for found, expected in ((True, 1), (1, True), ("1", 1), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (None, 0), (0.5, "x")):
+        assert not same_value(found, expected)
+
+
+class Service(BaseHTTPRequestHandler):
+    """Speaks the SandboxFusion protocol and runs the program for real."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.bodies.append(body)
+            server.running += 1
+            server.most = max(server.most, server.running)
+            broken = server.broken.pop() if server.broken else None
+        ran = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", body["code"]], input=body["stdin"], capture_output=True, text=True
+        )
+        with server.lock:
+            server.running -= 1
+        reply = {
+            "status": "Success" if ran.returncode == 0 else "Failed", "message": "",
+            "run_result": {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr},
+        }  # fmt: skip
+        if broken == "sandbox":
+            reply = {"status": "SandboxError", "message": "no pod", "run_result": None}
+        text = json.dumps(reply).encode()
+        self.send_response(broken if isinstance(broken, int) else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture
+def service(monkeypatch):
+    monkeypatch.setattr(sandbox_fusion._post.retry, "wait", tenacity.wait_none())
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.lock, server.bodies, server.running, server.most, server.broken = threading.Lock(), [], 0, 0, []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    server.url = f"http://127.0.0.1:{server.server_port}/run_code"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_service_runs_programs_and_learns_no_expected_output(service):
+    code = "a, b = map(int, input().split())\nprint(a + b if a < 9 else 0)"
+    share, told = sandbox_fusion.compute_score(service.url, Slots(1), 256, answer(code), SUMS, continuous=True)
+    assert share == 0.5 and [t["passed"] for t in told] == [True, False]
+    assert service.most == 1 and len(service.bodies) == 2
+    assert all("42" not in json.dumps(body["code"]) for body in service.bodies)
+    assert service.bodies[0]["memory_limit_MB"] == 256 and service.bodies[0]["language"] == "python"
+    assert default_compute_score("apps", answer(code), SUMS, sandbox_fusion_url=service.url) == 0.5
+    call = answer("def add(a, b):\n    return a + b")
+    assert sandbox_fusion.compute_score(service.url, None, None, call, CALLS)[0] == 1.0
+    assert sandbox_fusion.compute_score(service.url, None, None, answer("1/0"), CALLS)[0] == 0.0
+
+
+def test_a_service_that_fails_is_asked_again(service):
+    service.broken = ["sandbox", 503]
+    assert sandbox_fusion.compute_score(service.url, None, None, answer(ADD), SUMS)[0] == 1.0
+    assert len(service.bodies) == 4
+
+
+def test_a_service_without_a_verdict_is_an_error_and_no_score(service):
+    service.broken = [400] * 2
+    with pytest.raises(sandbox_fusion.SandboxServiceError, match="answered 400"):
+        sandbox_fusion.compute_score(service.url, None, None, answer(ADD), SUMS)
+    service.broken = [500] * 10
+    with pytest.raises(sandbox_fusion.SandboxServiceError, match="answered 500"):
+        sandbox_fusion.compute_score(service.url, None, None, answer(ADD), SUMS)
+    with pytest.raises(sandbox_fusion.SandboxServiceError, match="no answer in 5 attempts.*sandbox_fusion.url"):
+        sandbox_fusion.compute_score("http://127.0.0.1:9/run_code", None, None, answer(ADD), SUMS)

@@ -1,0 +1,227 @@
+"""Attempts to get out of the sandbox, each with the same code unconfined where that is harmless: it works there.
+
+Not covered: faults of the kernel itself, and side channels of time.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.sandbox import refused
+from verl.utils.sandbox import SandboxConfig, run_python
+
+SECRET = "canary-7f3a"
+HEAD = """
+import ctypes, os, resource, signal, socket, stat, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def syscall(*numbers):
+    if libc.syscall(*map(ctypes.c_long, numbers)) < 0:
+        raise OSError(ctypes.get_errno(), "syscall %d" % numbers[0])
+def reach(family, address, kind=socket.SOCK_STREAM):
+    link = socket.socket(family, kind)
+    link.settimeout(2)
+    link.connect(address)
+def read(path):
+    assert "canary-7f3a" in open(path, errors="replace").read()
+"""
+# name -> (code that raises OSError or MemoryError when it is stopped, whether it works unconfined on any machine)
+ATTEMPTS = {
+    "loopback": ("reach(socket.AF_INET, ('127.0.0.1', PORT))", True),
+    "loopback over IPv6": ("reach(socket.AF_INET6, ('::1', PORT))", False),
+    "outside network": ("reach(socket.AF_INET, ('1.1.1.1', 53))", False),
+    "outside network by datagrams": ("reach(socket.AF_INET, ('1.1.1.1', 53), socket.SOCK_DGRAM)", False),
+    "metadata service": ("reach(socket.AF_INET, ('169.254.169.254', 80))", False),
+    "hypervisor socket": ("socket.socket(40, socket.SOCK_STREAM)", False),
+    "abstract socket": ("reach(socket.AF_UNIX, ABSTRACT)", True),
+    "socket file": ("reach(socket.AF_UNIX, FOLDER + '/socket')", True),
+    "home": ("read(HOME)", True),
+    "password file": ("open('/etc/passwd').read()", True),
+    "hidden tests": ("read(FOLDER + '/hidden.json')", True),
+    "parent environment": ("read('/proc/%d/environ' % PARENT)", True),
+    "own environment": ("assert [v for v in os.environ.values() if 'canary' in v] or os.stat('/no')", False),
+    "parent memory": ("open('/proc/%d/mem' % PARENT, 'rb')", True),
+    "parent memory by process_vm_readv": ("syscall(310, PARENT, 0, 0, 0, 0, 0)", True),
+    "parent command line": ("open('/proc/%d/cmdline' % PARENT).read()", True),
+    "kill the parent": ("os.kill(PARENT, 0)", True),
+    "trace the parent": ("syscall(101, 16, PARENT, 0, 0)", False),
+    "take a descriptor of the parent": ("syscall(438, os.pidfd_open(PARENT), 0, 0)", False),
+    "inherited descriptors": ("[os.fstat(n) for n in range(3, 4096) if not closed(n)] or os.stat('/no')", False),
+    "symlink out": ("os.symlink('/etc/passwd', 'x')", True),
+    "write to the library": ("open('/usr/lib/verl_x', 'w')", False),
+    "write to the root": ("os.mkdir('/verl_x')", False),
+    "write beside the tests": ("open(FOLDER + '/written', 'w')", True),
+    "make the root writable": ("syscall(165, 0, id(b'/') + 32, 0, 32, 0)", False),
+    "mount": ("assert libc.mount(b'proc', b'/tmp', b'proc', 0, None) == 0 or os.stat('/no')", False),
+    "change the root": ("os.chroot('.')", False),
+    "new user namespace": ("syscall(272, 0x10000000)", False),
+    "become root": ("os.setuid(0)", False),
+    "make a device": ("os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(8, 0))", False),
+    "devices": ("os.listdir('/dev') == ['null'] and os.stat('/no')", True),
+    "fork": ("os.fork() or os._exit(0)", True),
+    "another program": ("subprocess.run([sys.executable, '-c', ''], check=True)", True),
+    "process that outlives": ("os.fork() or (os.setsid(), os._exit(0))", True),
+    "shed the death signal": ("assert libc.prctl(1, 0, 0, 0, 0) == 0 or os.stat('/no')", True),
+    "raise the limits": ("resource.setrlimit(resource.RLIMIT_CPU, (900, 900))", False),
+    "memory": ("bytearray(2 << 30)", False),
+    "memory in pieces": ("[bytearray(64 << 20) for _ in range(40)]", False),
+    "memory in a nameless file": ("os.memfd_create('x')", True),
+    "memory in segments": ("syscall(29, 0, 1 << 28, 0o1600)", False),
+    "disk, one file": ("open('x', 'wb').write(bytes(64 << 20))", False),
+    "disk, many files": ("[open('x%d' % i, 'wb').write(bytes(1 << 20)) for i in range(64)]", True),
+    "files without end": ("[open('y%d' % i, 'wb') and None for i in range(5000)]", False),
+    "threads": ("threading.stack_size(1 << 18)\n[threading.Thread(target=time.sleep, args=(9,), daemon=True).start() for _ in range(64)]", True),
+    "kernel keys": ("syscall(248, id(b'user') + 32, id(b'k') + 32, id(b'v') + 32, 1, -3)", False),
+    "io_uring": ("syscall(425, 1, id(bytes(120)) + 32)", False),
+    "bpf": ("syscall(321, 0, 0, 0)", False),
+    "x32 numbers": ("syscall(0x40000000 + 41, 2, 1, 0)", False),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """What the attempts aim at, for real: listening sockets, files, this process with a secret in its environment."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "hidden.json").write_text(json.dumps({"outputs": [SECRET]}))
+    home = Path.home() / f".verl-escape-{os.getpid()}"
+    home.write_text(SECRET)
+    abstract = f"\0verl-escape-{os.getpid()}"
+    sockets = [socket.create_server(("127.0.0.1", 0))]
+    for address in (abstract, str(folder / "socket")):
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(address)
+        sockets[-1].listen(64)
+    parent = subprocess.Popen(["sleep", "600"], env={"SECRET": SECRET})
+    names = {
+        "PORT": sockets[0].getsockname()[1], "ABSTRACT": abstract, "FOLDER": str(folder), "HOME": str(home),
+        "PARENT": parent.pid,
+    }  # fmt: skip
+    os.environ["SANDBOX_SECRET"] = SECRET
+    leaked = os.open(folder / "hidden.json", os.O_RDONLY)
+    os.set_inheritable(leaked, True)
+    yield names
+    home.unlink()
+    os.close(leaked)
+    del os.environ["SANDBOX_SECRET"]
+    parent.kill()
+    parent.wait()
+    for listening in sockets:
+        listening.close()
+
+
+def tried(code, names, **limits):
+    """What became of an attempt: ('GOT', '') or ('STOPPED', error), or how the program was killed."""
+    assignments = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    closed = "def closed(n):\n    try: os.fstat(n)\n    except OSError: return True\n"
+    body = textwrap.indent(code, "    ")
+    program = (
+        f"{HEAD}{assignments}{closed}try:\n{body}\nexcept (OSError, MemoryError, RuntimeError, ValueError) as error:\n"
+        "    print('STOPPED', repr(error))\nelse:\n    print('GOT')\nsys.stdout.flush()\nos._exit(0)\n"
+    )
+    outcome = run_python(program, limits=SandboxConfig(seconds=5, **limits))
+    said = outcome.stdout.decode()
+    assert said or outcome.exit_code < 0, f"the attempt itself is at fault: {outcome.stderr.decode()}"
+    return said.split(" ", 1) if said else ["STOPPED", f"signal {-outcome.exit_code}"]
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_does_not_get_out(name, world, request):
+    if refused(request):
+        return
+    verdict, *how = tried(ATTEMPTS[name][0], world, memory_mb=512, disk_mb=16)
+    assert verdict == "STOPPED", how
+    assert psutil.pid_exists(world["PARENT"])
+
+
+@pytest.mark.parametrize("name", [name for name, (_, works) in ATTEMPTS.items() if works])
+def test_the_same_works_unconfined(name, world):
+    assert tried(ATTEMPTS[name][0], world, unconfined=True, disk_mb=64)[0].strip() == "GOT"
+
+
+def test_it_sees_its_own_file_and_libraries_alone(request):
+    if refused(request):
+        return
+    seen = run_python("import os; print(sorted(os.listdir('/tmp')), os.getpid(), os.getppid(), os.getuid())").stdout
+    assert seen == b"['main.py'] 1 0 1000\n"
+
+
+def test_gigabytes_of_output_are_cut_and_end_it(request):
+    if refused(request):
+        return
+    before = psutil.Process().memory_info().rss
+    outcome = run_python(
+        "import sys\nwhile True: sys.stdout.write('x' * 1000000)", limits=SandboxConfig(output_kb=100)
+    )
+    assert outcome.stopped == "output" and len(outcome.stdout) == 100 << 10 and outcome.seconds < 5
+    outcome = run_python("import os\nwhile True: os.write(2, b'x' * 100000)", limits=SandboxConfig(seconds=0.5))
+    assert outcome.stopped == "time" and len(outcome.stderr) == 16 << 10
+    assert psutil.Process().memory_info().rss - before < 50 << 20
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)", "input()"])
+def test_what_does_not_end_is_killed(code, request):
+    if refused(request):
+        return
+    began = time.monotonic()
+    outcome = run_python(code, limits=SandboxConfig(seconds=0.4))
+    # stdin is at its end, so input() raises
+    assert outcome.stopped == ("time" if "input" not in code else None) and not outcome.ok
+    assert time.monotonic() - began < 5
+
+
+def marked(mark):
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]
+
+
+def test_nothing_is_alive_afterwards(request):
+    if refused(request):
+        return
+    code = """
+        import os, sys, signal
+        for number in range(1, 65):
+            try: signal.signal(number, signal.SIG_IGN)
+            except (OSError, ValueError): pass
+        try: os.setsid()
+        except OSError: pass
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "verl-survivor"])
+    """
+    found = []
+    watcher = threading.Timer(0.5, lambda: found.extend(marked("verl-survivor")))
+    watcher.start()
+    outcome = run_python(textwrap.dedent(code), limits=SandboxConfig(seconds=1))
+    watcher.join()
+    assert outcome.stopped == "time" and len(found) == 1 and marked("verl-survivor") == []
+
+
+@pytest.mark.parametrize("victim", ["caller", "jail"])
+def test_it_dies_with_its_keepers(victim, tmp_path, request):
+    if refused(request):
+        return
+    mark = f"verl-orphan-{victim}"
+    inner = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
+    script = f"from verl.utils.sandbox import run_python, SandboxConfig\nrun_python({inner!r}, b'', SandboxConfig(seconds=60))"
+    file = tmp_path / "caller.py"
+    file.write_text(script)
+    caller = subprocess.Popen([sys.executable, str(file)], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (program,) = marked(mark)
+        keeper = caller.pid if victim == "caller" else psutil.Process(program).ppid()
+        os.kill(keeper, signal.SIGKILL)
+        while marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert marked(mark) == []
+    finally:
+        caller.kill()
+        caller.wait()

@@ -1,0 +1,92 @@
+"""Boxed answers of the MATH data set, compared as normalised LaTeX text."""
+
+from __future__ import annotations
+
+import re
+
+from loguru import logger
+
+_BOXES = ("\\boxed", "\\fbox")
+# Written without braces: \frac12, \frac{1}2, \frac1{72}; \sqrt3.
+_FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|[^\s{\\])\s*(\{[^{}]*\}|[^\s{\\])")
+_ROOT = re.compile(r"\\sqrt\s*([^\s{\[\\])")
+_QUOTIENT = re.compile(r"(-?\d+)/(-?\d+)")
+_UNIT = re.compile(r"\\text\{ .*", re.DOTALL)
+# Marks that change how an answer looks and not what it says.
+_DROPPED = re.compile(r"\\!|\\,|\\;|\\left|\\right|\^\{?\\circ\}?|\\\$|\$|\\?%|\s+")
+_SPELLINGS = (("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"))
+
+
+def compute_score(solution_str: str, ground_truth: str) -> float:
+    """1.0 when the last boxed answer is the ground truth as normalised text, else 0.0."""
+    boxed = last_boxed_only_string(solution_str)
+    return float(boxed is not None and is_equiv(remove_boxed(boxed), ground_truth))
+
+
+def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
+    """Whether two answers are the same text after `strip_string`; None equals None alone."""
+    if str1 is None or str2 is None:
+        return str1 is None and str2 is None
+    first, second = strip_string(str1), strip_string(str2)
+    if verbose:
+        logger.info("{} | {}", first, second)
+    return first == second
+
+
+def last_boxed_only_string(string: str) -> str | None:
+    """The last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed x`, up to a `$`), braces included; None without one."""
+    start = max(string.rfind(box) for box in _BOXES)
+    if start < 0:
+        return None
+    if string.startswith("\\boxed ", start):
+        return string[start:].split("$")[0]
+    depth = 0
+    for i in range(start, len(string)):
+        depth += {"{": 1, "}": -1}.get(string[i], 0)
+        if string[i] == "}" and depth <= 0:
+            return string[start : i + 1]
+    return None
+
+
+def remove_boxed(s: str) -> str:
+    """What stands in the box of `last_boxed_only_string`."""
+    for box in _BOXES:
+        if s.startswith(f"{box} "):
+            return s[len(box) + 1 :]
+        if s.startswith(f"{box}{{") and s.endswith("}"):
+            return s[len(box) + 1 : -1]
+    raise ValueError(f"{s!r} is no \\boxed{{...}} or \\fbox{{...}}")
+
+
+def fix_fracs(string: str) -> str:
+    """Braces around the two parts of each fraction: `\\frac12` -> `\\frac{1}{2}`."""
+    return _FRACTION.sub(lambda m: "\\frac" + "".join(p if p[0] == "{" else f"{{{p}}}" for p in m.groups()), string)
+
+
+def fix_a_slash_b(string: str) -> str:
+    """A quotient of two whole numbers as a fraction: `3/4` -> `\\frac{3}{4}`; anything else stays."""
+    found = _QUOTIENT.fullmatch(string)
+    return f"\\frac{{{int(found[1])}}}{{{int(found[2])}}}" if found else string
+
+
+def remove_right_units(string: str) -> str:
+    """The answer without the unit behind it: `5\\text{ cm}` -> `5`."""
+    return _UNIT.sub("", string)
+
+
+def fix_sqrt(string: str) -> str:
+    """Braces around a root's one character: `\\sqrt3` -> `\\sqrt{3}`."""
+    return _ROOT.sub(r"\\sqrt{\1}", string)
+
+
+def strip_string(string: str) -> str:
+    """One spelling of an answer: no spaces, units, degrees, dollars, percents; `x=` in front goes; `.5` -> `0.5`."""
+    for spelling, plain in _SPELLINGS:
+        string = string.replace(spelling, plain)
+    string = _DROPPED.sub("", remove_right_units(string))
+    string = re.sub(r"(?<!\d)\.(?=\d)", "0.", string)
+    name, equals, value = string.partition("=")
+    if equals and len(name) <= 2:
+        string = value
+    string = fix_a_slash_b(fix_fracs(fix_sqrt(string)))
+    return "\\frac{1}{2}" if string == "0.5" else string
