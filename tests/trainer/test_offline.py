@@ -133,15 +133,17 @@ def test_scores_are_means_over_rows_of_the_means_over_answers(tmp_path):
 
 def test_what_cannot_be_scored_is_named_by_row(tmp_path):
     good = answer("a", "3", ["3"])
-    with pytest.raises(RewardError, match="answers.jsonl, row 1 .*raised ZeroDivisionError: nothing to divide"):
+    with pytest.raises(RewardError, match="row 1 .*raised ZeroDivisionError: nothing to divide"):
         scored(tmp_path, [good, answer("a", "3", ["raise"])])
+    dropped = scored(tmp_path, [good, answer("a", "3", ["raise", "2"])], "reward_model.error=drop")
+    assert dropped == {"test_score/a": 0.5}
     with pytest.raises(ValueError, match="row 1: no column 'responses'.*Set data.response_key"):
         scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
     with pytest.raises(ValueError, match="row 0: column 'responses' holds no answer"):
         scored(tmp_path, [answer("a", "3", [])])
     with pytest.raises(ValueError, match="row 0: column 'reward_model' has no 'ground_truth'"):
         scored(tmp_path, [{**good, "reward_model": {}}])
-    with pytest.raises(NotImplementedError, match="no rule reward for data_source='a'"):
+    with pytest.raises(RewardError, match="no rule reward for data_source='a'"):
         scored(tmp_path, [good], "custom_reward_function.path=null")
 
 
