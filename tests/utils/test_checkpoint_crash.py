@@ -1,7 +1,8 @@
 """A save that dies before any single file operation, and every file of a checkpoint torn or altered.
 
 The operations are those that Python reports to its audit hooks: opening for writing, making, renaming, removing. Not
-covered: a write that is cut short inside (a torn file: below), and an operating system that reorders what was synced.
+covered: a file that safetensors writes (in Rust), a write that is cut short inside (a torn file: below), and an
+operating system that reorders what was synced.
 """
 
 import os
@@ -33,10 +34,19 @@ class Death:
             return
         how = arguments[1] if event == "open" and isinstance(arguments[1], str) else ""
         writes = set(how) & set("wax+") or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR))
-        if (writes or event in WATCHED) and str(arguments[0]).startswith(self.root):
+        if (writes or event in WATCHED) and self.path(event, arguments).startswith(self.root):
             if self.count >= self.at:
                 raise Killed
             self.count += 1
+
+    @staticmethod
+    def path(event, arguments) -> str:
+        """What is touched; rmtree names files by an open folder of theirs."""
+        path = os.fspath(arguments[0]) if not isinstance(arguments[0], int) else ""
+        place = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}.get(event)
+        if place is None or os.path.isabs(path) or arguments[place] < 0:
+            return path
+        return os.path.join(os.readlink(f"/proc/self/fd/{arguments[place]}"), path)
 
     def strikes(self, root, at, work) -> bool:
         """Whether `work` was killed before its operation number `at`."""
@@ -101,7 +111,7 @@ def die_everywhere(tmp_path, death, save, step):
         found = find_valid_checkpoint(root)
         assert found is not None and step_of(found) >= 2 and (killed or step_of(found) == step), at
         verify_manifest(found)
-        save(root, 4)
+        save_files(root, 4)
         assert step_of(find_valid_checkpoint(root)) == 4
         assert len([p for p in root.iterdir() if p.is_dir()]) == 2, at
         shutil.rmtree(root)
@@ -111,13 +121,13 @@ def die_everywhere(tmp_path, death, save, step):
 
 @pytest.mark.parametrize("step", [3, 2], ids=["a new step", "a step saved again"])
 def test_a_publication_that_dies_anywhere_leaves_a_valid_checkpoint(tmp_path, death, step):
-    assert die_everywhere(tmp_path, death, save_files, step) >= 12
+    assert die_everywhere(tmp_path, death, save_files, step) >= 15
 
 
 def test_a_whole_save_that_dies_anywhere_leaves_a_valid_checkpoint(tmp_path, death, engine):
     operations = die_everywhere(tmp_path, death, save_run(engine), 3)
     print(f"{operations} file operations of a save")
-    assert operations >= 30
+    assert operations >= 40
 
 
 def test_every_file_torn_flipped_or_gone_is_refused_by_name_and_the_step_before_offered(tmp_path, engine):
