@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--upstream", type=Path, required=True, help="the wheel, or an unpacked folder")
     parser.add_argument("--html", type=Path, help="page with every finding")
-    parser.add_argument("--markdown", type=Path, help="summary table")
+    parser.add_argument("--markdown", type=Path, help="summary table and reasons, for CHANGES.md")
     parser.add_argument("--show", action="store_true", help="print every missing or different name")
     args = parser.parse_args(argv)
     began = time.monotonic()
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page.html(f"{args.upstream.name} and this tree", parts, unfounded), encoding="utf-8")
     if args.markdown:
-        args.markdown.write_text(page.markdown(parts), encoding="utf-8")
+        args.markdown.write_text(f"{page.markdown(parts)}\n{page.reasons_table(parts)}", encoding="utf-8")
     bad = [row for rows in parts.values() for row in page.unexplained(rows)]
     for rows in parts.values() if args.show else ():
         for row in rows:

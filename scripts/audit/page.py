@@ -43,6 +43,20 @@ def markdown(parts: dict[str, list[Row]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons_table(parts: dict[str, list[Row]]) -> str:
+    """Why something is missing or differs: one line a reason, with the modules or trees it stands for."""
+    places: dict[str, Counter[str]] = {}
+    for rows in parts.values():
+        for row in rows:
+            if row.reason and row.required:
+                places.setdefault(row.reason, Counter())[row.finding.module] += 1
+    lines = ["| why | where, and how many names or keys |", "|---|---|"]
+    for reason, modules in places.items():
+        told = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
+        lines.append(f"| {reason} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
 body { font: 14px/1.5 system-ui, sans-serif; margin: 24px auto; max-width: 1200px; color: #1c2330; padding: 0 20px; }
 table { border-collapse: collapse; width: 100%; margin: 8px 0 20px; }

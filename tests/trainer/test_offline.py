@@ -68,16 +68,17 @@ def test_samples_of_a_prompt_differ_and_are_the_same_in_the_next_run(tiny_llama,
 
 
 @pytest.mark.slow
-def test_two_ranks_and_vllm_answer_as_one_rank_does(tiny_llama, prompts, tmp_path):
+def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_llama, prompts, tmp_path):
     settings = ("rollout.do_sample=false", "data.n_samples=1")
     one = generate(prompts, tiny_llama, tmp_path / "one.parquet", *settings)
-    for name, more in (("two", ["trainer.n_gpus_per_node=2"]), ("vllm", ["rollout.name=vllm"])):
-        out = tmp_path / f"{name}.parquet"
-        given = [f"model.path={tiny_llama}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *settings, *more]
-        command = [sys.executable, "-m", "verl.trainer.main_generation", *given]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert [row["responses"] for row in pq.read_table(out).to_pylist()] == [row["responses"] for row in one]
+    out = tmp_path / "two.parquet"
+    given = [f"model.path={tiny_llama}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *settings]
+    command = [sys.executable, "-m", "verl.trainer.main_generation", *given, "trainer.n_gpus_per_node=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert pq.read_table(out).to_pylist() == one
+    leave_group()
+    assert generate(prompts, tiny_llama, tmp_path / "vllm.parquet", *settings, "rollout.name=vllm") == one
 
 
 def test_mistakes_are_told_before_a_model_is_loaded(tiny_llama, prompts, tmp_path):
