@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import verl.trainer.config
 from scripts.audit.names import Finding
 from scripts.audit.sources import flat, yaml_of
 from verl.utils.metric.names import METRICS
@@ -36,7 +37,7 @@ def compare_keys(release: dict[str, str], file: str, tree: str) -> list[Finding]
     """Keys of one tree: same default, another default, missing, ours alone."""
     theirs = flat(_resolved(OmegaConf.create(yaml_of(release, file))))
     theirs = {k: v for k, v in theirs.items() if not _machinery(k)}
-    if not (Path(CONFIG) / f"{tree}.yaml").is_file():
+    if not (Path(verl.trainer.config.__file__).parent / f"{tree}.yaml").is_file():
         return [Finding(tree, key, "missing", "no such tree") for key in theirs]
     with initialize_config_module("verl.trainer.config", version_base=None):
         ours = {k: v for k, v in flat(_resolved(compose(tree))).items() if not _machinery(k)}

@@ -115,7 +115,7 @@ def test_a_release_is_read_as_text_and_never_run(release, tmp_path, monkeypatch,
     listed["reasons"]["verl.utils.device:LIMIT"] = "Not needed."
     reasons.write_text(yaml.safe_dump(listed))
     assert main(given) == 0
-    assert "| names importers rely on | 2 | 1 | 7 | 0 |" in capsys.readouterr().out
+    assert "| names importers rely on | 2 | 1 | 6 | 0 |" in capsys.readouterr().out
     listed["reasons"]["verl.utils.device:get_device_name"] = "It is there."
     reasons.write_text(yaml.safe_dump(listed))
     assert main(given) == 1 and "excuses nothing any more" in capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_the_reasons_are_sentences_and_planned_only_where_it_may_be():
     reasons = Reasons()
     assert len(reasons.modules) == 81 and len(set(reasons.modules)) == 81
     for reason in reasons.reasons:
-        assert reason.text.endswith(".") and len(reason.text) > 15, reason
+        assert reason.text.endswith(".") and len(reason.text) > 10, reason
         assert ":" in reason.pattern
     assert yaml.safe_load(FILE.read_text())["modules"] == reasons.modules
 
