@@ -114,7 +114,7 @@ def wait_for_rows(run: subprocess.Popen, directory: Path, rows: int) -> None:
     metrics = directory / "out" / "metrics.jsonl"
     begin = time.monotonic()
     while not metrics.exists() or metrics.read_text().count("\n") < rows:
-        assert run.poll() is None and time.monotonic() - begin < 200, (directory / "stderr").read_text()
+        assert run.poll() is None and time.monotonic() - begin < 400, (directory / "stderr").read_text()
         time.sleep(0.02)
 
 
