@@ -161,7 +161,7 @@ def check_settings(target, settings):
         key = override.key_or_group
         assert override.is_add() or OmegaConf.select(config, key.rpartition(".")[0]) is not None, f"{key}: no such key"
         parent = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
-        assert override.is_add() or key.rpartition(".")[2] in parent, f"{target}: {key} is no key"
+        assert override.is_add() or key.rpartition(".")[2] in list(parent.keys()), f"{target}: {key} is no key"
 
 
 @pytest.mark.parametrize(("readme", "words"), commands(), ids=lambda v: v if isinstance(v, str) else None)
