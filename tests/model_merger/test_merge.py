@@ -222,17 +222,17 @@ def memory():
 
 
 def test_the_peak_of_a_merge_is_less_than_one_of_its_shards(tmp_path):
-    """109 MB of weights in shards of 32 MB."""
+    """109 MB of weights in shards of 48 MB."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=2048, hidden_size=512, intermediate_size=2048, num_hidden_layers=6,
                          num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     folder, _ = saved(make_engine(str(tmp_path / "model"), contents=("model",)), tmp_path)
-    given = ("merge", "--local_dir", folder, "--max_shard_size", "32MB", "--target_dir")
+    given = ("merge", "--local_dir", folder, "--max_shard_size", "48MB", "--target_dir")
     peak = risen_bytes(lambda: run(*given, tmp_path / "hf"))
     shards = list((tmp_path / "hf").glob("*.safetensors"))
-    assert len(shards) >= 4 and sum(s.stat().st_size for s in shards) > 100e6
+    assert len(shards) >= 3 and sum(s.stat().st_size for s in shards) > 100e6
     weights = MergedWeights(MergeOptions(local_dir=folder))
     whole = risen_bytes(lambda: [weights.read(name) for name in weights.described])
     print(f"peak memory of the merge: {peak / 1e6:.1f} MB over {len(shards)} shards; all weights: {whole / 1e6:.1f} MB")
-    assert peak < 32e6 and whole > 90e6
+    assert peak < 48e6 and whole > 90e6
