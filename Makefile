@@ -8,6 +8,7 @@
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make chaos                    20 random SIGKILLs of trainings, each resumed to the same end (about 25 minutes)
+#   make audit                    public names, keys and metrics beside upstream's 0.7.0 wheel, which pip fetches
 #   make lint                     ruff
 SHELL := /bin/bash
 VENV ?= .venv
@@ -17,7 +18,7 @@ TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env demo demo-grpo demo-dllm frontier test bench chaos lint clean
+.PHONY: env demo demo-grpo demo-dllm frontier test bench chaos audit lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -45,6 +46,11 @@ bench: env
 
 chaos: env
 	@$(PY) -m tests.chaos
+
+audit: env
+	@mkdir -p outputs/audit
+	@$(PY) -m pip --disable-pip-version-check download -q verl==0.7.0 --no-deps -d outputs/audit
+	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-0.7.0-py3-none-any.whl --html outputs/audit/audit.html --markdown outputs/audit/audit.md
 
 lint: env
 	@$(PY) -m ruff check .

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.spd_evaluation import rules  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
+from verl.utils.chat_template import render_chat  # noqa: E402
 from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
 from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
 from verl.workers.rollout.spd.answers import extract_answer, is_correct  # noqa: E402
@@ -211,7 +212,7 @@ def read_request(row: Any, where: str, args: argparse.Namespace, tokenizer: Any)
         if args.chat_template or not isinstance(content, str):
             if tokenizer.chat_template is None:
                 raise SystemExit(f"--target {args.target} has no chat template: leave out --chat-template, messages.")
-            filled = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            filled = render_chat(tokenizer, chat, add_generation_prompt=True)
             ids = tokenizer(filled, add_special_tokens=False)["input_ids"]  # the template brings its own
         else:
             ids = tokenizer(content)["input_ids"]

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from dllm_reasoning.inference.generator import ADD_EOS_LENGTH, iterative_generate
+from verl.utils.chat_template import render_chat
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
 from verl.utils.tokenizer import hf_tokenizer
@@ -82,7 +83,7 @@ def encode(prompts: list[str], tokenizer: Any, use_chat_template: bool) -> list[
         if tokenizer.chat_template is None:
             raise ValueError(f"--use_chat_template: the tokenizer {tokenizer.name_or_path!r} has no chat template.")
         turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
-        prompts = [tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+        prompts = [render_chat(tokenizer, turn, add_generation_prompt=True) for turn in turns]
     return [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
 
 

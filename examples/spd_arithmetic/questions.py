@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
+from verl.utils.chat_template import render_chat
 from verl.workers.rollout.spd.answers import extract_answer
 
 SPLITS = ("train", "val", "test")
@@ -66,7 +67,7 @@ def _chat_prompt(question: str, tokenizer: PreTrainedTokenizerBase) -> list[int]
     if tokenizer.chat_template is None:
         return tokenizer(f"Question: {ask}\nAnswer:")["input_ids"]
     messages = [{"role": "user", "content": ask}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = render_chat(tokenizer, messages, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

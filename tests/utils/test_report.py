@@ -86,3 +86,18 @@ def test_folder_without_a_run_is_refused(tmp_path):
 
 def test_smooth_leaves_nan_out():
     assert smooth([1.0, math.nan, 4.0], 2) == [1.0, 2.5, 4.0]
+
+
+def test_page_of_a_text_run_has_no_legend_of_drafts_and_one_of_sft_shows_its_losses(tmp_path):
+    _run_dir(tmp_path)
+    sample = {"step": 3, "kind": "best", "prompt": "p", "response": "r", "score": 1.0, "extras": {}, "segments": None}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert "<div class=\"response\">r</div>" in page and "Draft tokens" not in page
+    rows = [{"step": i, "data": {"train/loss": 4.0 / i, "train/lr": 1e-5, "val/loss": 3.0 / i}} for i in range(1, 11)]
+    torn = "\n".join(map(json.dumps, rows)) + '\n{"step": 11, "da'  # the run goes on
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    (sft / "metrics.jsonl").write_text(torn)
+    page = write_report(sft).read_text()
+    assert "<span>loss, first and last tenth" in page and "4 → 0.4" in page and page.count("<svg") == 3

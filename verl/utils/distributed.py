@@ -48,6 +48,19 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
     return local_rank, dist.get_rank(), dist.get_world_size()
 
 
+def ensure_process_group(device_type: str) -> None:
+    """A process alone gets a group of one; several must have been joined by their launcher."""
+    if dist.is_initialized():
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            "WORLD_SIZE is above 1, but no process group exists: call torch.distributed.init_process_group (or "
+            "verl.utils.distributed.initialize_global_process_group) before FSDPEngine.initialize()."
+        )
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def destroy_global_process_group() -> None:
     """Leave the process group, if there is one, after every rank has come this far."""
     if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -24,6 +26,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from verl.utils.problems import one_line
 from verl.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -76,9 +79,12 @@ def _load_from_auto_class(
     key = "attn_implementation"
     extra = {key: model_config.override_config[key]} if key in model_config.override_config else {}
     trust = model_config.trust_remote_code
-    return auto_class.from_pretrained(
-        directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
-    )
+    try:
+        return auto_class.from_pretrained(
+            directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
+        )
+    except (pickle.UnpicklingError, SafetensorError, EOFError) as error:
+        raise ValueError(f"{directory} holds a file that is not loaded: {one_line(error)}") from error
 
 
 @register_model_loader("auto")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tensordict import TensorDict
 
@@ -134,10 +134,14 @@ def save_parts(path: str | Path, batch: TensorDict | None, non_tensors: dict[str
 
 def load_parts(path: str | Path) -> tuple[TensorDict | None, dict[str, np.ndarray], dict]:
     """Read what `save_parts` wrote; ValueError when the file is something else."""
-    with safe_open(str(path), framework="np") as file:
-        if (file.metadata() or {}).get("format") != "verl.DataProto":
-            raise ValueError(f"{path} is not a stored DataProto; write it with DataProto.save_to_disk")
-        arrays = {name: file.get_tensor(name) for name in file.keys()}
+    try:
+        with safe_open(str(path), framework="np") as file:
+            known = (file.metadata() or {}).get("format") == "verl.DataProto"
+            arrays = {name: file.get_tensor(name) for name in file.keys()} if known else {}
+    except SafetensorError:
+        known = False
+    if not known:
+        raise ValueError(f"{path} is not a stored DataProto; write it with DataProto.save_to_disk")
     stored = _Document(arrays).load(json.loads(arrays.pop(_DOCUMENT).tobytes().decode()))
     size = stored["batch_size"]
     batch = None if size is None else TensorDict(stored["columns"], batch_size=size)

@@ -1,12 +1,22 @@
-"""What safetensors files say of themselves: names and shapes, without reading a weight."""
+"""Safetensors files, never more than one tensor of them in memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl.utils.problems import one_line
+
+if TYPE_CHECKING:
+    import torch
+
+#: the format's names of dtypes -> torch's
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 
 
 class WeightFileError(ValueError):
@@ -33,3 +43,29 @@ def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise WeightFileError(f"{file} is missing or torn ({one_line(error)}); copy or save it again.") from error
     return shapes
+
+
+def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
+    """Writes what `read(name)` gives, one tensor at a time, where safetensors' own save_file wants all of them.
+
+    `described`: name -> a tensor (of the meta device) with the shape and dtype that `read` will give. The format: the
+    header's length (8 bytes, little endian), a JSON header, the tensors' bytes (https://github.com/huggingface/safetensors).
+    """
+    import torch
+
+    codes = {vars(torch)[name]: code for code, name in DTYPES.items()}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, like in described.items():
+        start, end = end, end + like.numel() * like.element_size()
+        header[name] = {"dtype": codes[like.dtype], "shape": list(like.shape), "data_offsets": [start, end]}
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with open(file, "wb") as out:
+        out.write(len(head).to_bytes(8, "little") + head)
+        for name, like in described.items():
+            tensor = read(name)
+            if tensor.shape != like.shape or tensor.dtype != like.dtype:
+                found, wanted = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, like))
+                raise WeightFileError(f"{file}: {name} is {found}, not {wanted} as described.")
+            out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

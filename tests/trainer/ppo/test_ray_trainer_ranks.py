@@ -5,12 +5,15 @@ Not covered: CUDA ranks, other rollouts.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -94,15 +97,15 @@ def test_stopped_and_resumed_run_equals_the_uninterrupted_one_bit_for_bit(one_ra
         assert tensor.equal(parts[name]), name
 
 
-def start(directory: Path, model: str, **more) -> subprocess.Popen:
-    """A run of `main_ppo` in a process of its own; what it writes to stderr is in `directory/stderr`."""
+def start(directory: Path, model: str, environment: dict | None = None, **more) -> subprocess.Popen:
+    """A run of `main_ppo` in a process of its own; what it writes is in `directory/stdout` and `stderr`."""
     directory.mkdir(exist_ok=True)
-    with open(directory / "stderr", "a") as log:
+    with open(directory / "stderr", "a") as log, open(directory / "stdout", "a") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(directory, model, **more)],
             cwd=Path(__file__).parents[3],
-            env={**os.environ, "LOGURU_LEVEL": "INFO"},
-            stdout=subprocess.DEVNULL,
+            env={**os.environ, "LOGURU_LEVEL": "INFO", **(environment or {})},
+            stdout=out,
             stderr=log,
         )
 
@@ -112,7 +115,7 @@ def wait_for_rows(run: subprocess.Popen, directory: Path, rows: int) -> None:
     metrics = directory / "out" / "metrics.jsonl"
     begin = time.monotonic()
     while not metrics.exists() or metrics.read_text().count("\n") < rows:
-        assert run.poll() is None and time.monotonic() - begin < 200, (directory / "stderr").read_text()
+        assert run.poll() is None and time.monotonic() - begin < 400, (directory / "stderr").read_text()
         time.sleep(0.02)
 
 
@@ -146,16 +149,91 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
     assert not (tmp_path / "out" / SESSION_FILE).exists()
 
 
-@pytest.mark.slow
-def test_sigterm_finishes_the_step_saves_and_exits_with_0(tiny_llama, tmp_path):
-    run = start(tmp_path, tiny_llama, trainer__total_epochs=10000)
+CANARY = "canary-7f3a9c51d2"
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY",
+           "MLFLOW_TRACKING_PASSWORD", "SWANLAB_API_KEY", "RAY_REDIS_PASSWORD", "RAY_SERVE_API_TOKEN")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_llama, tmp_path_factory):
+    """A run with every output switched on and secrets around it, looked at while it runs, then stopped by SIGTERM."""
+    directory = tmp_path_factory.mktemp("stopped")
+    kept = {
+        "trainer__rollout_data_dir": directory / "rollouts",
+        "trainer__validation_data_dir": directory / "validations",
+        "trainer__logger": "[console,file,tensorboard]",
+        "trainer__report": "true",
+        "trainer__test_freq": 1,
+        "trainer__save_freq": 1,
+        "trainer__max_actor_ckpt_to_keep": 2,
+        "++trainer__wandb_proxy": f"http://user:{CANARY}@127.0.0.1:1",
+        "++data__custom__api_key": CANARY,
+    }
+    places = {"TENSORBOARD_DIR": directory / "tensorboard", "VERL_FILE_LOGGER_ROOT": directory}
+    secrets = {name: f"{CANARY}-{name}" for name in SECRETS} | {name: str(path) for name, path in places.items()}
+    run = start(directory, tiny_llama, secrets, trainer__total_epochs=10000, **kept)
     try:
-        wait_for_rows(run, tmp_path, 1)
+        wait_for_rows(run, directory, 1)
+        ray_folder = json.loads((directory / "out" / SESSION_FILE).read_text())["temp_dir"]
+        sockets = listening([psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)])
+        shutil.copytree(ray_folder, directory / "ray", ignore=no_sockets, ignore_dangling_symlinks=True)
         run.send_signal(signal.SIGTERM)
-        run.wait(timeout=60)
+        run.wait(timeout=120)
     finally:
         run.kill()
-    assert run.returncode == 0, (tmp_path / "stderr").read_text()
-    last = metrics_rows(tmp_path)[-1]["step"]
-    assert (tmp_path / "out" / f"global_step_{last}" / "manifest.json").is_file()
+    return SimpleNamespace(run=run, directory=directory, sockets=sockets)
+
+
+def no_sockets(folder: str, names: list[str]) -> list[str]:
+    return [n for n in names if not (Path(folder, n).is_file() or Path(folder, n).is_dir())]
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str]]:
+    """(name and number of the process, address) of each TCP socket on which one of the processes listens."""
+    found = []
+    for process in processes:
+        try:
+            name = Path((process.cmdline() or [process.name()])[0]).name.split(" ")[0].split("(")[0]
+            name = next((a for a in process.cmdline()[1:3] if "dashboard" in a or "agent" in a), name)
+            ours = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            found += [(Path(name).name, process.pid, c.laddr.ip) for c in ours]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped):
+    run, directory = stopped.run, stopped.directory
+    assert run.returncode == 0, (directory / "stderr").read_text()
+    last = metrics_rows(directory)[-1]["step"]
+    assert (directory / "out" / f"global_step_{last}" / "manifest.json").is_file()
     assert not list(Path(tempfile.gettempdir()).glob(f"verl-ray-{run.pid}-*"))
+
+
+@pytest.mark.slow
+def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stopped):
+    files = [f for f in stopped.directory.rglob("*") if f.is_file()]
+    names = {f.name for f in files}
+    assert {"stderr", "stdout", "1.jsonl", "run_config.yaml", "report.html", "metrics.jsonl", "data.pt"} <= names
+    assert any("tfevents" in n for n in names) and any("ray" in f.parts and f.suffix in (".log", ".out") for f in files)
+    leaks = [str(f.relative_to(stopped.directory)) for f in files if CANARY.encode() in f.read_bytes()]
+    assert leaks == []
+
+
+#: Ray's own services, which listen on every interface (README), and how many such sockets each other process may have:
+#: the driver and the workers answer Ray's calls on one, and rank 0 lets the ranks meet on another
+SERVICES = ("gcs_server", "raylet", "dashboard.py", "Agent", "agent")
+WIDE_SOCKETS = {"ray::": 2, "python": 2}
+
+
+@pytest.mark.slow
+def test_a_run_listens_where_the_readme_says_and_nowhere_else(stopped):
+    wide = Counter(
+        (name, process) for name, process, address in stopped.sockets
+        if address not in ("127.0.0.1", "::1") and not any(part in name for part in SERVICES)
+    )  # fmt: skip
+    assert wide and {"gcs_server", "raylet"} <= {name for name, _, _ in stopped.sockets}
+    for (name, process), count in wide.items():
+        most = next((most for start, most in WIDE_SOCKETS.items() if name.startswith(start)), 0)
+        assert count <= most, f"{name} ({process}) has {count} sockets beyond 127.0.0.1: {stopped.sockets}"

@@ -14,7 +14,8 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from verl.utils.checkpoint import rng
-from verl.utils.checkpoint.publish import find_valid_checkpoint, verify_manifest
+from verl.utils.checkpoint.publish import CheckpointCorruptError, find_valid_checkpoint, verify_manifest
+from verl.utils.problems import one_line
 
 STATE_FILE = "trainer_state.json"
 DATA_FILE = "data.pt"
@@ -55,10 +56,18 @@ def read_trainer_state(
             f"{directory / STATE_FILE} has format {raw['format']}; this version reads {STATE_FORMAT}. "
             "Resume with the version that wrote it, or start anew with trainer.resume_mode=disable."
         )
-    loader_state = torch.load(directory / DATA_FILE, weights_only=True)
+    loader_state = _load_plain(directory / DATA_FILE)
     if with_rng:
-        rng.load_rng_state(torch.load(directory / RNG_FILE, weights_only=True))
+        rng.load_rng_state(_load_plain(directory / RNG_FILE))
     return TrainerState(**raw), loader_state
+
+
+def _load_plain(file: Path) -> Any:
+    """A file of tensors and plain values; anything else is not unpickled."""
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:  # torn bytes make an unpickler raise almost anything
+        raise CheckpointCorruptError(f"{file} is not loaded: {one_line(error)}") from error
 
 
 def step_of(path: str | os.PathLike) -> int:

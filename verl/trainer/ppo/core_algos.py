@@ -13,9 +13,9 @@ from verl.trainer.ppo.algos.kl import (
     AdaptiveKLController, FixedKLController, compute_rewards, get_kl_controller, kl_penalty, kl_penalty_forward,
 )
 from verl.trainer.ppo.algos.policy_loss import (
-    compute_entropy_loss, compute_policy_loss, compute_policy_loss_cispo, compute_policy_loss_clip_cov,
-    compute_policy_loss_geo_mean, compute_policy_loss_gpg, compute_policy_loss_gspo, compute_policy_loss_kl_cov,
-    compute_policy_loss_sapo, compute_policy_loss_vanilla, compute_value_loss, get_policy_loss_fn,
-    register_policy_loss,
+    compute_entropy_loss, compute_policy_loss, compute_policy_loss_bypass_mode, compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov, compute_policy_loss_geo_mean, compute_policy_loss_gpg, compute_policy_loss_gspo,
+    compute_policy_loss_kl_cov, compute_policy_loss_sapo, compute_policy_loss_vanilla, compute_value_loss,
+    get_policy_loss_fn, register_policy_loss,
 )
 from verl.trainer.ppo.algos.reweight import compute_pf_ppo_reweight_data

@@ -43,7 +43,7 @@ def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
     return function
 
 
-def _rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
+def rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
     """`default_compute_score` with the sandboxes of the configuration; the processes share the service's slots."""
     service = settings.sandbox_fusion
     bound = {
@@ -71,7 +71,7 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
     reward_config = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
     graded_here = isinstance(manager_cls, type) and issubclass(manager_cls, NaiveRewardManager)
     workers = manager_cls.workers(reward_config) if graded_here else 1
-    compute_score = get_custom_reward_fn(config) or _rule_reward(reward_config, workers)
+    compute_score = get_custom_reward_fn(config) or rule_reward(reward_config, workers)
     kwargs = {**_length_kwargs(config, manager_cls), **kwargs}
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
     manager = manager_cls(tokenizer=tokenizer, **settings, **kwargs)

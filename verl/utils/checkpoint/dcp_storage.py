@@ -13,6 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from verl.utils.checkpoint.publish import CheckpointCorruptError
+from verl.utils.problems import one_line
+
 METADATA_FILE = ".metadata"
 #: every class and function that the metadata of a checkpoint of plain tensors names
 _METADATA = "Metadata MetadataIndex StorageMeta TensorStorageMetadata ChunkStorageMetadata TensorProperties"
@@ -60,7 +63,12 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is no distributed checkpoint: it has no {METADATA_FILE} file")
-    metadata = _AllowListUnpickler(file.read_bytes(), file).load()
+    try:
+        metadata = _AllowListUnpickler(file.read_bytes(), file).load()
+    except UntrustedMetadataError:
+        raise
+    except Exception as error:  # torn bytes make an unpickler raise almost anything
+        raise UntrustedMetadataError(f"{file} is no checkpoint's metadata: {one_line(error)}") from error
     if not isinstance(metadata, Metadata):
         raise UntrustedMetadataError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata.")
     for name, described in metadata.state_dict_metadata.items():
@@ -85,5 +93,12 @@ def save_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) ->
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
-    """Fills the given tensors in place, each sharded in its own way. All ranks call it."""
-    dcp.load(tensors, storage_reader=SafeReader(folder))
+    """Fills the given tensors in place, each sharded in its own way. All ranks call it.
+
+    Raises CheckpointCorruptError when a file does not hold the tensors that the metadata tells.
+    """
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(folder))
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise CheckpointCorruptError(f"{folder} holds a file that is not loaded: {one_line(first)}") from error

@@ -27,6 +27,7 @@ from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_
 from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
 from verl.utils.fsdp_utils import full_params, local_tensor
 from verl.utils.peft_weights import full_weights, without_adapters
+from verl.utils.problems import one_line
 
 EXTRA_FILE = "extra_state.json"
 _FORMAT = 1
@@ -223,7 +224,11 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             raise CheckpointCorruptError(
                 f"{file} is missing; take 'extra' out of checkpoint.load_contents to go on without it."
             )
-        rng.load_rng_state(load_file(file))
+        try:
+            state = load_file(file)
+        except SafetensorError as error:
+            raise CheckpointCorruptError(f"{file} is not loaded: {one_line(error)}") from error
+        rng.load_rng_state(state)
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -150,18 +151,22 @@ def write_manifest(folder: str | os.PathLike) -> None:
     fsync_folder(folder)
 
 
-def verify_manifest(folder: str | os.PathLike) -> None:
-    """Raises CheckpointCorruptError that names the first missing, torn, altered or unlisted file."""
-    folder = Path(folder)
+def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> None:
+    """Raises CheckpointCorruptError that names the first missing, torn, altered or unlisted file.
+
+    `parts`: the beginnings of the files' names (from the folder on) to look at; all by default.
+    """
+    folder, parts = Path(folder), tuple(parts)
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise CheckpointCorruptError(f"{folder}: no {MANIFEST}; the folder was not written to its end.")
     try:
         described = json.loads(manifest.read_text())
-        listed = {e["file"]: (e["bytes"], e["sha256"]) for e in described["files"]}
+        listed = {e["file"]: (e["bytes"], e["sha256"]) for e in described["files"] if e["file"].startswith(parts)}
     except (ValueError, KeyError, TypeError) as e:
         raise CheckpointCorruptError(f"{manifest} cannot be read ({e}).") from e
     present = {f.relative_to(folder).as_posix(): f for f in _files_of(folder)}
+    present = {name: f for name, f in present.items() if name.startswith(parts)}
     if missing := sorted(set(listed) - set(present)):
         raise CheckpointCorruptError(f"{folder / missing[0]} is missing; the manifest lists it.")
     if unlisted := sorted(set(present) - set(listed)):

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
 from verl.trainer.config.data import DataConfig
+from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.import_utils import load_extern_object
 from verl.utils.problems import one_line
 
@@ -221,10 +222,9 @@ class RLHFDataset(FileRows):
         messages = self.messages(item)
         if not self.tokenizer.chat_template:
             raise DatasetError(no_chat_template(self.tokenizer))
-        settings = {"add_generation_prompt": True, "tokenize": False, **self.template_kwargs}
         try:
-            text = self.tokenizer.apply_chat_template(messages, **settings)
-        except Exception as error:
+            text = render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
+        except ChatTemplateError as error:
             raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 

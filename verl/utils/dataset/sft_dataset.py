@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from verl.trainer.config.sft import SFTDataConfig
+from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.dataset.rl_dataset import FileRows, custom_dataset_class, data_setting, truncate_ids
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -82,8 +83,8 @@ class SFTDataset(FileRows):
     def render(self, item: int, messages: list[dict[str, Any]], **settings: Any) -> str:
         """The chat template's text of these messages."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **{**self.template_kwargs, **settings})
-        except Exception as error:  # templates raise what they like; its text is the finding
+            return render_chat(self.tokenizer, messages, **{**self.template_kwargs, **settings})
+        except ChatTemplateError as error:
             raise self.error(item, f"the chat template failed: {error}") from error
 
     def segments(self, item: int) -> list[Segment]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from loguru import logger
@@ -14,6 +16,7 @@ from transformers import PreTrainedModel, get_linear_schedule_with_warmup
 
 from verl.utils import lr_schedules
 from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, torch_dtype_of
+from verl.utils.weight_files import safetensors_of, tensor_shapes
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 
@@ -41,6 +44,9 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
                 f"model.lora_rank={model_config.lora_rank}, but the adapter in model.lora_adapter_path="
                 f"{model_config.lora_adapter_path!r} has rank {rank}; leave lora_rank at 0 or set it to {rank}."
             )
+        folder = Path(model_config.lora_adapter_path)
+        if folder.is_dir():  # else a name of the hub; peft would also read pickled weights
+            tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
         return PeftModel.from_pretrained(module, model_config.lora_adapter_path, is_trainable=trains)
     targets, excluded = model_config.target_modules, model_config.exclude_modules
     return get_peft_model(

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import full_weights
 from verl.workers import config as cfg
@@ -61,7 +62,7 @@ class FSDPEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Loads, wraps, shards; then optimizer and schedule unless the engine only runs forward."""
-        _ensure_process_group(self.device_type)
+        ensure_process_group(self.device_type)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         on_cuda = self.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
@@ -242,19 +243,6 @@ class FSDPEngine(BaseEngine):
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
         if self.is_optimizer_offload_enabled and self.optimizer is not None:
             self.to("cpu", model=False, optimizer=True)
-
-
-def _ensure_process_group(device_type: str) -> None:
-    """A process alone gets a group of one; several must have been joined by their launcher."""
-    if dist.is_initialized():
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(
-            "WORLD_SIZE is above 1, but no process group exists: call torch.distributed.init_process_group (or "
-            "verl.utils.distributed.initialize_global_process_group) before FSDPEngine.initialize()."
-        )
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _seed_everything(seed: int) -> None:

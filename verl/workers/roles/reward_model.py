@@ -6,6 +6,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.chat_template import render_chat
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.tokenizer import hf_tokenizer
@@ -73,13 +74,13 @@ class RewardModelWorker(ModelWorker):
         answers = [ids[mask] for ids, mask in zip(data.batch["responses"], kept, strict=True)]
         texts = self.policy_tokenizer.batch_decode(answers, skip_special_tokens=True)
         chats = [
-            [*messages, {"role": "assistant", "content": text}]
+            render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": text}])
             for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]
         longest = self.settings.max_length or data.batch["input_ids"].shape[1]
-        encoded = self.tokenizer.apply_chat_template(
-            chats, tokenize=True, return_dict=True, return_tensors="pt", padding="max_length", truncation=True,
-            max_length=longest,
+        encoded = self.tokenizer(
+            chats, add_special_tokens=False, return_tensors="pt", padding="max_length", truncation=True,
+            max_length=longest, padding_side="left",
         )  # fmt: skip
         ids, mask = encoded["input_ids"], encoded["attention_mask"]
         positions = compute_position_id_with_mask(mask)

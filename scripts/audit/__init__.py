@@ -1,0 +1,1 @@
+"""Parts of scripts/audit_upstream.py."""

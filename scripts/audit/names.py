@@ -1,0 +1,212 @@
+"""Compares public names and signatures: upstream's by syntax tree, ours by looking at the imported module."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+OPERATORS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__")
+EXPRESSION = "<expression>"
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a signature; `default` is None without one, else its text (or EXPRESSION)."""
+
+    name: str
+    default: str | None
+
+
+Signature = tuple[Parameter, ...] | None  # None: no function
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`name` in `module`: same, differs (how is in `detail`), missing, or ours alone."""
+
+    module: str
+    name: str
+    status: str
+    detail: str = ""
+
+
+def module_of(path: str) -> str:
+    """verl/a/b.py -> verl.a.b; a package's __init__ is the package."""
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def upstream_names(text: str, is_package: bool) -> dict[str, Signature]:
+    """Public functions, classes with their public methods and fields, and constants that a module defines."""
+    found: dict[str, Signature] = {}
+    for node in _statements(ast.parse(text).body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _public(node.name):
+            found[node.name] = _signature(node.args, bound=False)
+        elif isinstance(node, ast.ClassDef) and _public(node.name):
+            found.update(_class_names(node))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update({t.id: None for t in targets if isinstance(t, ast.Name) and _constant(t.id)})
+        elif is_package and isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("verl")):
+            exported = (a.asname or a.name for a in node.names)
+            found.update({name: None for name in exported if _public(name) and name != "*"})
+    return found
+
+
+def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Top-level statements, those below an `if` or `try` included."""
+    found = []
+    for node in body:
+        if isinstance(node, ast.If | ast.Try):
+            found += _statements(node.body) + _statements(node.orelse)
+        else:
+            found.append(node)
+    return found
+
+
+def _class_names(node: ast.ClassDef) -> dict[str, Signature]:
+    found: dict[str, Signature] = {node.name: None}
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and (_public(item.name) or item.name in OPERATORS):
+            decorators = {d.id for d in item.decorator_list if isinstance(d, ast.Name)}
+            accessor = any(isinstance(d, ast.Attribute) for d in item.decorator_list) and len(item.args.args) < 3
+            plain = None if "property" in decorators or (accessor and f"{node.name}.{item.name}" in found) else (
+                _signature(item.args, bound="staticmethod" not in decorators)
+            )  # fmt: skip
+            found.setdefault(f"{node.name}.{item.name}", plain)
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _public(item.target.id):
+            found[f"{node.name}.{item.target.id}"] = None
+    return found
+
+
+def _public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def _constant(name: str) -> bool:
+    return _public(name) and name.isupper()
+
+
+def _signature(args: ast.arguments, bound: bool) -> tuple[Parameter, ...]:
+    positional = args.posonlyargs + args.args
+    defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
+    found = [Parameter(a.arg, _default(d)) for a, d in zip(positional, defaults, strict=True)][1 if bound else 0 :]
+    found += [Parameter("*args", None)] if args.vararg else []
+    found += [Parameter(a.arg, _default(d)) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    return tuple(found + ([Parameter("**kwargs", None)] if args.kwarg else []))
+
+
+def _default(node: ast.expr | None) -> str | None:
+    if node is None:
+        return None
+    try:
+        return repr(ast.literal_eval(node))
+    except ValueError:
+        return EXPRESSION
+
+
+def our_names(module: str, wanted: set[str]) -> dict[str, Signature] | None:
+    """The same of a module of ours, names that it makes when asked included; None where there is no such module."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            return None
+        raise
+    names: dict[str, Signature] = {}
+    for name in {*filter(_public, dir(found)), *wanted}:
+        value = getattr(found, name, _ABSENT)
+        if value is _ABSENT:
+            continue
+        names[name] = None if isinstance(value, type) else _inspected(value, bound=False)
+        if isinstance(value, type) and name in wanted:
+            names.update(_inspected_class(name, value))
+    return names
+
+
+def _inspected_class(name: str, value: type) -> dict[str, Signature]:
+    found: dict[str, Signature] = {}
+    items = {*dir(value), *_annotations(value), *_of_instances(value)}
+    items |= {item for base in value.__mro__ for item in vars(base)}  # an enumeration's dir() leaves its methods out
+    for item in items:
+        if not _public(item) and item not in OPERATORS:
+            continue
+        raw = inspect.getattr_static(value, item, None)
+        static = isinstance(raw, staticmethod)
+        raw = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
+        found[f"{name}.{item}"] = _inspected(raw, bound=not static)
+    return found
+
+
+def _annotations(value: type) -> set[str]:
+    return {name for base in value.__mro__ if base is not object for name in inspect.get_annotations(base)}
+
+
+def _of_instances(value: type) -> set[str]:
+    """Attributes that a method of a class of ours sets on self."""
+    own = [base for base in value.__mro__ if base.__module__.startswith("verl")]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in own]
+    targets = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {t.attr for t in targets if isinstance(t.ctx, ast.Store) and isinstance(t.value, ast.Name)}
+
+
+def _inspected(value: Any, bound: bool) -> Signature:
+    if not inspect.isroutine(value):
+        return None
+    try:
+        parameters = list(inspect.signature(value).parameters.values())[1 if bound else 0 :]
+    except (ValueError, TypeError):
+        return None
+    return tuple(_parameter(p) for p in parameters)
+
+
+def _parameter(p: inspect.Parameter) -> Parameter:
+    if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+        return Parameter("*args" if p.kind is p.VAR_POSITIONAL else "**kwargs", None)
+    if p.default is p.empty:
+        return Parameter(p.name, None)
+    plain = isinstance(p.default, bool | int | float | str | type(None) | tuple | list | dict | set)
+    return Parameter(p.name, repr(p.default) if plain and type(p.default).__module__ == "builtins" else EXPRESSION)
+
+
+def compare_module(path: str, text: str) -> list[Finding]:
+    """Every public name of an upstream module against ours of the same name; names of ours alone last."""
+    module = module_of(path)
+    theirs = upstream_names(text, path.endswith("__init__.py"))
+    ours = our_names(module, {name.partition(".")[0] for name in theirs})
+    if ours is None:
+        return [Finding(module, name, "missing", "no such module") for name in theirs]
+    found = []
+    for name, signature in theirs.items():
+        if name not in ours:
+            found.append(Finding(module, name, "missing"))
+            continue
+        detail = difference(signature, ours[name]) if signature is not None and ours[name] is not None else ""
+        found.append(Finding(module, name, "differs" if detail else "same", detail))
+    own = sorted(n for n in ours if "." not in n and n not in theirs and _defined_here(module, n))
+    return found + [Finding(module, name, "ours alone") for name in own]
+
+
+def _defined_here(module: str, name: str) -> bool:
+    value = getattr(importlib.import_module(module), name)
+    return (inspect.isroutine(value) or isinstance(value, type)) and value.__module__ == module
+
+
+def difference(theirs: tuple[Parameter, ...], ours: tuple[Parameter, ...]) -> str:
+    """In words how our parameters differ from theirs; empty where they do not."""
+    here, there = {p.name: p for p in ours}, {p.name: p for p in theirs}
+    told = [f"lacks {n}" for n in there if n not in here and not n.startswith("*")]
+    told += [f"adds {n}" for n in here if n not in there and not n.startswith("*")]
+    for name, p in there.items():
+        if name in here and p.default != here[name].default and EXPRESSION not in (p.default, here[name].default):
+            told.append(f"default of {name}: {p.default or 'none'}, ours {here[name].default or 'none'}")
+    shared = [n for n in there if n in here]
+    if not told and shared != [n for n in here if n in there]:
+        told.append("another order")
+    if "**kwargs" in there and "**kwargs" not in here:
+        told.append("lacks **kwargs")
+    return "; ".join(told)

@@ -1,0 +1,92 @@
+"""Compares the public face of an upstream release with ours: names, signatures, configuration keys, metrics.
+
+    python scripts/audit_upstream.py --upstream verl-0.7.0-py3-none-any.whl [--html out.html] [--markdown out.md]
+
+Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where a name
+in the modules of scripts/audit/reasons.yaml, or a configuration key, is missing without a reason in that file, where a
+reason excuses nothing any more, or where CHANGES.md names what this tree has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from scripts.audit import changes, keys, names, page  # noqa: E402
+from scripts.audit.reasons import Reasons  # noqa: E402
+from scripts.audit.sources import flat, read_release  # noqa: E402
+
+
+def audit(release: dict[str, str], reasons: Reasons) -> dict[str, list[page.Row]]:
+    """The findings by part: the modules that importers rely on, all others, configuration trees, metrics."""
+    relied, other = [], []
+    for path in sorted(p for p in release if p.endswith(".py")):
+        required = path in reasons.modules
+        for finding in names.compare_module(path, release[path]):
+            reason = reasons.of(finding) if finding.status in ("missing", "differs") else ""
+            (relied if required else other).append(page.Row(finding, reason, required))
+    absent = [p for p in reasons.modules if p not in release]
+    if absent:
+        raise FileNotFoundError(f"the release has no {absent[0]}, which scripts/audit/reasons.yaml lists")
+    parts = {"names importers rely on": relied, "names of other modules": other}
+    for file, tree in keys.TREES.items():
+        found = keys.compare_keys(release, file, tree)
+        parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f) if f.status != "same" else "", True) for f in found]
+    found = keys.compare_metrics(release)
+    parts["metrics"] = [page.Row(f, reasons.of(f) if f.status == "missing" else "", True) for f in found]
+    return parts
+
+
+def known_keys() -> set[str]:
+    """Keys of every configuration tree of ours, as its yaml files say them."""
+    import yaml
+
+    found = set((ROOT / "tests/trainer/config/public_keys.txt").read_text().split())
+    for file in [*ROOT.glob("verl/trainer/config/*.yaml"), *ROOT.glob("recipe/*/config/*.yaml")]:
+        found |= set(flat(yaml.safe_load(file.read_text())))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--upstream", type=Path, required=True, help="the wheel, or an unpacked folder")
+    parser.add_argument("--html", type=Path, help="page with every finding")
+    parser.add_argument("--markdown", type=Path, help="summary table and reasons, for CHANGES.md")
+    parser.add_argument("--show", action="store_true", help="print every missing or different name")
+    args = parser.parse_args(argv)
+    began = time.monotonic()
+    reasons = Reasons()
+    release = read_release(args.upstream)
+    parts = audit(release, reasons)
+    unfounded = changes.unfounded(ROOT / "CHANGES.md", known_keys())
+    if args.html:
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        args.html.write_text(page.html(f"{args.upstream.name} and this tree", parts, unfounded), encoding="utf-8")
+    if args.markdown:
+        args.markdown.write_text(f"{page.markdown(parts)}\n{page.reasons_table(parts)}", encoding="utf-8")
+    bad = [row for rows in parts.values() for row in page.unexplained(rows)]
+    for rows in parts.values() if args.show else ():
+        for row in rows:
+            f = row.finding
+            if f.status in ("missing", "differs") and (row.required or f.detail != "no such module"):
+                print(f"{f.status:8s} {f.module}:{f.name}  {f.detail}  [{row.reason}]")
+    for row in bad:
+        print(f"missing without a reason: {row.finding.module}:{row.finding.name}")
+    for line in unfounded:
+        print(f"CHANGES.md: {line}")
+    for pattern in reasons.unused():
+        print(f"scripts/audit/reasons.yaml: {pattern!r} excuses nothing any more")
+    print(page.markdown(parts))
+    print(f"{len(bad)} without a reason; {time.monotonic() - began:.0f} s")
+    return int(bool(bad or unfounded or reasons.unused()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

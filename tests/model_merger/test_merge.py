@@ -1,0 +1,238 @@
+"""The merged folder is the trained model for plain transformers; torn, foreign and hostile folders are named."""
+
+import ctypes
+import gc
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.ranks import run_ranks
+from verl.model_merger.__main__ import main
+from verl.model_merger.merge import MergedWeights, MergeOptions
+from verl.utils.checkpoint import CheckpointWriter
+from verl.utils.weight_files import WeightFileError, write_safetensors
+
+IDS = torch.arange(5, 29).view(2, 12)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_rank():
+    yield
+    leave_group()
+
+
+def saved(engine, root, name="actor", step=3):
+    """The engine after an update, in a published step; its own logits."""
+    with CheckpointWriter(root, step) as writer:
+        engine.save_checkpoint(str(writer.path / name), global_step=step)
+    with torch.no_grad(), engine.eval_mode():
+        logits = engine.module(input_ids=IDS).logits.clone()
+    return root / f"global_step_{step}" / name, logits
+
+
+def trained(model, **settings):
+    engine = make_engine(model, **settings)
+    make_actor(engine).update_policy(rl_batch())
+    return engine
+
+
+def run(*arguments):
+    return main([str(a) for a in arguments])
+
+
+def logits_of(folder, auto=AutoModelForCausalLM):
+    with torch.no_grad():
+        return auto.from_pretrained(folder)(input_ids=IDS).logits
+
+
+def test_a_merged_model_gives_the_same_logits_in_plain_transformers(tiny_llama, tmp_path):
+    folder, logits = saved(trained(tiny_llama), tmp_path)
+    assert run("merge", "--backend", "fsdp", "--local_dir", folder, "--target_dir", tmp_path / "hf",
+               "--use_cpu_initialization", "--max_shard_size", "100KB", "--hf_model_path", tiny_llama) == 0  # fmt: skip
+    assert torch.equal(logits_of(tmp_path / "hf"), logits)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token == "<pad>"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert run("test", "--local_dir", folder, "--test_hf_dir", tmp_path / "hf") == 0
+    assert run("test", "--local_dir", folder, "--test_hf_dir", tiny_llama) == 1  # the update moved it
+
+
+def test_lora_is_merged_into_the_model_that_it_was_trained_on(tiny_llama, tmp_path):
+    engine = trained(tiny_llama, lora_rank=4, lora_alpha=12)
+    make_actor(engine).update_policy(rl_batch(seed=1))  # B is zero before the first update
+    folder, logits = saved(engine, tmp_path)
+    assert run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf") == 0
+    assert torch.allclose(logits_of(tmp_path / "hf"), logits, atol=1e-5)
+    assert not torch.allclose(logits_of(tiny_llama), logits, atol=1e-3)
+    config = folder / "lora_adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace(tiny_llama, "/nowhere/model"))
+    with pytest.raises(SystemExit, match="adapter_config.json has .* bytes, the manifest says"):
+        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "again")
+    (folder.parent / "manifest.json").unlink()
+    alone = folder.rename(tmp_path / "alone")  # a folder copied by hand has no manifest
+    with pytest.raises(SystemExit, match="name the folder of the model that was trained in --hf_model_path"):
+        run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again")
+    assert run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again", "--hf_model_path", tiny_llama) == 0
+    assert torch.allclose(logits_of(tmp_path / "again"), logits, atol=1e-5)
+
+
+def test_a_critic_becomes_a_model_of_one_value_a_token(tiny_llama, tmp_path):
+    from verl.workers.config import PluginConfig
+
+    engine = make_engine(tiny_llama, loader=PluginConfig(name="value_head"))
+    folder, values = saved(engine, tmp_path, "critic")
+    assert run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf", "--is-value-model") == 0
+    assert torch.equal(logits_of(tmp_path / "hf", AutoModelForTokenClassification), values)
+
+
+def test_the_dtype_can_be_chosen(tiny_llama, tmp_path):
+    folder, _ = saved(make_engine(tiny_llama), tmp_path)
+    run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf", "--dtype", "bf16")
+    assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    assert run("test", "--local_dir", folder, "--test_hf_dir", tmp_path / "hf", "--dtype", "bf16") == 0
+
+
+def test_tied_embeddings_are_written_once(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    folder, logits = saved(make_engine(str(tmp_path / "model")), tmp_path)
+    run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    assert "lm_head.weight" not in load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(logits_of(tmp_path / "hf"), logits)
+
+
+def write_rank_files(rank, world_size, model, folder):
+    """What verl 0.7 leaves: one state dict of DTensors a rank; sharded over the ranks, and one whole copy a rank."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from verl.utils.fsdp_utils import apply_fsdp2, create_device_mesh
+
+    for name, size in (("sharded", -1), ("copies", 1)):
+        module = AutoModelForCausalLM.from_pretrained(model)
+        apply_fsdp2(module, create_device_mesh(world_size, size, "cpu"), wrap_policy={}, reshard_after_forward=True,
+                    mp_policy=MixedPrecisionPolicy(), offload_policy=False, forward_prefetch=False)  # fmt: skip
+        torch.save(module.state_dict(), f"{folder}/{name}/model_world_size_{world_size}_rank_{rank}.pt")
+
+
+def test_per_rank_files_of_verl_are_put_together(tiny_llama, tmp_path):
+    for name in ("sharded", "copies"):
+        (tmp_path / name).mkdir()
+    run_ranks(write_rank_files, 2, tiny_llama, str(tmp_path))
+    for name in ("sharded", "copies"):
+        given = ("--local_dir", tmp_path / name, "--hf_model_path", tiny_llama)
+        assert run("test", *given, "--test_hf_dir", tiny_llama) == 0
+        assert run("merge", *given, "--target_dir", tmp_path / f"{name}_hf") == 0
+        assert torch.equal(logits_of(tmp_path / f"{name}_hf"), logits_of(tiny_llama))
+    (tmp_path / "sharded" / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(SystemExit, match="model_world_size_2_rank_1.pt is missing: .* written by 2 ranks"):
+        run("merge", "--local_dir", tmp_path / "sharded", "--target_dir", tmp_path / "again")
+
+
+class Hostile:
+    def __init__(self, sentinel):
+        self.sentinel = sentinel
+
+    def __reduce__(self):
+        return (open, (str(self.sentinel), "w"))
+
+
+def test_a_hostile_rank_file_or_metadata_runs_nothing(tiny_llama, tmp_path):
+    sentinel = tmp_path / "ran"
+    torch.save({"a": Hostile(sentinel)}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(SystemExit, match="rank_0.pt holds more than tensors and is not loaded") as told:
+        run("merge", "--local_dir", tmp_path, "--hf_model_path", tiny_llama, "--target_dir", tmp_path / "hf")
+    assert "\n" not in str(told.value)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ".metadata").write_bytes(pickle.dumps(Hostile(sentinel)))
+    with pytest.raises(SystemExit, match="asks for .*open"):
+        run("merge", "--local_dir", tmp_path, "--target_dir", tmp_path / "hf")
+    assert not sentinel.exists() and not (tmp_path / "hf").exists()
+
+
+def test_wrong_folders_are_told_in_a_sentence(tiny_llama, tmp_path):
+    folder, _ = saved(make_engine(tiny_llama), tmp_path)
+    with pytest.raises(SystemExit, match="absent does not exist; expected"):
+        run("merge", "--local_dir", tmp_path / "absent", "--target_dir", tmp_path / "hf")
+    with pytest.raises(SystemExit, match="Did you mean its folder actor"):
+        run("merge", "--local_dir", folder.parent, "--target_dir", tmp_path / "hf")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    with pytest.raises(SystemExit, match="full is not empty"):
+        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "full")
+    with pytest.raises(SystemExit, match="megatron is not supported"):
+        run("merge", "--backend", "megatron", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    piece = next((folder / "model").glob("*.distcp"))
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    piece.write_bytes(data)
+    with pytest.raises(SystemExit, match=f"{piece.name} was altered"):
+        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    (folder.parent / "manifest.json").unlink()
+    with pytest.raises(SystemExit, match="no manifest.json; the folder was not written to its end"):
+        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.tmp").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny_llama, tmp_path):
+    folder, _ = saved(make_engine(tiny_llama), tmp_path)
+    with pytest.raises(SystemExit, match="lm_head.weight.*a critic needs"):
+        run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf", "--is-value-model")
+
+
+def test_written_safetensors_are_those_of_the_library(tmp_path):
+    tensors = {"a": torch.randn(3, 5), "b": torch.arange(4), "c": torch.randn(2, 2).bfloat16(), "d": torch.tensor(2.5)}
+    described = {name: t.to("meta") for name, t in tensors.items()}
+    write_safetensors(tmp_path / "own", described, lambda name: tensors[name])
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    for name, tensor in load_file(tmp_path / "own").items():
+        assert torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype
+    assert abs((tmp_path / "own").stat().st_size - (tmp_path / "theirs").stat().st_size) <= 16  # the order differs
+    with pytest.raises(WeightFileError, match="a is torch.float32 .3, 5., not"):
+        write_safetensors(tmp_path / "own", {"a": torch.empty(4, device="meta")}, lambda name: tensors[name])
+
+
+def risen_bytes(work):
+    """What this process's memory rises by, at its peak, while `work` runs."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that is kept would be used again unseen
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is now the present use
+    now, _ = memory()
+    work()
+    return memory()[1] - now
+
+
+def memory():
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return [int(status[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")]
+
+
+def test_the_peak_of_a_merge_is_less_than_one_of_its_shards(tmp_path):
+    """109 MB of weights in shards of 48 MB."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=2048, hidden_size=512, intermediate_size=2048, num_hidden_layers=6,
+                         num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=False)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    folder, _ = saved(make_engine(str(tmp_path / "model"), contents=("model",)), tmp_path)
+    given = ("merge", "--local_dir", folder, "--max_shard_size", "48MB", "--target_dir")
+    peak = risen_bytes(lambda: run(*given, tmp_path / "hf"))
+    shards = list((tmp_path / "hf").glob("*.safetensors"))
+    assert len(shards) >= 3 and sum(s.stat().st_size for s in shards) > 100e6
+    weights = MergedWeights(MergeOptions(local_dir=folder))
+    whole = risen_bytes(lambda: [weights.read(name) for name in weights.described])
+    print(f"peak memory of the merge: {peak / 1e6:.1f} MB over {len(shards)} shards; all weights: {whole / 1e6:.1f} MB")
+    assert peak < 48e6 and whole > 90e6

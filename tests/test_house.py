@@ -1,0 +1,192 @@
+"""Rules of the tree, by its syntax trees: imports go down the floors, files stay short, README commands are real."""
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from tests.helpers.configs import compose_ppo
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("verl", "recipe", "dllm_reasoning")
+#: module prefix -> floor; the longest prefix counts, and imports go to the same floor or below
+FLOORS = {
+    "verl": 1, "verl.protocol": 1, "verl.base_config": 1, "verl.utils": 1, "verl.trainer.config": 1,
+    "verl.workers.config": 1, "verl.trainer.ppo.core_algos": 1, "verl.trainer.ppo.algos": 1,
+    "verl.trainer.ppo.metric_utils": 1, "verl.trainer.ppo.rollout_corr_helper": 1,
+    "verl.single_controller": 2, "verl.workers": 2, "verl.tools": 2, "verl.interactions": 2, "verl.models": 2,
+    "verl.experimental": 3, "verl.workers.roles": 3, "verl.workers.actor": 3, "verl.workers.critic": 3,
+    "verl.workers.fsdp_workers": 3, "verl.model_merger": 4, "verl.trainer": 4, "verl.trainer.main_ppo": 5,
+    "recipe": 5, "dllm_reasoning": 5, "spd_scorer": 5, "train_spd_scorer": 5,
+}  # fmt: skip
+RECIPES = ("recipe", "dllm_reasoning", "spd_scorer", "train_spd_scorer")
+
+
+def tracked(*patterns):
+    """Files of the tree that git knows, or (outside of a checkout) that lie there."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *patterns], cwd=ROOT, capture_output=True,
+                            text=True)  # fmt: skip
+    if listed.returncode == 0 and listed.stdout:
+        return [ROOT / name for name in listed.stdout.split("\n") if name and (ROOT / name).is_file()]
+    return [f for p in patterns for f in ROOT.rglob(p) if not {".venv", "outputs"} & set(f.parts)]
+
+
+def product_files():
+    return [f for f in tracked("*.py") if f.relative_to(ROOT).parts[0] in PRODUCT or f.parent == ROOT]
+
+
+def module_of(file):
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def floor_of(module):
+    return max(((p, f) for p, f in FLOORS.items() if module == p or module.startswith(f"{p}.")), default=("", None))[1]
+
+
+def imports_of(file):
+    """(line, dotted name) of every import of a file, relative ones spelt out."""
+    module = module_of(file)
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def test_imports_only_go_down_and_verl_knows_no_recipe():
+    upward, seen = [], 0
+    for file in product_files():
+        here = floor_of(module_of(file))
+        for line, name in imports_of(file) if here else ():
+            there = floor_of(name)
+            seen += there is not None
+            recipe = module_of(file).split(".")[0] == "verl" and name.split(".")[0] in RECIPES
+            if recipe or (there or 0) > here:
+                upward.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    assert seen > 500 and not upward
+
+
+def test_no_file_is_longer_than_500_lines():
+    long = [f"{f.relative_to(ROOT)}: {n}" for f in tracked("*.py") if (n := f.read_text().count("\n")) > 500]
+    assert not long
+
+
+def test_no_file_names_a_place_of_one_machine():
+    place = re.compile(r"""["'\s=(]/(work|farm|root|home/\w+)/""")
+    files = [f for f in tracked("*.py", "*.sh", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile") if f != Path(__file__)]
+    named = [f"{f.relative_to(ROOT)}: {m.group().strip()}" for f in files for m in place.finditer(f.read_text())]
+    assert not named
+
+
+def test_floor_one_needs_no_ray_and_no_process_group():
+    """In one fresh process: everything on floor 1 is imported, and neither Ray nor vLLM came with it."""
+    modules = [m for f in product_files() if (m := module_of(f)) and floor_of(m) == 1 and not m.endswith("__main__")]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n    importlib.import_module(name)\n"
+        "import torch.distributed as dist\n"
+        "assert not dist.is_initialized()\n"
+        "print([m for m in ('ray', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr[-2000:]
+
+
+# The commands in fenced blocks of README files: what may be run is planned or parsed, nothing is started.
+FENCE = re.compile(r"```bash\n(.*?)```", re.S)
+READMES = [f for f in tracked("*.md") if f.name == "README.md"]
+MAKE = set(re.findall(r"^([a-z\-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+def commands():
+    """(file, words) of every command line, continued lines joined, comments cut."""
+    for readme in READMES:
+        for block in FENCE.findall(readme.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                if words:
+                    yield readme.relative_to(ROOT), words
+
+
+def options_of(words):
+    """(module or script, the words behind it) of a python or torchrun command."""
+    rest = words[1:]
+    while rest and rest[0].startswith("--"):
+        rest = rest[1:]
+    return (rest[1], rest[2:]) if rest[0] == "-m" else (rest[0], rest[1:])
+
+
+@functools.cache
+def parser_options(target):
+    """The options that a script or module tells in its help."""
+    told = io.StringIO()
+    argv, sys.argv = sys.argv, [target, "--help"]
+    try:
+        with contextlib.redirect_stdout(told), pytest.raises(SystemExit) as ended:
+            if target.endswith(".py"):
+                runpy.run_path(str(ROOT / target), run_name="__main__")
+            else:
+                runpy.run_module(target, run_name="__main__")
+    finally:
+        sys.argv = argv
+    assert ended.value.code in (0, None)
+    return set(re.findall(r"(?<![\w-])--[\w-]+", told.getvalue()))
+
+
+SETTINGS = {"verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.main_generation": "generation",
+            "verl.trainer.main_eval": "evaluation", "verl.trainer.fsdp_sft_trainer": "sft_trainer"}  # fmt: skip
+
+
+def check_settings(target, settings):
+    """Every key=value of a trainer's command is a key of its tree (or lies below an open one)."""
+    config = compose_ppo(config_name=SETTINGS[target])
+    for override in OverridesParser.create().parse_overrides(settings):
+        key = override.key_or_group
+        assert override.is_add() or OmegaConf.select(config, key.rpartition(".")[0]) is not None, f"{key}: no such key"
+        parent = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
+        assert override.is_add() or key.rpartition(".")[2] in list(parent.keys()), f"{target}: {key} is no key"
+
+
+@pytest.mark.parametrize(("readme", "words"), commands(), ids=lambda v: v if isinstance(v, str) else None)
+def test_a_command_of_a_readme_is_real(readme, words):
+    program = words[0]
+    if program == "make":
+        assert words[1] in MAKE
+    elif program in ("python", "torchrun", "python3"):
+        target, rest = options_of(words)
+        given = [w for w in rest if w.startswith("--")]
+        settings = [w for w in rest if re.match(r"\+{0,2}[\w.@/]+=", w)]
+        if target in SETTINGS:
+            check_settings(target, settings)
+        elif target.startswith("vllm."):
+            assert importlib.util.find_spec("vllm") is not None
+        else:
+            known = parser_options(target)
+            unknown = [w for w in given if w.split("=")[0] not in known]
+            assert not unknown, f"{readme}: {target} knows no {unknown}"
+    elif program.startswith(("scripts/", "examples/", "./")) or program.endswith(".sh"):
+        assert os.access(ROOT / program, os.X_OK), f"{readme}: {program} cannot be run"
+    else:
+        assert program in ("pip", "ray", "git", "export", "cd", "hf"), f"{readme}: what is {program}?"
+
+
+def test_the_readme_has_commands_of_every_kind():
+    kinds = {words[0] for _, words in commands()}
+    assert {"make", "python"} <= kinds and len(list(commands())) > 8

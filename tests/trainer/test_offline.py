@@ -1,0 +1,162 @@
+"""Generation and scoring without training: all that is asked is answered, in order; mistakes are named."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.configs import compose_ppo
+from tests.helpers.engines import leave_group
+from tests.helpers.models import make_tokenizer
+from verl.trainer.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.trainer.main_eval import evaluate
+from verl.trainer.main_generation import run_generation
+from verl.workers.reward_manager.rows import RewardError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = ("trainer.device=cpu", "rollout.name=hf", "rollout.dtype=float32", "rollout.prompt_length=12",
+       "rollout.response_length=5", "rollout.ignore_eos=true", "data.batch_size=2")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    leave_group()
+    yield
+    leave_group()
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [
+        {"data_source": "even" if i % 2 else "odd", "prompt": [{"role": "user", "content": f"{i} + {2 * i} ="}],
+         "reward_model": {"style": "rule", "ground_truth": str(3 * i)}, "extra_info": {"index": i}}
+        for i in range(5)
+    ]  # fmt: skip
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def generate(prompts, model, out, *overrides):
+    given = (f"model.path={model}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *overrides)
+    run_generation(compose_ppo(*given, config_name="generation"))
+    return pq.read_table(out).to_pylist()
+
+
+def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp_path):
+    rows = generate(prompts, tiny_llama, tmp_path / "out.parquet", "rollout.do_sample=false", "data.n_samples=1")
+    tokenizer, model = make_tokenizer(), AutoModelForCausalLM.from_pretrained(tiny_llama)
+    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2, 3, 4]
+    for row in rows:
+        text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        asked = ids.shape[1]
+        with torch.no_grad():
+            for _ in range(5):
+                ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        assert row["responses"] == [tokenizer.decode(ids[0, asked:], skip_special_tokens=True)]
+
+
+def test_samples_of_a_prompt_differ_and_are_the_same_in_the_next_run(tiny_llama, prompts, tmp_path):
+    settings = ("data.n_samples=3", "rollout.top_p=1.0", "rollout.top_k=-1")
+    first = generate(prompts, tiny_llama, tmp_path / "1.parquet", *settings)
+    assert all(len(row["responses"]) == 3 and len(set(row["responses"])) > 1 for row in first)
+    again = generate(prompts, tiny_llama, tmp_path / "2.parquet", *settings, "data.batch_size=5")
+    assert [row["responses"] for row in again] == [row["responses"] for row in first]
+
+
+@pytest.mark.slow
+def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_llama, prompts, tmp_path):
+    settings = ("rollout.do_sample=false", "data.n_samples=1")
+    one = generate(prompts, tiny_llama, tmp_path / "one.parquet", *settings)
+    out = tmp_path / "two.parquet"
+    given = [f"model.path={tiny_llama}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *settings]
+    command = [sys.executable, "-m", "verl.trainer.main_generation", *given, "trainer.n_gpus_per_node=2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert pq.read_table(out).to_pylist() == one
+    leave_group()
+    assert generate(prompts, tiny_llama, tmp_path / "vllm.parquet", *settings, "rollout.name=vllm") == one
+
+
+def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(tiny_llama, prompts, tmp_path):
+    out = tmp_path / "out.parquet"
+    with pytest.raises(ValueError, match="data.n_samples=5 answers of .* would be one text 5 times"):
+        generate(prompts, tiny_llama, out, "rollout.temperature=0")
+    with pytest.raises(ValueError, match="absent.jsonl: no such file"):
+        generate(tmp_path / "absent.jsonl", tiny_llama, out)
+    with pytest.raises(Exception, match="n_sample"):
+        generate(prompts, tiny_llama, out, "+data.n_sample=1")
+    with pytest.raises(ValueError, match="rollout.load_format=dummy would answer with random weights"):
+        generate(prompts, tiny_llama, out, "rollout.name=vllm", "rollout.load_format=dummy")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="trainer.device=cuda, but no GPU is here"):
+            generate(prompts, tiny_llama, out, "trainer.device=cuda")
+    with pytest.raises(ValueError, match="row 0: the prompt has .* tokens"):
+        generate(prompts, tiny_llama, out, "rollout.prompt_length=2")
+    assert not out.exists()
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
+    if solution_str == "raise":
+        raise ZeroDivisionError("nothing to divide")
+    return float(solution_str == ground_truth) + bonus
+
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "acc": True}
+"""
+
+
+def scored(tmp_path, rows, *overrides):
+    (tmp_path / "reward.py").write_text(REWARD)
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = (f"data.path={path}", f"custom_reward_function.path={tmp_path / 'reward.py'}", *overrides)
+    return evaluate(compose_ppo(*given, config_name="evaluation"))
+
+
+def answer(source, truth, responses):
+    return {"data_source": source, "reward_model": {"ground_truth": truth}, "responses": responses}
+
+
+def test_scores_are_means_over_rows_of_the_means_over_answers(tmp_path):
+    rows = [answer("a", "3", ["3", "4"]), answer("a", "5", ["5"]), answer("b", "1", "2")]
+    assert scored(tmp_path, rows) == {"test_score/a": 0.75, "test_score/b": 0.0}
+    assert scored(tmp_path, rows, "custom_reward_function.name=later") == {"test_score/a": 0.75, "test_score/b": 0.0}
+    more = "+custom_reward_function.reward_kwargs.bonus=1"
+    assert scored(tmp_path, rows, more) == {"test_score/a": 1.75, "test_score/b": 1.0}
+    gsm = [answer("openai/gsm8k", "18", ["so #### 18", "so #### 17"])]
+    assert scored(tmp_path, gsm, "custom_reward_function.path=null") == {"test_score/openai/gsm8k": 0.5}
+
+
+def test_what_cannot_be_scored_is_named_by_row(tmp_path):
+    good = answer("a", "3", ["3"])
+    with pytest.raises(RewardError, match="row 1 .*raised ZeroDivisionError: nothing to divide"):
+        scored(tmp_path, [good, answer("a", "3", ["raise"])])
+    dropped = scored(tmp_path, [good, answer("a", "3", ["raise", "2"])], "reward_model.error=drop")
+    assert dropped == {"test_score/a": 0.5}
+    with pytest.raises(ValueError, match="row 1: no column 'responses'.*Set data.response_key"):
+        scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
+    with pytest.raises(ValueError, match="row 0: column 'responses' holds no answer"):
+        scored(tmp_path, [answer("a", "3", [])])
+    with pytest.raises(ValueError, match="row 0: column 'reward_model' has no 'ground_truth'"):
+        scored(tmp_path, [{**good, "reward_model": {}}])
+    with pytest.raises(RewardError, match="no rule reward for data_source='a'"):
+        scored(tmp_path, [good], "custom_reward_function.path=null")
+
+
+def test_the_yaml_says_what_the_dataclasses_say():
+    generation = OmegaConf.to_container(compose_ppo(config_name="generation"))
+    evaluation = OmegaConf.to_container(compose_ppo(config_name="evaluation"))
+    assert GenerationDataConfig(**generation["data"]) == GenerationDataConfig()
+    assert GenerationTrainerConfig(**generation["trainer"]) == GenerationTrainerConfig()
+    assert EvaluationDataConfig(**evaluation["data"]) == EvaluationDataConfig()
+    for tree, made in ((generation, GenerationDataConfig()), (evaluation, EvaluationDataConfig())):
+        assert set(tree["data"]) == set(made) - {"_target_"}

@@ -1,0 +1,58 @@
+"""Command line of the merger.
+
+    python -m verl.model_merger merge --backend fsdp --local_dir .../global_step_N/actor --target_dir DIR
+    python -m verl.model_merger test  --backend fsdp --local_dir .../global_step_N/actor --test_hf_dir DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from loguru import logger
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options of verl 0.7's merger, with dtype and shard size on top."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--backend", choices=["fsdp", "megatron"], default="fsdp", help="megatron is not supported")
+    common.add_argument("--local_dir", type=Path, required=True, help=".../global_step_<N>/actor")
+    common.add_argument("--hf_model_path", type=Path, help="model that was trained, where the checkpoint lacks weights")
+    common.add_argument("--dtype", default="auto", help="fp32, bf16, fp16; auto: as config.json of the checkpoint says")
+    common.add_argument("--tie-word-embedding", action="store_true", help="the output layer is the embedding")
+    common.add_argument("--trust-remote-code", action="store_true", help="the model may run code that comes with it")
+    common.add_argument("--is-value-model", action="store_true", help="a critic: one value a token")
+    common.add_argument("--use_cpu_initialization", action="store_true", help="taken, and not needed: nothing is built")
+    parser = argparse.ArgumentParser(prog="python -m verl.model_merger", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="operation", required=True)
+    merging = commands.add_parser("merge", parents=[common], help="write a Hugging Face folder")
+    merging.add_argument("--target_dir", type=Path, required=True, help="folder to make")
+    merging.add_argument("--max_shard_size", default="5GB", help="bytes of one safetensors file")
+    testing = commands.add_parser("test", parents=[common], help="compare with a Hugging Face folder")
+    testing.add_argument("--test_hf_dir", type=Path, required=True, help="folder to compare with")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when merged or equal, 1 with one sentence otherwise."""
+    args = parse_args(argv)
+    if args.backend == "megatron":
+        sys.exit("--backend megatron is not supported: this package trains with FSDP2 only.")
+    from verl.model_merger.merge import MergeOptions, differences, merge
+
+    fields = ("local_dir", "hf_model_path", "dtype", "tie_word_embedding", "trust_remote_code", "is_value_model")
+    options = {name: vars(args)[name] for name in fields}
+    try:
+        if args.operation == "merge":
+            merge(MergeOptions(**options, max_shard_size=args.max_shard_size), args.target_dir)
+            return 0
+        wrong = differences(MergeOptions(**options), args.test_hf_dir, logger.error)
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.exit(str(error))
+    logger.info("{} of the weights differ" if wrong else "all weights are equal", wrong)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Writes a checkpoint as a Hugging Face folder, one tensor in memory at a time, or compares it with one."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from loguru import logger
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from transformers import AutoConfig, AutoModelForTokenClassification, PretrainedConfig
+
+from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
+from verl.utils.checkpoint.publish import disk_full
+from verl.utils.model import get_hf_auto_model_class, torch_dtype_of
+from verl.utils.peft_weights import hf_name
+from verl.utils.weight_files import write_safetensors
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What the command line says; `dtype` "auto" is that of the checkpoint's config.json, else as stored."""
+
+    local_dir: Path
+    hf_model_path: Path | None = None
+    dtype: str = "auto"
+    max_shard_size: str = "5GB"
+    tie_word_embedding: bool = False
+    trust_remote_code: bool = False
+    is_value_model: bool = False
+
+
+class MergedWeights(TensorSource):
+    """The weights under Hugging Face names: trained ones (adapters added), else those of the model it started from."""
+
+    def __init__(self, options: MergeOptions) -> None:
+        self.options = options
+        self.trained = open_checkpoint(options.local_dir)
+        stored = list(self.trained.described)
+        self.plain = {hf_name(n): n for n in stored if ".lora_" not in n and ".modules_to_save." not in n}
+        self.plain |= {_replaced(n): n for n in stored if ".modules_to_save." in n}
+        lora_a = [n for n in stored if ".lora_A." in n]
+        self.adapters = {f"{hf_name(n.split('.lora_A.')[0])}.weight": n for n in lora_a}
+        self.lora = self._lora_config() if self.adapters else None
+        self.base: HuggingFaceFolder | None = None
+        self.config, expected = self._expected()
+        if set(expected) - set(self.plain):
+            self.base = self._base_model(sorted(set(expected) - set(self.plain)))
+        self.described = expected
+        self._check_shapes()
+
+    def read(self, name: str) -> torch.Tensor:
+        weight = self.trained.read(self.plain[name]) if name in self.plain else self.base.read(name)
+        return self._with_adapter(name, weight).to(self.described[name].dtype).contiguous()
+
+    def _with_adapter(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """W + scaling * B A in float32, where the adapter lies over W."""
+        if name not in self.adapters:
+            return weight
+        a = self.trained.read(self.adapters[name]).float()  # [r, in]
+        b = self.trained.read(self.adapters[name].replace(".lora_A.", ".lora_B.")).float()  # [out, r]
+        alphas, layer = self.lora.alpha_pattern, name.removesuffix(".weight")
+        alpha = alphas.get(get_pattern_key(alphas, layer), self.lora.lora_alpha)
+        delta = (b @ a) * (alpha / (math.sqrt(len(a)) if self.lora.use_rslora else len(a)))
+        return weight.float() + (delta.T if self.lora.fan_in_fan_out else delta)
+
+    def _lora_config(self) -> LoraConfig:
+        folder = self.options.local_dir / "lora_adapter"
+        if not (folder / "adapter_config.json").is_file():
+            raise MergeError(f"{folder / 'adapter_config.json'} is missing: without it the adapters' scale is unknown.")
+        config = LoraConfig.from_pretrained(str(folder))
+        odd = [n for n in self.trained.described if ".lora_" in n and ".lora_A." not in n and ".lora_B." not in n]
+        if odd or config.use_dora:
+            raise MergeError(f"{folder} is no plain LoRA (use_dora, or {odd[:1]}); it cannot be merged.")
+        return config
+
+    def _expected(self) -> tuple[PretrainedConfig, Described]:
+        """Config, and name, shape and dtype of every weight of the model that it describes; tied ones once."""
+        options = self.options
+        folder = options.local_dir / "huggingface"
+        folder = folder if (folder / "config.json").is_file() else options.hf_model_path
+        if folder is None:
+            told = options.local_dir / "huggingface" / "config.json"
+            raise MergeError(f"{told} is missing; name the model in --hf_model_path.")
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+            if options.tie_word_embedding:
+                config.tie_word_embeddings = True
+            value_model = options.is_value_model or not {"score.weight", "classifier.weight"}.isdisjoint(self.plain)
+            if value_model:
+                config.num_labels = 1
+            auto = AutoModelForTokenClassification if value_model else get_hf_auto_model_class(config)
+            with torch.device("meta"):
+                model = auto.from_config(config, trust_remote_code=options.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise MergeError(f"{folder} describes no model that transformers can build: {error}") from error
+        names = [n for n in model.state_dict() if n not in model.all_tied_weights_keys]
+        if lost := sorted(set(self.plain) - set(model.state_dict())):
+            raise MergeError(
+                f"{options.local_dir} holds {len(lost)} weights that {type(model).__name__} has not (such as "
+                f"{lost[0]}); a critic needs --is-value-model, another model its own --hf_model_path."
+            )
+        config.architectures = [type(model).__name__]
+        dtype = self._dtype(config)
+        tensors = {n: model.state_dict()[n] for n in names}
+        return config, {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+    def _dtype(self, config: PretrainedConfig) -> torch.dtype:
+        if self.options.dtype != "auto":
+            config.dtype = torch_dtype_of(self.options.dtype, "--dtype")
+        if config.dtype is None:
+            config.dtype = next(t.dtype for t in self.trained.described.values() if t.is_floating_point())
+        return config.dtype
+
+    def _base_model(self, needed: list[str]) -> HuggingFaceFolder:
+        """The model that the training started from: frozen weights are not in a checkpoint."""
+        told = self.options.hf_model_path or (self.lora and self.lora.base_model_name_or_path)
+        if not told or not Path(told).expanduser().is_dir():
+            raise MergeError(
+                f"{len(needed)} weights are not in {self.options.local_dir} (such as {needed[0]}), since frozen ones "
+                f"are not stored; name the folder of the model that was trained in --hf_model_path"
+                f"{f' ({told} is not there)' if told else ''}."
+            )
+        base = HuggingFaceFolder(Path(told).expanduser())
+        if absent := [n for n in needed if n not in base.described]:
+            raise MergeError(f"{absent[0]} is neither in {self.options.local_dir} nor in {told}; give the right model.")
+        return base
+
+    def _check_shapes(self) -> None:
+        for name, wanted in self.described.items():
+            found = self.trained.described[self.plain[name]] if name in self.plain else self.base.described[name]
+            if found.shape != wanted.shape:
+                raise MergeError(
+                    f"{name} has shape {tuple(found.shape)}, but the config describes {tuple(wanted.shape)}; "
+                    "checkpoint and config.json are of two models."
+                )
+
+
+def _replaced(name: str) -> str:
+    """Name of the weight whose trained copy (peft's modules_to_save) this is."""
+    head, _, tail = name.partition(".modules_to_save.")
+    return f"{hf_name(head)}.{tail.partition('.')[2]}"
+
+
+def merge(options: MergeOptions, target_dir: Path) -> None:
+    """Writes config, tokenizer and weights into `target_dir`, which appears when it is whole."""
+    if target_dir.exists() and (not target_dir.is_dir() or any(target_dir.iterdir())):
+        raise MergeError(f"--target_dir {target_dir} is not empty; name a new folder.")
+    weights = MergedWeights(options)
+    partial = target_dir.with_name(f"{target_dir.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    needed = nbytes(weights.described)
+    if shutil.disk_usage(partial).free < needed:
+        partial.rmdir()
+        raise disk_full(target_dir, needed)
+    try:
+        _copy_beside(options, partial)
+        weights.config.save_pretrained(partial)
+        _write_weights(weights, partial, options.max_shard_size)
+        if target_dir.exists():
+            target_dir.rmdir()
+        partial.rename(target_dir)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    logger.info("{} weights, {:.1f} MiB, written to {}", len(weights.described), needed / 2**20, target_dir)
+
+
+def _copy_beside(options: MergeOptions, target: Path) -> None:
+    """Tokenizer, generation config, the model's own code: the checkpoint's, else those of hf_model_path."""
+    folders = [folder for folder in (options.hf_model_path, options.local_dir / "huggingface") if folder is not None]
+    for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):
+        if file.is_file() and not file.name.endswith(WEIGHTS):
+            shutil.copy2(file, target / file.name)
+
+
+def _write_weights(weights: TensorSource, target: Path, max_shard_size: str) -> None:
+    split = split_torch_state_dict_into_shards(weights.described, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        write_safetensors(target / file, {n: weights.described[n] for n in names}, weights.read)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def differences(options: MergeOptions, test_hf_dir: Path, tell: Callable[[str], None], atol: float = 1e-6) -> int:
+    """Number of weights of the checkpoint that are not those of `test_hf_dir`; each is told in a line.
+
+    Both are compared in the coarser of their dtypes.
+    """
+    weights, reference = MergedWeights(options), HuggingFaceFolder(test_hf_dir)
+    tied = {n for n in reference.described if n not in weights.described and weights.config.tie_word_embeddings}
+    odd = sorted(set(weights.described) ^ (set(reference.described) - tied))
+    for name in odd:
+        tell(f"{name}: only in {test_hf_dir if name in reference.described else options.local_dir}")
+    wrong = len(odd)
+    for name in sorted(set(weights.described) & set(reference.described)):
+        mine, theirs = weights.read(name), reference.read(name)
+        if mine.shape != theirs.shape:
+            tell(f"{name}: shape {tuple(mine.shape)}, {test_hf_dir} has {tuple(theirs.shape)}")
+            wrong += 1
+            continue
+        coarser = min(mine.dtype, theirs.dtype, key=lambda t: t.itemsize)
+        gap = (mine.to(coarser).double() - theirs.to(coarser).double()).abs().max().item() if mine.numel() else 0.0
+        if not gap <= atol:
+            tell(f"{name}: differs by up to {gap:.3g}")
+            wrong += 1
+    return wrong

@@ -1,0 +1,156 @@
+"""Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file a rank."""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from verl.utils.checkpoint.dcp_storage import METADATA_FILE, UntrustedMetadataError, load_tensors, read_metadata
+from verl.utils.checkpoint.publish import MANIFEST, CheckpointCorruptError, verify_manifest
+from verl.utils.problems import one_line
+from verl.utils.weight_files import DTYPES, WeightFileError, safetensors_of
+
+Described = dict[str, torch.Tensor]  # name -> a tensor on the meta device, of the stored shape and dtype
+
+
+class MergeError(ValueError):
+    """A folder cannot be merged; the text names file and mend."""
+
+
+class TensorSource(ABC):
+    """`described` says which tensors there are, `read` gets one of them whole, on the CPU."""
+
+    described: Described
+
+    @abstractmethod
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+class OwnCheckpoint(TensorSource):
+    """`model/` of a checkpoint of this package: what was trained, by the trained module's names."""
+
+    def __init__(self, local_dir: Path) -> None:
+        _check_manifest(local_dir)
+        self.folder = local_dir / "model"
+        found = read_metadata(self.folder).state_dict_metadata
+        self.described = {n: torch.empty(m.size, dtype=m.properties.dtype, device="meta") for n, m in found.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = torch.empty_like(self.described[name], device="cpu")
+        with _told_by(self.folder):
+            load_tensors({name: tensor}, self.folder)
+        return tensor
+
+
+class RankFiles(TensorSource):
+    """`model_world_size_<W>_rank_<r>.pt` of verl 0.7: mapped into memory, put together tensor by tensor."""
+
+    def __init__(self, local_dir: Path, first: Path) -> None:
+        ranks = int(first.name.split("_")[3])
+        files = [local_dir / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+        if absent := [file for file in files if not file.is_file()]:
+            raise MergeError(f"{absent[0]} is missing: the checkpoint was written by {ranks} ranks; copy all files.")
+        self.parts = [_rank_file(file) for file in files]
+        self.folder = local_dir
+        self.described = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in self.parts[0].items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        values = [part[name] for part in self.parts]
+        if not isinstance(values[0], DTensor):
+            return values[0]
+        mesh, placements = values[0].device_mesh, values[0].placements
+        if any(isinstance(p, Partial) for p in placements):
+            raise MergeError(f"{self.folder}: {name} is stored as a sum over ranks; save it sharded or whole.")
+        # Ranks lie in the mesh's order; of a dimension that holds copies the first is taken. [mesh shape]
+        grid: Any = [v.to_local() for v in values]
+        for size, placement in reversed(list(zip(mesh.shape, placements, strict=True))):
+            rows = [grid[i : i + size] for i in range(0, len(grid), size)]
+            grid = [torch.cat(r, placement.dim) if isinstance(placement, Shard) else r[0] for r in rows]
+        if grid[0].shape != values[0].shape:
+            raise MergeError(f"{self.folder}: the parts of {name} make {tuple(grid[0].shape)}, not "
+                             f"{tuple(values[0].shape)}; a rank's file is of another checkpoint.")  # fmt: skip
+        return grid[0]
+
+
+class HuggingFaceFolder(TensorSource):
+    """The safetensors of a model folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.where: dict[str, Path] = {}
+        self.described = {}
+        files = safetensors_of(folder)
+        if not files:
+            raise MergeError(f"{folder} holds no *.safetensors; name a Hugging Face model folder.")
+        for file in files:
+            with _told_by(file), safe_open(file, "pt") as opened:
+                for name in opened.keys():
+                    piece = opened.get_slice(name)
+                    self.where[name] = file
+                    dtype = vars(torch)[DTYPES[piece.get_dtype()]]
+                    self.described[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+
+    def read(self, name: str) -> torch.Tensor:
+        with _told_by(self.where[name]), safe_open(self.where[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+
+def open_checkpoint(local_dir: Path) -> TensorSource:
+    """The source for a checkpoint's model folder (.../global_step_N/actor, or .../global_step_N of an SFT run)."""
+    if not local_dir.is_dir():
+        raise MergeError(f"--local_dir {local_dir} does not exist; expected .../global_step_<N>/actor.")
+    if (local_dir / "model" / METADATA_FILE).is_file():
+        return OwnCheckpoint(local_dir)
+    if found := sorted(local_dir.glob("model_world_size_*_rank_0.pt")):
+        return RankFiles(local_dir, found[0])
+    inside = " Did you mean its folder actor?" if (local_dir / "actor").is_dir() else ""
+    raise MergeError(
+        f"--local_dir {local_dir} holds neither model/{METADATA_FILE} nor model_world_size_<W>_rank_0.pt: "
+        f"no checkpoint of a model lies there.{inside}"
+    )
+
+
+def nbytes(described: Described) -> int:
+    """Bytes of the described tensors."""
+    return sum(prod(t.shape) * t.element_size() for t in described.values())
+
+
+def _check_manifest(local_dir: Path) -> None:
+    """Checks what will be read against the manifest of the step, where there is one."""
+    for step, part in ((local_dir, ""), (local_dir.parent, f"{local_dir.name}/")):
+        if (step / MANIFEST).is_file():
+            verify_manifest(step, parts=[f"{part}{name}" for name in ("model/", "huggingface/", "lora_adapter/")])
+            return
+    if local_dir.parent.name.startswith("global_step_"):
+        raise CheckpointCorruptError(f"{local_dir.parent}: no {MANIFEST}; the folder was not written to its end.")
+
+
+def _rank_file(file: Path) -> dict[str, torch.Tensor]:
+    with _told_by(file):
+        found = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+    if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
+        raise MergeError(f"{file} holds no state dict of tensors; it is not merged.")
+    return found
+
+
+@contextmanager
+def _told_by(file: Path) -> Iterator[None]:
+    """Whatever a torn or hostile file makes its reader raise, in one sentence that names the file."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise MergeError(f"{file} holds more than tensors and is not loaded: {one_line(error)}") from error
+    except (MergeError, UntrustedMetadataError, WeightFileError):
+        raise
+    except Exception as error:  # a torn archive makes torch and safetensors raise almost anything
+        raise MergeError(f"{file} is torn or no file of weights: {one_line(error)}") from error

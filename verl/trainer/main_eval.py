@@ -1,0 +1,84 @@
+"""Entry of offline scoring: `python -m verl.trainer.main_eval data.path=... [custom_reward_function.path=...]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.trainer.config.offline import EvaluationDataConfig
+from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
+from verl.utils.config import hydra_main, omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import DatasetError, read_rows
+from verl.utils.grading import Failure, GradingPool
+from verl.workers.config import RewardModelConfig
+from verl.workers.reward_manager.rows import RewardError, Row, settle
+
+
+@hydra_main(config_path="config", config_name="evaluation")
+def main(config: DictConfig) -> None:
+    try:
+        scores = evaluate(config)
+    except (ValueError, OSError, RewardError, RuntimeError, AttributeError, OmegaConfBaseException) as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps(scores, indent=1) + "\n")
+
+
+def evaluate(config: DictConfig) -> dict[str, float]:
+    """{"test_score/<data_source>": mean over rows of the mean over a row's answers}.
+
+    Answers are graded in processes that are killed when one takes too long. An answer that cannot be graded is a
+    RewardError that names its row, or is left out (reward_model.error=drop).
+    """
+    data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
+    settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
+    rows, texts = [], []
+    for number, row in enumerate(read_rows(data.path)):
+        source, truth, responses = _read(row, data, number)
+        extra = row["extra_info"] if "extra_info" in row else None
+        rows += [Row(number, source, [], [], truth, extra)] * len(responses)
+        texts += responses
+    items = [
+        {"data_source": r.data_source, "solution_str": text, "ground_truth": r.ground_truth, "extra_info": r.extra_info}
+        for r, text in zip(rows, texts, strict=True)
+    ]
+    function = get_custom_reward_fn(config) or rule_reward(settings, settings.num_workers)
+    pool = GradingPool(function, settings.num_workers, settings.item_timeout)
+    try:
+        settled = settle(rows, pool.map(items), drop=settings.error == "drop")
+    finally:
+        pool.close()
+    of_row: dict[int, list[float]] = defaultdict(list)
+    for row, found in zip(rows, settled, strict=True):
+        if not isinstance(found, Failure):
+            of_row[row.index].append(found[0])
+    sources = {row.index: row.data_source for row in rows}
+    means: dict[str, dict[int, float]] = defaultdict(dict)
+    for number, scores in of_row.items():
+        means[sources[number]][number] = fmean(scores)
+    return {f"test_score/{source}": fmean(found.values()) for source, found in sorted(means.items())}
+
+
+def _read(row: dict[str, Any], data: EvaluationDataConfig, number: int) -> tuple[str, Any, list[str]]:
+    """Data source, ground truth and answers of a row."""
+    for name in ("data_source_key", "reward_model_key", "response_key"):
+        if data[name] not in row:
+            has = ", ".join(row)
+            raise DatasetError(f"{data.path}, row {number}: no column {data[name]!r}; it has {has}. Set data.{name}.")
+    judged, responses = row[data.reward_model_key], row[data.response_key]
+    if not isinstance(judged, Mapping) or "ground_truth" not in judged:
+        raise DatasetError(f"{data.path}, row {number}: column {data.reward_model_key!r} has no 'ground_truth'.")
+    responses = [responses] if isinstance(responses, str) else responses
+    if not responses or not all(isinstance(text, str) for text in responses):
+        raise DatasetError(f"{data.path}, row {number}: column {data.response_key!r} holds no answer, or not texts.")
+    return str(row[data.data_source_key]), judged["ground_truth"], list(responses)
+
+
+if __name__ == "__main__":
+    main()

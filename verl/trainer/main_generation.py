@@ -1,0 +1,145 @@
+"""Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
+
+Under torchrun the ranks share the prompts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.protocol import DataProto
+from verl.trainer.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.utils.config import hydra_main, omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
+from verl.utils.distributed import (
+    destroy_global_process_group,
+    ensure_process_group,
+    initialize_global_process_group,
+)
+from verl.utils.fsdp_utils import create_device_mesh
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
+from verl.workers.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.workers.engine import FSDPEngine
+from verl.workers.policy import get_policy
+from verl.workers.rollout.base import BaseRollout, get_rollout_class
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@hydra_main(config_path="config", config_name="generation")
+def main(config: DictConfig) -> None:
+    try:
+        run_generation(config)
+    except (ValueError, OSError, OmegaConfBaseException) as error:
+        sys.exit(str(error))
+
+
+def run_generation(config: DictConfig) -> None:
+    """Answers every prompt of data.path, then writes data.output_path."""
+    if OmegaConf.is_missing(config.model, "path"):
+        raise ValueError("model.path is not set; name the folder of a Hugging Face model.")
+    trainer = omega_conf_to_dataclass(config.trainer, GenerationTrainerConfig)
+    data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
+    rollout_config = omega_conf_to_dataclass(config.rollout, RolloutConfig)
+    greedy = not rollout_config.do_sample or rollout_config.temperature == 0
+    if greedy and data.n_samples > 1:
+        raise ValueError(
+            f"data.n_samples={data.n_samples} answers of rollout.temperature={rollout_config.temperature}, "
+            f"rollout.do_sample={rollout_config.do_sample} would be one text {data.n_samples} times; set n_samples=1."
+        )
+    rows = read_rows(data.path)
+    model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
+    prompts = RLHFDataset(data.path, model.tokenizer, prompt_settings(data, rollout_config))
+    rank, ranks = _join(trainer)
+    rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
+    share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # alike on all ranks: engines may step together
+    own = answers(rollout, prompts, [i % len(prompts) for i in share], data, model.tokenizer)
+    rollout.close()
+    parts: list[Any] = [None] * ranks
+    dist.all_gather_object(parts, own)
+    if rank == 0:
+        in_order = [parts[i % ranks][i // ranks] for i in range(len(rows))]
+        write_responses(rows, in_order, Path(data.output_path).expanduser())
+    destroy_global_process_group()
+
+
+def prompt_settings(data: GenerationDataConfig, rollout: RolloutConfig) -> DictConfig:
+    """The `data` section that the data set reads; it keeps every row."""
+    settings = {"prompt_key": data.prompt_key, "truncation": data.truncation, "filter_overlong_prompts": False,
+                "max_prompt_length": rollout.prompt_length,
+                "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs)}  # fmt: skip
+    return OmegaConf.create(settings)
+
+
+def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) -> BaseRollout:
+    """A rollout that holds the weights of model.path."""
+    own_module = config.name in ROLLOUTS_OF_THE_ACTOR
+    if not own_module and config.load_format == "dummy":
+        raise ValueError("rollout.load_format=dummy would answer with random weights; set rollout.load_format=auto.")
+    rollout = get_rollout_class(config.name, config.mode)(config, model, mesh)
+    if own_module:
+        settings = FSDPEngineConfig(forward_only=True, dtype=config.dtype, model_dtype=config.dtype)
+        engine = FSDPEngine(model, settings, None, CheckpointConfig(), device=mesh.device_type)
+        engine.initialize()
+        rollout.bind_actor(engine, get_policy(model.policy.name, **model.policy.kwargs))
+    return rollout
+
+
+def answers(
+    rollout: BaseRollout, prompts: RLHFDataset, share: list[int], data: GenerationDataConfig, tokenizer: Any
+) -> list[list[str]]:
+    """data.n_samples texts for each prompt of the share."""
+    meta = {"n": data.n_samples, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    texts: list[str] = []
+    rollout.resume(["weights", "kv_cache"])
+    for start in range(0, len(share), data.batch_size):
+        batch = DataProto.from_single_dict(collate_fn([prompts[i] for i in share[start : start + data.batch_size]]))
+        batch.meta_info.update(meta)
+        found = rollout.generate_sequences(batch).batch
+        rows = zip(found["responses"], found["response_mask"].bool(), strict=True)
+        texts += tokenizer.batch_decode([ids[kept] for ids, kept in rows], skip_special_tokens=True)
+        logger.info("{} of {} prompts answered on this rank", min(start + data.batch_size, len(share)), len(share))
+    return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)]
+
+
+def write_responses(rows: list[dict[str, Any]], responses: list[list[str]], path: Path) -> None:
+    """The rows with a column `responses`, as parquet, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([{**row, "responses": texts} for row, texts in zip(rows, responses, strict=True)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    pq.write_table(table, partial)
+    os.replace(partial, path)
+    logger.info("{} rows with {} answers each written to {}", len(rows), len(responses[0]), path)
+
+
+def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:
+    """(rank, ranks) in the torchrun job that this process belongs to, or in a group of its own.
+
+    Where several ranks are asked for and there is no such job, this process becomes one.
+    """
+    if trainer.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.device=cuda, but no GPU is here; set trainer.device=cpu and rollout.dtype=float32.")
+    if "RANK" in os.environ:
+        return initialize_global_process_group()[1:]
+    if trainer.n_gpus_per_node > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={trainer.n_gpus_per_node}"]
+        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "verl.trainer.main_generation", *sys.argv[1:]])
+    ensure_process_group(trainer.device)
+    return 0, 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""Renders chat templates, which come with a model like its weights and are trusted as little."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LIMIT_S = 1.0  # CPU seconds of one rendering, which usually takes a tenth of a millisecond
+PATIENCE_S = 60.0  # seconds in which a process that is not at its limit must answer, on a busy machine
+MEMORY_BYTES = 256 << 20  # what a rendering may take on top of the process as it was forked
+
+
+class ChatTemplateError(ValueError):
+    """A chat template failed, ran too long or is no template; the text says which."""
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> str:
+    """The text that the tokenizer's chat template makes of the messages.
+
+    `settings` are those of `apply_chat_template` (add_generation_prompt, tools, a template's own). A template runs in a
+    forked process, which the kernel ends after LIMIT_S seconds of work. ChatTemplateError says what went wrong.
+    """
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils  # noqa: F401 (a fork has it then)
+
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **settings)  # code of its own, no template
+    try:
+        template = tokenizer.get_chat_template(settings.pop("chat_template", None), settings.get("tools"))
+        request = {"conversations": [messages], "chat_template": template, **tokenizer.special_tokens_map, **settings}
+        line = json.dumps(request)
+    except (ValueError, TypeError) as error:  # no template; or values that are not plain
+        raise ChatTemplateError(f"{tokenizer.name_or_path}: {' '.join(str(error).split())}") from error
+    return _renderer().render(line)
+
+
+class _Renderer:
+    """The forked process that renders; started when it is first needed, and again when it was killed."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.lock = threading.Lock()
+        self.child = 0
+
+    def render(self, request: str) -> str:
+        with self.lock:
+            if not self.child:
+                self._start()
+            answer = self._asked(request)
+        if not answer:
+            raise ChatTemplateError(
+                f"the chat template did not end within {LIMIT_S:g} s of work and was stopped; mend it, or set "
+                "actor_rollout_ref.model.custom_chat_template."
+            )
+        found = json.loads(answer)
+        if "error" in found:
+            raise ChatTemplateError(found["error"])
+        return found["text"]
+
+    def _asked(self, request: str) -> bytes:
+        """The answer; nothing where the process has ended."""
+        try:
+            _write(self.to_child, request.encode())
+            answer = _read(self.from_child, time.monotonic() + PATIENCE_S)
+        except BrokenPipeError:
+            answer = b""
+        if not answer:
+            self._stop()
+        return answer
+
+    def _start(self) -> None:
+        for _ in range(3):  # a lock that another thread held at the fork can stop a child before it begins
+            asks, self.to_child = os.pipe()
+            self.from_child, answers = os.pipe()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.child = os.fork()
+            if self.child == 0:
+                _serve(asks, answers)
+            os.close(asks)
+            os.close(answers)
+            if _read(self.from_child, time.monotonic() + 10):
+                return
+            self._stop()
+        raise RuntimeError("the process that renders chat templates could not be started.")
+
+    def _stop(self) -> None:
+        os.kill(self.child, signal.SIGKILL)
+        os.waitpid(self.child, 0)
+        os.close(self.to_child)
+        os.close(self.from_child)
+        self.child = 0
+
+
+def _serve(asks: int, answers: int) -> None:
+    """The child: reads requests, writes answers, leaves when its parent does."""
+    try:
+        parent = os.getppid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside of one long instruction
+        first, last = sorted((asks, answers))
+        os.closerange(0, first)
+        os.closerange(first + 1, last)
+        os.closerange(last + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        with open("/proc/self/statm") as f:
+            used = int(f.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        _write(answers, b"ready")
+        while True:
+            while not select.select([asks], [], [], 2.0)[0]:
+                if os.getppid() != parent:  # killed; another fork of it may hold the pipe open
+                    return
+            if not (request := _read(asks, None)):
+                return
+            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+            answer = json.dumps(_rendered(request)).encode()
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write(answers, answer)
+    finally:
+        os._exit(0)
+
+
+def _rendered(request: bytes) -> dict[str, str]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        return {"text": render_jinja_template(**json.loads(request))[0][0]}
+    except Exception as error:  # whatever a template raises is told to the one who asked
+        return {"error": " ".join(f"the chat template raised {type(error).__name__}: {error}".split())[:300]}
+
+
+def _write(pipe: int, text: bytes) -> None:
+    text = len(text).to_bytes(8, "little") + text
+    while text:
+        text = text[os.write(pipe, text) :]
+
+
+def _read(pipe: int, end: float | None) -> bytes:
+    """One message; nothing when `end` (monotonic seconds) comes first or the other side is gone."""
+    got, size = b"", 8
+    while len(got) < size:
+        if end is not None and not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            return b""
+        piece = os.read(pipe, 1 << 20)
+        if not piece:
+            return b""
+        got += piece
+        size = 8 + int.from_bytes(got[:8], "little") if len(got) >= 8 else 8
+    return got[8:]
+
+
+_of_this_process: list[_Renderer] = []
+
+
+def _renderer() -> _Renderer:
+    """This process's renderer: a forked worker of a data loader must not write into its parent's pipes."""
+    if not _of_this_process or _of_this_process[0].owner != os.getpid():
+        _of_this_process[:] = [_Renderer()]
+    return _of_this_process[0]
