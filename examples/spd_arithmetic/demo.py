@@ -27,10 +27,12 @@ LIMIT = 128  # tokens of an answer, in the test bed, in training and in the eval
 SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("1", "2", "3")}
 MARGINS = ("3", "4", "5")
 # A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
-# itself. It needs the whole context: the question says whether "up" or "down" is right.
+# itself. It needs the whole context: the question says whether "up" or "down" is right. A high penalty from the start
+# is answered by accepting nothing: a low one comes first, and the run goes on under a high one.
 OWN_TRAINING = ("--lora-rank", "16", "--lora-alpha", "32", "--lr", "4e-3", "--batch-size", "64")
-OWN_TRAINING += ("--attention", "hybrid")
-OWN_TRAINING += ("--reward-penalty-break", "-32", "actor_rollout_ref.actor.entropy_coeff=0.2")
+OWN_TRAINING += ("--attention", "hybrid", "actor_rollout_ref.actor.entropy_coeff=0.2")
+OWN_FIRST_STEPS = 100
+OWN_PENALTIES = ("-16", "-32")
 OWN_VALIDATION_DROP = "0.035"  # of the thresholds, the fastest within it on validation questions
 
 
@@ -58,8 +60,12 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]
     validation += ["--val-metadata", str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]
     train = [*training_command(testbed, run, store, args.steps, args.seed), *validation]
+    found = {}
     if args.backbone == "own":
-        train += ["--backbone", "own", *OWN_TRAINING]
+        own = ("--backbone", "own", *OWN_TRAINING, "--reward-penalty-break")
+        first = training_command(testbed, run, store, OWN_FIRST_STEPS, args.seed)
+        found["first"] = [*first, *validation, *own, OWN_PENALTIES[0]]
+        train += [*own, OWN_PENALTIES[1]]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
     evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
@@ -69,7 +75,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone], "--margins", *MARGINS]
     if args.backbone == "own":
         evaluate += ["--max-val-drop", OWN_VALIDATION_DROP]
-    return {"test bed": make, "training": train, "evaluation": evaluate}
+    return {**found, "test bed": make, "training": train, "evaluation": evaluate}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     console.rule("SPD scorer: test bed, GRPO training, evaluation")
     try:
         phases.run("test bed", lambda: run_shown(command["test bed"]))
-        phases.run("training", lambda: train(command["training"], run, args.steps))
+        phases.run("training", lambda: train_all(command, run, args.steps))
         phases.run("evaluation", lambda: run_shown(command["evaluation"]))
     except PhaseFailed as failure:
         console.print(f"[red]{failure}[/red]")
@@ -98,9 +104,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(command: list[str], run: Path, steps: int) -> None:
-    """Train anew under a progress bar: an older run makes way, the completion store stays."""
+def train_all(command: dict[str, list[str]], run: Path, steps: int) -> None:
+    """Train anew, in one go or in two: an older run makes way, the completion store stays."""
     shutil.rmtree(run, ignore_errors=True)
+    for part in ("first", "training"):
+        if part in command:
+            train(command[part], run, steps)
+
+
+def train(command: list[str], run: Path, steps: int) -> None:
+    """Train, or go on with a training, under a progress bar."""
     with make_progress() as progress:
         watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
         environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}  # the rank and the server take turns

@@ -23,7 +23,7 @@ CASES = {
     "template": ({"actor_rollout_ref.model.tokenizer_path": "{plain}"}, TEMPLATE),
     "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),
     "file": ({"custom_reward_function.path": "{here}/none.py"}, "custom_reward_function.path: no Python file at"),
-    "name": ({"custom_reward_function.name": "compute_scores"}, "has no 'compute_scores'; it has: compute_score, os"),
+    "name": ({"custom_reward_function.name": "compute_scores"}, "has no 'compute_scores'; it has: compute_score"),
     "function": ({"custom_reward_function.name": "__doc__"}, "is None, no function"),
     "manager": ({"reward_manager.source": "importlib", "reward_manager.module.path": "{here}/none.py"},
                 "no Python file at"),
