@@ -65,7 +65,6 @@ def _scorer(data_source: str) -> tuple[str, str]:
     for pattern, scorer in _SCORERS.items():
         if fnmatchcase(data_source, pattern):
             return scorer
-    raise NotImplementedError(
-        f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'} "
-        f"Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
-    )
+    unknown = f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'}"
+    known = f"Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
+    raise NotImplementedError(f"{unknown} {known}")
