@@ -134,10 +134,10 @@ def options_of(words):
 
 
 @functools.cache
-def parser_options(target):
-    """The options that a script or module tells in its help."""
+def parser_options(target, *operation):
+    """The options that a script or module, or one of its operations, tells in its help."""
     told = io.StringIO()
-    argv, sys.argv = sys.argv, [target, "--help"]
+    argv, sys.argv = sys.argv, [target, *operation, "--help"]
     try:
         with contextlib.redirect_stdout(told), pytest.raises(SystemExit) as ended:
             if target.endswith(".py"):
@@ -178,9 +178,11 @@ def test_a_command_of_a_readme_is_real(readme, words):
         elif target.startswith("vllm."):
             assert importlib.util.find_spec("vllm") is not None
         else:
-            known = parser_options(target)
+            known = parser_options(target, *(w for w in rest[:1] if w.isalpha() and w.islower()))
             unknown = [w for w in given if w.split("=")[0] not in known]
             assert not unknown, f"{readme}: {target} knows no {unknown}"
+    elif program == "bash":
+        assert (ROOT / words[1]).is_file(), f"{readme}: {words[1]} does not exist"
     elif program.startswith(("scripts/", "examples/", "./")) or program.endswith(".sh"):
         assert os.access(ROOT / program, os.X_OK), f"{readme}: {program} cannot be run"
     else:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from tests.helpers import rewards
 from verl.utils.grading import ExternFunction, Failure, FatalGradingError, GradingPool, Slots
 
 HERE = "pkg://tests.helpers.rewards"
+ROOT = Path(__file__).parents[2]
 
 
 def items(*texts):
@@ -80,7 +82,8 @@ def test_no_worker_outlives_its_owner(tmp_path):
         "print(pool._idle[0].process.pid, flush=True)\n"
         "pool.map([item])\n"
     )
-    owner = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True, env=environment)
     worker = psutil.Process(int(owner.stdout.readline()))
     family = [worker, *worker.parents()[:1]]  # the server it was forked from
     time.sleep(0.2)

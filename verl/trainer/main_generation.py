@@ -64,9 +64,9 @@ def run_generation(config: DictConfig) -> None:
     rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
     share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # alike on all ranks: engines may step together
     own = answers(rollout, prompts, [i % len(prompts) for i in share], data, model.tokenizer)
-    rollout.close()
     parts: list[Any] = [None] * ranks
     dist.all_gather_object(parts, own)
+    rollout.close()  # vLLM ends the process group with its own
     if rank == 0:
         in_order = [parts[i % ranks][i // ranks] for i in range(len(rows))]
         write_responses(rows, in_order, Path(data.output_path).expanduser())

@@ -134,7 +134,7 @@ def known_tree() -> DictConfig | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    if not HydraConfig.initialized():
+    if not (HydraConfig.initialized() and GlobalHydra.instance().is_initialized()):
         return None
     app = HydraConfig.get()
     loader = GlobalHydra.instance().config_loader()

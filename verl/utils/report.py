@@ -8,6 +8,7 @@ Reads, in RUN_DIR: `metrics.jsonl` (one `{"step": int, "data": {name: number}}` 
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import os
@@ -196,9 +197,9 @@ def _notes(extras: dict[str, float | str | None]) -> list[str]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m verl.utils.report RUN_DIR")
+    parser = argparse.ArgumentParser(prog="python -m verl.utils.report", description="Makes the report page of a run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="trainer.default_local_dir of the run, which may go on")
     try:
-        sys.stdout.write(f"{write_report(sys.argv[1])}\n")
+        sys.stdout.write(f"{write_report(parser.parse_args().run_dir)}\n")
     except (FileNotFoundError, ValueError) as e:
         sys.exit(str(e))
