@@ -1,4 +1,7 @@
-"""Renders chat templates, which come with a model like its weights and are trusted as little."""
+"""Renders chat templates, which come with a model like its weights and are trusted as little.
+
+Run as a script, this file is the process that renders: requests come on stdin, answers go to stdout.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import os
 import resource
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 1.0  # CPU seconds of one rendering, which usually takes a tenth of a millisecond
 PATIENCE_S = 60.0  # seconds in which a process that is not at its limit must answer, on a busy machine
-MEMORY_BYTES = 256 << 20  # what a rendering may take on top of the process as it was forked
+MEMORY_BYTES = 256 << 20  # what a rendering may take on top of the process as it starts
 
 
 class ChatTemplateError(ValueError):
@@ -28,10 +32,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     """The text that the tokenizer's chat template makes of the messages.
 
     `settings` are those of `apply_chat_template` (add_generation_prompt, tools, a template's own). A template runs in a
-    forked process, which the kernel ends after LIMIT_S seconds of work. ChatTemplateError says what went wrong.
+    process of its own, which the kernel ends after LIMIT_S seconds of work. ChatTemplateError says what went wrong.
     """
     from transformers import PreTrainedTokenizerBase
-    from transformers.utils import chat_template_utils  # noqa: F401 (a fork has it then)
 
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
         return tokenizer.apply_chat_template(messages, tokenize=False, **settings)  # code of its own, no template
@@ -45,16 +48,19 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 
 
 class _Renderer:
-    """The forked process that renders; started when it is first needed, and again when it was killed."""
+    """The process that renders; started when it is first needed, and again when it was killed.
+
+    No fork: a lock that another thread of this process holds would stay locked in it.
+    """
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.lock = threading.Lock()
-        self.child = 0
+        self.process: subprocess.Popen | None = None
 
     def render(self, request: str) -> str:
         with self.lock:
-            if not self.child:
+            if self.process is None:
                 self._start()
             answer = self._asked(request)
         if not answer:
@@ -70,8 +76,8 @@ class _Renderer:
     def _asked(self, request: str) -> bytes:
         """The answer; nothing where the process has ended."""
         try:
-            _write(self.to_child, request.encode())
-            answer = _read(self.from_child, time.monotonic() + PATIENCE_S)
+            _write(self.process.stdin.fileno(), request.encode())
+            answer = _read(self.process.stdout.fileno(), time.monotonic() + PATIENCE_S)
         except BrokenPipeError:
             answer = b""
         if not answer:
@@ -79,40 +85,32 @@ class _Renderer:
         return answer
 
     def _start(self) -> None:
-        for _ in range(3):  # a lock that another thread held at the fork can stop a child before it begins
-            asks, self.to_child = os.pipe()
-            self.from_child, answers = os.pipe()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self.child = os.fork()
-            if self.child == 0:
-                _serve(asks, answers)
-            os.close(asks)
-            os.close(answers)
-            if _read(self.from_child, time.monotonic() + 10):
-                return
+        kept = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")  # no secrets
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        if not _read(self.process.stdout.fileno(), time.monotonic() + PATIENCE_S):
             self._stop()
-        raise RuntimeError("the process that renders chat templates could not be started.")
+            raise RuntimeError("the process that renders chat templates could not be started.")
 
     def _stop(self) -> None:
-        os.kill(self.child, signal.SIGKILL)
-        os.waitpid(self.child, 0)
-        os.close(self.to_child)
-        os.close(self.from_child)
-        self.child = 0
+        self.process.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+        self.process = None
 
 
 def _serve(asks: int, answers: int) -> None:
-    """The child: reads requests, writes answers, leaves when its parent does."""
+    """The process: reads requests, writes answers, leaves when its parent does."""
+    from transformers.utils import chat_template_utils  # noqa: F401 (loaded before the limits)
+
     try:
         parent = os.getppid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also inside of one long instruction
-        first, last = sorted((asks, answers))
-        os.closerange(0, first)
-        os.closerange(first + 1, last)
-        os.closerange(last + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         with open("/proc/self/statm") as f:
             used = int(f.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
@@ -169,3 +167,7 @@ def _renderer() -> _Renderer:
     if not _of_this_process or _of_this_process[0].owner != os.getpid():
         _of_this_process[:] = [_Renderer()]
     return _of_this_process[0]
+
+
+if __name__ == "__main__":
+    _serve(0, 1)
