@@ -100,8 +100,18 @@ def step_batch() -> DataProto:
 
 def stored_bytes() -> int:
     """What Ray's object store of this node holds now."""
-    (node,) = ray.nodes()
+    node = next(node for node in ray.nodes() if node["Alive"])
     return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.object_store_bytes_used
+
+
+def settled_bytes() -> int:
+    """The same, once nothing is freed any more."""
+    now = stored_bytes()
+    while True:
+        time.sleep(HOLD_S)
+        now, before = stored_bytes(), now
+        if now == before:
+            return now
 
 
 def dispatch(repetitions: int = 5) -> Row:
@@ -112,7 +122,7 @@ def dispatch(repetitions: int = 5) -> Row:
     arrays = sum(tensor.numel() * tensor.element_size() for tensor in batch.batch.values())
     found = []
     for _ in range(repetitions):
-        before = stored_bytes()
+        before = settled_bytes()
         answer = group.hold(batch)
         time.sleep(HOLD_S / 2)
         found.append((stored_bytes() - before) / arrays)
