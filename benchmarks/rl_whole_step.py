@@ -87,7 +87,7 @@ def ours(folder: Path, case: Case, turn: int, driver: list[float]) -> list[float
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": PROMPTS * SAMPLES,
         "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": STEPS,
         "trainer.total_epochs": 10, "trainer.val_before_train": "false", "trainer.save_freq": -1,
-        "trainer.default_local_dir": run, "trainer.logger": "[file]", "trainer.report": "false",
+        "trainer.default_local_dir": run, "trainer.logger": "[]", "trainer.report": "false",
     }  # fmt: skip
     start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())], folder)
     lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]

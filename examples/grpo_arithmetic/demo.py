@@ -48,7 +48,7 @@ def training_command(start: Path, run: Path, steps: int, seed: int, *more: str) 
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64,
         "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_epochs": 1000,
         "trainer.total_training_steps": steps, "trainer.test_freq": max(1, steps // VALIDATIONS),
-        "trainer.save_freq": steps, "trainer.default_local_dir": run, "trainer.logger": "[file,tensorboard]",
+        "trainer.save_freq": steps, "trainer.default_local_dir": run, "trainer.logger": "[tensorboard]",
         "trainer.project_name": "grpo_arithmetic", "trainer.experiment_name": run.name,
     }  # fmt: skip
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]
