@@ -70,6 +70,14 @@ def test_slots_are_counted_in_each_process_anew():
     assert slots.acquire() and slots.__reduce__() == (Slots, (2,))
 
 
+def test_an_item_that_cannot_travel_is_a_failure_of_its_own():
+    pool = GradingPool(ExternFunction(HERE, "score"), workers=1, seconds=5.0)
+    odd = {**items("a")[0], "solution_str": lambda: None}
+    assert [found.kind for found in pool.map([odd])] == ["error"]
+    assert [isinstance(found, Failure) for found in pool.map([odd, *items("a"), odd])] == [True, False, True]
+    pool.close()
+
+
 def test_no_worker_outlives_its_owner(tmp_path):
     """Also one whose call never ends, and an owner killed by SIGKILL, whose script is not run again by the workers."""
     file = tmp_path / "owner.py"

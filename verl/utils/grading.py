@@ -203,7 +203,9 @@ def _without_main() -> Iterator[None]:
 
 
 def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
-    """Workers that answered or died, or those whose time is up."""
+    """Workers that answered or died, or those whose time is up; waits for the first, where there is one."""
+    if not busy:
+        return []
     left = min(worker.deadline for worker in busy) - time.monotonic()
     answered = wait([worker.connection for worker in busy], timeout=max(0.0, left))
     return [w for w in busy if w.connection in answered or w.deadline <= time.monotonic()]
