@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,11 +111,13 @@ class TrainingWatch:
             self.progress.update(self.task, completed=rows[-1]["step"], description=text)
 
 
-def make_progress() -> Progress:
-    """Bar with elapsed and remaining time."""
+def make_progress(counted: bool = False) -> Progress:
+    """Bar with elapsed and remaining time; `counted` shows the steps as numbers too."""
+    numbers = (MofNCompleteColumn(),) if counted else ()
     return Progress(
-        TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=console
-    )
+        TextColumn("  {task.description}"), BarColumn(), *numbers, TimeElapsedColumn(), TimeRemainingColumn(),
+        console=console,
+    )  # fmt: skip
 
 
 class Phases:

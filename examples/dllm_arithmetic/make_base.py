@@ -13,9 +13,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from examples.dllm_arithmetic import corpus
+from examples.running import make_progress
 from examples.spd_arithmetic import train_models
 from examples.spd_arithmetic.model import Shape
 from examples.spd_arithmetic.train_pair import publish
@@ -46,10 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     args = parser.parse_args(argv)
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TimeRemainingColumn())  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    with Progress(*columns) as progress:
+    with make_progress(counted=True) as progress:
         task = progress.add_task("SFT of the base", total=args.steps)
         write_base(args.out / "model", args.seed, args.steps, lambda step, loss: progress.update(
             task, completed=step, description=f"SFT of the base, loss {loss:.3f}"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pandas as pd
 from loguru import logger
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from examples.running import make_progress
 from examples.spd_arithmetic import corpus, train_models, train_pair
 from examples.spd_arithmetic.questions import draw_questions
 from examples.spd_arithmetic.tokenizer import EOS, Encoder, build_tokenizer
@@ -48,9 +48,7 @@ def main(argv: list[str] | None = None) -> Path:
     unfinished = args.out.with_name(args.out.name + ".partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns) as progress:
+    with make_progress(counted=True) as progress:
         task = progress.add_task("SFT of the start", total=args.sft_steps)
         write_model(unfinished / "model", args.seed, args.sft_steps, lambda step, _: progress.update(
             task, completed=step

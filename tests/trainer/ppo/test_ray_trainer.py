@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
-from verl.trainer.ppo.run_keeping import NonFiniteRun
+from verl.trainer.ppo.nonfinite import NonFiniteRun
 from verl.trainer.ppo.steps import StepFailed
 from verl.trainer.ppo.utils import Role
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
 from verl.trainer.fsdp_sft_trainer import extract_step
-from verl.trainer.sft.run_keeping import NonFiniteRun
+from verl.trainer.ppo.nonfinite import NonFiniteRun
 from verl.utils.checkpoint.publish import published_steps, verify_manifest
 
 ROOT = Path(__file__).resolve().parents[3]

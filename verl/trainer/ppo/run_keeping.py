@@ -17,6 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.data import create_rl_dataset, create_rl_sampler
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
+from verl.trainer.ppo.nonfinite import count_skipped
 from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
 from verl.trainer.ppo.run_files import RunFiles, write_jsonl
 from verl.trainer.ppo.steps import step, timed_step
@@ -25,10 +26,6 @@ from verl.utils.checkpoint.publish import CheckpointWriter
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.redact import redact, redacted_yaml
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
-
-
-class NonFiniteRun(RuntimeError):
-    """Too many updates in a row were skipped for a non-finite loss or gradient."""
 
 
 @runtime_checkable
@@ -222,13 +219,10 @@ class RunKeeping:
     def _watch_nonfinite(self) -> None:
         """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""
         skipped = any(value for name, value in self.metrics.items() if name.endswith("/nonfinite_steps"))
-        self.counters["nonfinite_in_row"] = self.counters["nonfinite_in_row"] + 1 if skipped else 0
-        limit = self.config.trainer.nonfinite_steps_max
-        if self.counters["nonfinite_in_row"] >= limit:
-            raise NonFiniteRun(
-                f"loss or gradient was NaN or infinite in {limit} steps in a row (trainer.nonfinite_steps_max); those "
-                "updates were skipped and the weights are as before. Lower the learning rate or look at the rewards."
-            )
+        count_skipped(
+            self.counters, skipped, self.config.trainer.nonfinite_steps_max, "loss or gradient was NaN or infinite in",
+            "those updates were skipped and the weights are as before. Lower the learning rate or look at the rewards.",
+        )  # fmt: skip
 
     def _log(self, batch: DataProto) -> None:
         """Close the step: hooks of data set and sampler, dumps, metrics to every logger."""

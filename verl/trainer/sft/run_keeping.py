@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from verl.trainer.ppo import checkpointing
+from verl.trainer.ppo.nonfinite import count_skipped
 from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
 from verl.trainer.ppo.run_files import RunFiles
 from verl.trainer.sft.data import PaddedRows, RankShares, make_loader
@@ -26,10 +27,6 @@ from verl.utils.redact import redact, redacted_yaml
 from verl.utils.stop_signals import StopSignals
 from verl.utils.tracking import Tracking
 from verl.workers.engine import FSDPEngine
-
-
-class NonFiniteRun(RuntimeError):
-    """Too many steps in a row were skipped for a non-finite loss or gradient."""
 
 
 class RunKeeping:
@@ -142,14 +139,11 @@ class RunKeeping:
         """Count skipped steps in a row; end the run at `trainer.nonfinite_steps_max`."""
         skipped = int(metrics["train/skipped_steps"])
         self.counters["skipped"] += skipped
-        self.counters["nonfinite_in_row"] = self.counters["nonfinite_in_row"] + 1 if skipped else 0
-        limit = self.config.trainer.nonfinite_steps_max
-        if self.counters["nonfinite_in_row"] >= limit:
-            raise NonFiniteRun(
-                f"loss or gradient was NaN or infinite, or nothing was learned, in {limit} steps in a row "
-                "(trainer.nonfinite_steps_max); they were skipped, the weights are as before. Lower optim.lr or look "
-                "at the data."
-            )
+        count_skipped(
+            self.counters, bool(skipped), self.config.trainer.nonfinite_steps_max,
+            "loss or gradient was NaN or infinite, or nothing was learned, in",
+            "they were skipped, the weights are as before. Lower optim.lr or look at the data.",
+        )  # fmt: skip
 
     def _log(self, metrics: dict[str, float]) -> None:
         if self.engine.rank == 0:
