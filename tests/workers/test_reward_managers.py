@@ -1,6 +1,7 @@
 """Reward managers: where the score stands, what functions are given, that errors name the row."""
 
 import asyncio
+import os
 
 import numpy as np
 import pytest
@@ -178,6 +179,41 @@ def test_batch_manager_errors():
         BatchRewardManager(TOKENIZER, 0, raises)(batch())
     with pytest.raises(RewardError, match="1 scores for 2 rows"):
         BatchRewardManager(TOKENIZER, 0, lambda data_sources, **kw: [1.0])(batch())
+
+
+BATCH_REWARDS = """
+import os, time
+
+def ids(data_sources, solution_strs, ground_truths, extra_infos, batch_tensors, **more):
+    return [float(os.getpid()), float(batch_tensors["responses"].sum())]
+
+async def later(data_sources, **more):
+    return [3.0] * len(data_sources)
+
+def never(data_sources, **more):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def batch_rewards(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "batch_rewards.py"
+    file.write_text(BATCH_REWARDS)
+    return lambda name: BatchRewardManager(TOKENIZER, 0, ExternFunction(str(file), name))
+
+
+def test_a_batch_function_known_by_file_runs_in_a_process_with_the_tensors(batch_rewards):
+    data = batch()
+    pid, total = batch_rewards("ids").verify(data)
+    assert pid != os.getpid() and total == float(data.batch["responses"].sum())
+    assert batch_rewards("later").verify(data) == [3.0, 3.0]
+
+
+def test_a_batch_function_that_hangs_is_killed_after_the_time_of_its_rows(batch_rewards):
+    manager = batch_rewards("never")
+    manager.config = RewardModelConfig(item_timeout=0.5)
+    with pytest.raises(RewardError, match=r"batch of 2 rows \(data_source: x\): the reward function took longer than 1 s"):
+        manager(batch())
 
 
 def test_registry_names_the_nearest_and_refuses_a_second():

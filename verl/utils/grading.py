@@ -114,8 +114,12 @@ class GradingPool:
     def __reduce__(self) -> tuple:
         return GradingPool, (self.function, self.workers, self.seconds)
 
-    def map(self, items: Sequence[dict[str, Any]]) -> list[Any]:
-        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`."""
+    def map(self, items: Sequence[dict[str, Any]], seconds: float | None = None) -> list[Any]:
+        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`.
+
+        `seconds` is that of the pool unless given.
+        """
+        seconds = self.seconds if seconds is None else seconds
         results: list[Any] = [None] * len(items)
         waiting = list(range(len(items)))[::-1]
         busy: dict[_Worker, int] = {}
@@ -123,7 +127,7 @@ class GradingPool:
             while waiting and len(busy) < self.workers:
                 worker = self._idle.pop() if self._idle else _Worker(self.function)
                 number = waiting.pop()
-                if failure := worker.send(items[number], self.seconds):
+                if failure := worker.send(items[number], seconds):
                     results[number] = failure
                     self._idle.append(worker)
                 else:
@@ -225,14 +229,18 @@ def _work(connection: Connection, life: Connection, function: Any) -> None:
         except (EOFError, OSError):
             return  # the owner is gone
         try:
-            result = function(**item)
-            connection.send(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+            connection.send(finished(function(**item)))
         except Exception as error:
             connection.send(replace(Failure.of(error), cause=None))  # the exception itself may not travel
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def finished(result: Any) -> Any:
+    """The result of a call; that of a coroutine once it is run."""
+
+    async def run() -> Any:
+        return await result
+
+    return asyncio.run(run()) if inspect.isawaitable(result) else result
 
 
 def _bound_memory() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.utils.grading import ExternFunction, Failure, GradingPool, finished
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.rows import RewardError, Row, rows_of
@@ -18,6 +20,9 @@ class BatchRewardManager(NaiveRewardManager):
     A function that names them (or takes **kwargs) also gets `prompt_ids` and `response_ids` (lists of ids without
     padding), `attention_mask` [B, P+R] and `batch_tensors` (every tensor of the batch by name). A function without
     a parameter `data_sources` is a per-sample one: it is called for each row, as the naive manager does.
+
+    A function known by file and name runs in a process, which is killed when the batch takes longer than
+    `reward_model.item_timeout` for each of its rows; any other one runs here, without a limit.
     """
 
     def verify(self, data: DataProto) -> list[Any]:
@@ -35,23 +40,44 @@ class BatchRewardManager(NaiveRewardManager):
             "batch_tensors": dict(data.batch.items()),
         }
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        try:
-            results = list(
-                self.compute_score(
-                    data_sources=[row.data_source for row in rows],
-                    solution_strs=[self.text(row) for row in rows],
-                    ground_truths=[row.ground_truth for row in rows],
-                    extra_infos=[row.extra_info for row in rows],
-                    **{name: value for name, value in offered.items() if takes_all or name in parameters},
-                    **self.reward_kwargs,
-                )
-            )
-        except Exception as error:
+        arguments = {
+            "data_sources": [row.data_source for row in rows],
+            "solution_strs": [self.text(row) for row in rows],
+            "ground_truths": [row.ground_truth for row in rows],
+            "extra_infos": [row.extra_info for row in rows],
+            **{name: value for name, value in offered.items() if takes_all or name in parameters},
+            **self.reward_kwargs,
+        }
+        results = self._called(arguments, len(rows))
+        if isinstance(results, Failure):
             sources = ", ".join(sorted({str(row.data_source) for row in rows}))
             raise RewardError(
-                f"batch of {len(rows)} rows (data_source: {sources}): the reward function raised "
-                f"{type(error).__name__}: {error}"
-            ) from error
+                f"batch of {len(rows)} rows (data_source: {sources}): the reward function {results.text}"
+            ) from results.cause
         if len(results) != len(rows):
             raise RewardError(f"the reward function gave {len(results)} scores for {len(rows)} rows; give one a row.")
         return results
+
+    def _called(self, arguments: dict[str, Any], rows: int) -> list[Any] | Failure:
+        call = _Call(self.compute_score)
+        if not isinstance(self.compute_score, ExternFunction):
+            try:
+                return call(arguments)
+            except Exception as error:
+                return Failure.of(error)
+        if self._pool is None:
+            self._pool = GradingPool(call, 1, self.config.item_timeout)
+        # As bytes made here: tensors travel as copies, not as shared memory that the killed process would hold.
+        [result] = self._pool.map([{"arguments": pickle.dumps(arguments)}], self.config.item_timeout * rows)
+        return result
+
+
+class _Call:
+    """One call for a whole batch, with the arguments as they are or pickled; awaited where it is a coroutine."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, arguments: dict[str, Any] | bytes) -> list[Any]:
+        given = pickle.loads(arguments) if isinstance(arguments, bytes) else arguments
+        return list(finished(self.function(**given)))
