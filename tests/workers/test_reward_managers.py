@@ -212,7 +212,7 @@ def test_a_batch_function_known_by_file_runs_in_a_process_with_the_tensors(batch
 def test_a_batch_function_that_hangs_is_killed_after_the_time_of_its_rows(batch_rewards):
     manager = batch_rewards("never")
     manager.config = RewardModelConfig(item_timeout=0.5)
-    with pytest.raises(RewardError, match=r"batch of 2 rows \(data_source: x\): the reward function took longer than 1 s"):
+    with pytest.raises(RewardError, match=r"batch of 2 rows .*the reward function took longer than 1 s"):
         manager(batch())
 
 
