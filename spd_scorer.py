@@ -13,12 +13,12 @@ import recipe.spd.checks  # noqa: F401  (registers what a dry run asks)
 from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
-from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoreHead, ScoringActor, TargetHead
+from recipe.spd.scoring_model import AutoModelForSPDScoring, PairHead, ScoreHead, ScoringActor
 from verl.utils.dataset.spd_dataset import SPDInputData, resolve_sep_token_id
 from verl.utils.model import register_model_loader
 
 __all__ = [
-    "AutoModelForSPDScoring", "SPDInputData", "ScoreHead", "ScoringActor", "ScoringModelConfig", "TargetHead",
+    "AutoModelForSPDScoring", "SPDInputData", "ScoreHead", "ScoringActor", "ScoringModelConfig", "PairHead",
     "create_hybrid_attention_mask", "create_position_ids", "create_spd_attention_mask", "model_fingerprint",
     "resolve_sep_token_id",
 ]  # fmt: skip

@@ -177,7 +177,8 @@ def build_training_command(args: argparse.Namespace, train: PreparedData, val: P
         "actor_rollout_ref.model.lora_rank": args.lora_rank, "actor_rollout_ref.model.lora_alpha": args.lora_alpha,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": args.micro_batch_size,
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if on_cpu else "bfloat16",
-        "spd.backbone": args.backbone, "spd.attention": args.attention, "spd.context_tokens": args.context_tokens,
+        "spd.backbone": args.backbone, "spd.attention": args.attention,
+        "spd.head_inputs": args.head_inputs, "spd.context_tokens": args.context_tokens,
         "spd.seed": args.seed, "spd.rollout.max_tokens": args.max_tokens, "trainer.device": args.device,
         "trainer.n_gpus_per_node": args.ranks, "trainer.total_epochs": args.epochs,
         "trainer.default_local_dir": args.output_dir, "trainer.save_freq": args.save_freq,
@@ -303,6 +304,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--store", help="file of completions, may be shared between runs")
     parser.add_argument("--backbone", choices=("target", "own"), default="target")
     parser.add_argument("--attention", choices=("causal", "spd", "hybrid"), default="causal")
+    parser.add_argument("--head-inputs", choices=("state", "pair"), default="state", help="of an own backbone's head")
     parser.add_argument("--context-tokens", type=int, default=0, help="of the context, for an own backbone; 0: all")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--lora-alpha", type=int, default=16)

@@ -143,9 +143,12 @@ def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     width, actor = config["spd"]["head_size"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
     size = replace(plain, vocabulary=1, group_forward=actor["share_prompt_forward"])
-    if config["spd"]["backbone"] == "own":
+    own, pair = config["spd"]["backbone"] == "own", config["spd"]["head_inputs"] == "pair"
+    if own and not pair:
         quarter = size.hidden // 4
         head = 2 * size.hidden + (size.hidden + 1) * quarter + quarter + 1
+    else:
+        head = ((4 + own) * size.hidden + 1) * width + (width + 1) * width + width + 1
+    if own:
         return replace(size, parameters=plain.parameters + head, trainable=plain.trainable + head)
-    head = (4 * size.hidden + 1) * width + (width + 1) * width + width + 1
     return replace(size, parameters=plain.parameters + head, trainable=head, trained_layers=0)

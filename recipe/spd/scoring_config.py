@@ -19,6 +19,7 @@ from verl.utils.weight_files import safetensors_of
 CONFIG_FILE = "spd_config.json"
 BACKBONES = ("own", "target")
 ATTENTIONS = ("causal", "spd", "hybrid")
+HEAD_INPUTS = ("state", "pair")
 
 
 @dataclass
@@ -35,7 +36,10 @@ class ScoringModelConfig:
     context_tokens: int = 0
     # Width of the model underneath; 0 = as its config says.
     hidden_size: int = 0
-    # Width of the target head's two hidden layers.
+    # What the `own` backbone's head reads. state: the state over t_i. pair: also the state over the token before d_i,
+    # and the embeddings of d_i and t_i, as the target head does.
+    head_inputs: str = "state"
+    # Width of the two hidden layers of a head that reads embeddings (target; own with pair).
     head_size: int = 128
     # 0 trains all of the `own` backbone.
     lora_rank: int = 0
@@ -49,7 +53,7 @@ class ScoringModelConfig:
     target_fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        for name, known in (("backbone", BACKBONES), ("attention", ATTENTIONS)):
+        for name, known in (("backbone", BACKBONES), ("attention", ATTENTIONS), ("head_inputs", HEAD_INPUTS)):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(
@@ -59,6 +63,11 @@ class ScoringModelConfig:
             raise ValueError(
                 f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "
                 "reads so many tokens of the context, or all with 0; a target head needs 0."
+            )
+        if self.backbone == "target" and self.head_inputs != "state":
+            raise ValueError(
+                f"spd.head_inputs={self.head_inputs} is for spd.backbone=own: a target head reads the state and both "
+                "embeddings in any case. Use spd.head_inputs=state."
             )
         if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
             raise ValueError(

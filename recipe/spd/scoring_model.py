@@ -24,7 +24,7 @@ BACKBONE_DIR = "backbone"
 
 
 class ScoreHead(nn.Module):
-    """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's hidden state."""
+    """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's state over t_i."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -38,23 +38,28 @@ class ScoreHead(nn.Module):
         return self.out(F.gelu(self.inner(self.norm(hidden)))).squeeze(-1)
 
 
-class TargetHead(nn.Module):
-    """4H -> W -> W -> 1 over [h, d, t, h * (d - t)]: the target's last hidden state, embeddings of d_i and t_i.
+class PairHead(nn.Module):
+    """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state that predicted t_i, the embeddings of d_i
+    and t_i, then `more` further states.
 
-    With tied embeddings the product sums to the target's logit of d_i over t_i, which a sum of layers learns slowly.
+    With tied embeddings the product sums to the logit of d_i over t_i, which a sum of layers learns slowly.
     """
 
-    def __init__(self, hidden_size: int, width: int) -> None:
+    def __init__(self, hidden_size: int, width: int, more: int = 0) -> None:
         super().__init__()
-        self.first = nn.Linear(4 * hidden_size, width)
+        self.first = nn.Linear((4 + more) * hidden_size, width)
         self.second = nn.Linear(width, width)
         self.out = nn.Linear(width, 1)
 
-    def forward(self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Three of [B, g, H] -> [B, g]. Each part at unit scale: embeddings may be far smaller than states."""
+    def forward(
+        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor
+    ) -> torch.Tensor:
+        """Three or more of [B, g, H] -> [B, g]. Each part at unit scale: embeddings may be far smaller than states."""
         dtype = self.first.weight.dtype
-        h, d, t = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target))
-        return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat([h, d, t, h * (d - t)], dim=-1)))))).squeeze(-1)
+        h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more))
+        return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat([h, d, t, h * (d - t), *rest], -1)))))).squeeze(
+            -1
+        )
 
 
 class ScoringActor(nn.Module):
@@ -96,38 +101,52 @@ class ScoringActor(nn.Module):
             hidden = self._target_hidden(input_ids, spd_layout, draft_ids.shape[1])
             z = self.score_features(hidden, draft_ids, target_ids)
         else:
-            z = self.head(self._own_hidden(input_ids, attention_mask, position_ids, spd_layout, draft_ids.shape[1]))
-            z = self._settle_matches(z, draft_ids, target_ids)
+            states = self._own_states(input_ids, attention_mask, position_ids, spd_layout)
+            z = self._settle_matches(
+                self._judge_states(states, spd_layout, draft_ids, target_ids), draft_ids, target_ids
+            )
         return z.masked_fill(~judged, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
         """hidden [B, g, H]: the target's state (after its final norm) that predicted t_i; ids [B, g] -> z [B, g]."""
         if self.config.backbone != "target":
             raise TypeError("score_features needs a scorer with spd.backbone=target; this one has 'own'.")
+        z = self.head(hidden, *self._embedded(draft_ids, target_ids))
+        return self._settle_matches(z, draft_ids, target_ids)
+
+    def _embedded(self, *ids: torch.Tensor) -> list[torch.Tensor]:
+        """Embeddings of ids [B, g], without gradient: [B, g, H] each."""
         with torch.no_grad():
-            embed = self.backbone.get_input_embeddings()
-            draft, target = embed(draft_ids), embed(target_ids)
-        return self._settle_matches(self.head(hidden, draft, target), draft_ids, target_ids)
+            return [self.backbone.get_input_embeddings()(tokens) for tokens in ids]
 
     def _settle_matches(self, z: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
         """z [B, g] in float32, certain and without gradient where d_i == t_i."""
         return z.float().masked_fill(draft_ids == target_ids, self.config.mismatch_logit_value)
 
-    def _own_hidden(
+    def _judge_states(
+        self, states: torch.Tensor, spd_layout: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The own backbone's states [B, P, H] -> z [B, gamma], before matches are settled."""
+        steps = torch.arange(draft_ids.shape[1], device=draft_ids.device)
+        at_target = _rows_at(states, spd_layout[:, 4:5] + steps)
+        if self.config.head_inputs == "state":
+            return self.head(at_target)
+        before_draft = _rows_at(states, spd_layout[:, 2:3] + steps - 1)  # d_1 follows the first separator
+        return self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
+
+    def _own_states(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        spd_layout: torch.Tensor, gamma: int,
+        spd_layout: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """[B, gamma, H]: the own backbone's hidden state at the target tokens t_1..t_gamma."""
+        """[B, P, H]: the own backbone's last hidden states."""
         mask = attention_mask
         if self.config.attention != "causal":
             makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
             mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
             position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
-        output = self.backbone(
+        return self.backbone(
             input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state  # [B, P, H]
-        columns = spd_layout[:, 4:5] + torch.arange(gamma, device=input_ids.device)
-        return _rows_at(output, columns)
+        ).last_hidden_state
 
     def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
         """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma.
@@ -212,10 +231,12 @@ def check_trained(directory: Path, config: ScoringModelConfig) -> ScoringModelCo
     Reads the heads of the files, no weights. An empty config.target_fingerprint leaves the target unchecked.
     """
     saved = ScoringModelConfig.load(directory)
-    if saved.backbone != config.backbone or saved.lora_rank != config.lora_rank:
+    kind = ("backbone", "lora_rank", "head_inputs")
+    held, wanted = ({name: getattr(c, name) for name in kind} for c in (saved, config))
+    if held != wanted:
+        held, wanted = (", ".join(f"{name}={value!r}" for name, value in it.items()) for it in (held, wanted))
         raise ValueError(
-            f"{directory} holds a scorer with backbone={saved.backbone!r}, lora_rank={saved.lora_rank}; this one "
-            f"has backbone={config.backbone!r}, lora_rank={config.lora_rank}. Set spd.backbone and the "
+            f"{directory} holds a scorer with {held}; this one has {wanted}. Set spd.backbone, spd.head_inputs and the "
             "LoRA rank alike."
         )
     if saved.backbone == "target" and config.target_fingerprint not in ("", saved.target_fingerprint):
@@ -244,7 +265,9 @@ def check_trained(directory: Path, config: ScoringModelConfig) -> ScoringModelCo
 def make_head(config: ScoringModelConfig) -> nn.Module:
     """A head of the kind and widths that `config` names."""
     if config.backbone == "target":
-        return TargetHead(config.hidden_size, config.head_size)
+        return PairHead(config.hidden_size, config.head_size)
+    if config.head_inputs == "pair":
+        return PairHead(config.hidden_size, config.head_size, more=1)
     return ScoreHead(config.hidden_size)
 
 

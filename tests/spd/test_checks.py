@@ -68,15 +68,20 @@ def test_a_tokenizer_without_separator_is_wrong(monkeypatch):
     assert found(tokenizer) == []
 
 
-@pytest.mark.parametrize("backbone", ["target", "own"])
-def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone):
-    settings = (f"spd.backbone={backbone}", "spd.head_size=16", "data.max_prompt_length=92")
+@pytest.mark.parametrize(("backbone", "inputs"), [("target", "state"), ("own", "state"), ("own", "pair")])
+def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone, inputs):
+    settings = (
+        f"spd.backbone={backbone}",
+        "spd.head_size=16",
+        f"spd.head_inputs={inputs}",
+        "data.max_prompt_length=92",
+    )
     config = OmegaConf.to_container(compose(*settings))
     hf_config = AutoConfig.from_pretrained(tiny_llama)
     size, exact = measure_loaded(hf_config, config)
     model = load_spd_scorer(
         SimpleNamespace(local_path=tiny_llama, path=tiny_llama, trust_remote_code=False, override_config={}),
-        torch.float32, backbone=backbone, head_size=16,
+        torch.float32, backbone=backbone, head_inputs=inputs, head_size=16,
     )  # fmt: skip
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert exact and size.trainable == trained

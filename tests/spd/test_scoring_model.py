@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData, TargetHead, load_spd_scorer
+from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
 from verl.utils.model import create_huggingface_actor
 from verl.workers.policy import get_policy
@@ -59,7 +59,14 @@ def test_target_head_reads_the_state_that_predicted_t_i(tiny_llama):
             assert torch.allclose(z[row, i], alone[0, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"backbone": "own", "attention": a} for a in ("causal", "spd", "hybrid")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backbone": "own", "attention": a, "head_inputs": h}
+        for a in ("causal", "spd", "hybrid")
+        for h in ("state", "pair")
+    ],
+)
 def test_own_score_does_not_hang_on_padding_or_neighbours(tiny_llama, settings):
     model = build(tiny_llama, **settings)
     both = model(**data().as_kwargs())
@@ -96,7 +103,7 @@ def test_what_each_mask_lets_the_first_score_see(tiny_llama):
 
 
 def test_the_logit_gap_is_one_of_the_head_s_inputs():
-    head = TargetHead(hidden_size=4, width=4)
+    head = PairHead(hidden_size=4, width=4)
     for p in head.parameters():
         torch.nn.init.zeros_(p)
     head.first.weight.data[0, 12:] = 1.0  # reads the product alone
@@ -109,6 +116,27 @@ def test_the_logit_gap_is_one_of_the_head_s_inputs():
     assert z.item() == pytest.approx(200.0 - 4 / 3**0.5, abs=1e-3)
 
 
+def test_a_pair_head_reads_the_state_before_the_draft_token_and_the_one_over_t(tiny_llama):
+    """Causal: the state before d_3 sees d_1 and d_2 alone, so z_3 without its t parts does not hang on the targets."""
+    model = build(tiny_llama, backbone="own", head_inputs="pair")
+    width = model.config.hidden_size
+    swapped = SPDInputData.from_blocks(CONTEXTS, DRAFTS, [[11, 25, 21, 22], TARGETS[1]], sep_token_id=3, pad_token_id=0)
+    assert not torch.equal(model(**swapped.as_kwargs())[0, 2], model(**data().as_kwargs())[0, 2])
+    with torch.no_grad():
+        model.head.first.weight[:, 2 * width :] = 0  # neither t, the product nor the state over t_i
+    assert torch.equal(model(**swapped.as_kwargs())[0, 2], model(**data().as_kwargs())[0, 2])
+    # What is left is [h, d]: h must be the plain backbone's state over the token before d_2.
+    given = data()
+    states = model.backbone(input_ids=given.input_ids, attention_mask=given.attention_mask,
+                            position_ids=given.position_ids).last_hidden_state  # fmt: skip
+    h = states[0, given.spd_layout[0, 2]]  # over d_1
+    d = model.backbone.get_input_embeddings().weight[DRAFTS[0][1]]
+    t = model.backbone.get_input_embeddings().weight[TARGETS[0][1]]
+    alone = model.head(h, d, t, torch.zeros_like(h))
+    assert DRAFTS[0][1] != TARGETS[0][1]
+    torch.testing.assert_close(model(**given.as_kwargs())[0, 1], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_only_the_head_of_a_target_scorer_is_trained(tiny_llama):
     model = build(tiny_llama, backbone="target").train()
     assert not model.backbone.training and model.head.training
@@ -119,7 +147,12 @@ def test_only_the_head_of_a_target_scorer_is_trained(tiny_llama):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"backbone": "target"}, {"backbone": "own"}, {"backbone": "own", "lora_rank": 4, "attention": "hybrid"}],
+    [
+        {"backbone": "target"},
+        {"backbone": "own"},
+        {"backbone": "own", "lora_rank": 4, "attention": "hybrid"},
+        {"backbone": "own", "lora_rank": 4, "head_inputs": "pair"},
+    ],  # fmt: skip
 )
 def test_saved_and_loaded_scores_are_the_same(tiny_llama, tmp_path, settings):
     model = build(tiny_llama, **settings)
