@@ -32,7 +32,6 @@ OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", 
 OWN_VALIDATION_DROP = "0.035"  # of the thresholds, the fastest within it on validation questions
 
 
-
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
     """Training of a scorer on a test bed's blocks, saved at its last step."""
     command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
