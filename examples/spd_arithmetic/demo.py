@@ -24,12 +24,10 @@ BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation":
 OWN_EXTRA_S = {"training": 300.0, "evaluation": 180.0}
 STEPS = 90
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
-SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("0", "1")}
+SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("-1", "0")}
 MARGINS = ("3", "4", "5")
-# A backbone of its own is trained by LoRA: trained as a whole it breaks twice as often in contexts that it led into
-# itself. Its head reads what the target's head does, or rare mismatches are judged by the company they keep.
+# By LoRA, with a head that reads what the target's head does: CHANGES.md has the figures of other ways.
 OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", "--head-inputs", "pair")
-OWN_VALIDATION_DROP = "0.035"  # of the thresholds, the fastest within it on validation questions
 
 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
@@ -65,8 +63,6 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone], "--margins", *MARGINS]
-    if args.backbone == "own":
-        evaluate += ["--max-val-drop", OWN_VALIDATION_DROP]
     return {"test bed": make, "training": train, "evaluation": evaluate}
 
 

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
-    parser.add_argument("--steps", type=int, default=STEPS["target"])
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--testbed", type=Path, default=ROOT / "outputs" / "spd_arithmetic" / "testbed")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_options")
     args = parser.parse_args(argv)

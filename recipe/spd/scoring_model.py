@@ -39,8 +39,8 @@ class ScoreHead(nn.Module):
 
 
 class PairHead(nn.Module):
-    """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state that predicted t_i, the embeddings of d_i
-    and t_i, then `more` further states.
+    """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state over the token before d_i (in the target
+    the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states.
 
     With tied embeddings the product sums to the logit of d_i over t_i, which a sum of layers learns slowly.
     """
@@ -57,9 +57,8 @@ class PairHead(nn.Module):
         """Three or more of [B, g, H] -> [B, g]. Each part at unit scale: embeddings may be far smaller than states."""
         dtype = self.first.weight.dtype
         h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more))
-        return self.out(F.gelu(self.second(F.gelu(self.first(torch.cat([h, d, t, h * (d - t), *rest], -1)))))).squeeze(
-            -1
-        )
+        read = torch.cat([h, d, t, h * (d - t), *rest], dim=-1)
+        return self.out(F.gelu(self.second(F.gelu(self.first(read))))).squeeze(-1)
 
 
 class ScoringActor(nn.Module):

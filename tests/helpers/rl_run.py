@@ -13,9 +13,13 @@ from tests.helpers.models import make_tokenizer
 from verl.protocol import DataProto
 
 REWARD = '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, broken=(), **kw):
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, broken=(), hanging=(), **kw):
     if extra_info["index"] in broken:
         raise ZeroDivisionError("the reward is broken")
+    if extra_info["index"] in hanging:
+        time.sleep(600)
     words = solution_str.split()
     return {"score": sum(w.isdigit() for w in words) / max(1, len(words)), "words": len(words)}
 '''

@@ -73,10 +73,10 @@ def test_environment_wins_over_the_config(monkeypatch):
 
 def test_batch_form_scores_each_row_alike_and_names_the_bad_one():
     rows = [info(4, 1, 1), info(4, 0, 1)]
-    got = compute_score_batch(["spd_scorer"] * 2, ["", ""], ["1", "1"], rows, batch_tensors={}, **COEFFICIENTS)
+    got = compute_score_batch(["spd_scorer"] * 2, ["", ""], ["1", "1"], rows, settings=COEFFICIENTS)
     assert [row["score"] for row in got] == [2.0, -7.0]
     with pytest.raises(ValueError, match="row 1 .*is_correct_hybrid"):
-        compute_score_batch(["spd_scorer"] * 2, ["", ""], ["1", "1"], [rows[0], info(4, None, 1)], **COEFFICIENTS)
+        compute_score_batch(["spd_scorer"] * 2, ["", ""], ["1", "1"], [rows[0], info(4, None, 1)], COEFFICIENTS)
 
 
 def test_a_misspelt_coefficient_is_refused():

@@ -209,11 +209,19 @@ def test_a_batch_function_known_by_file_runs_in_a_process_with_the_tensors(batch
     assert batch_rewards("later").verify(data) == [3.0, 3.0]
 
 
-def test_a_batch_function_that_hangs_is_killed_after_the_time_of_its_rows(batch_rewards):
+def test_a_batch_function_that_hangs_is_killed_and_counted(batch_rewards):
     manager = batch_rewards("never")
-    manager.config = RewardModelConfig(item_timeout=0.5)
-    with pytest.raises(RewardError, match=r"batch of 2 rows .*the reward function took longer than 1 s"):
+    manager.config = RewardModelConfig(batch_timeout=1.0)
+    with pytest.raises(RewardError, match=r"batch of 2 rows .* took longer than 1 s .*reward_model.batch_timeout=1\)"):
         manager(batch())
+    manager.config = RewardModelConfig(batch_timeout=1.0, error="drop")
+    assert manager(batch(), return_dict=True)["reward_extra_info"]["__lost__"] == ["timeout", "timeout"]
+
+
+def test_without_workers_a_function_by_file_runs_here(batch_rewards):
+    manager = batch_rewards("ids")
+    manager.config = RewardModelConfig(num_workers=0)
+    assert manager.verify(batch())[0] == os.getpid()
 
 
 def test_registry_names_the_nearest_and_refuses_a_second():

@@ -8,6 +8,7 @@ import functools
 import inspect
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -100,6 +101,17 @@ class Together:
             return Failure.of(error)
 
 
+class WholeBatch:
+    """A function that is called once for many rows, with its arguments as a mapping or the pickle of one."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, arguments: dict[str, Any] | bytes) -> list[Any]:
+        given = pickle.loads(arguments) if isinstance(arguments, bytes) else arguments
+        return list(finished(self.function(**given)))
+
+
 class GradingPool:
     """`workers` processes that call `function` on one item each; started on the first use, replaced when killed.
 
@@ -114,12 +126,8 @@ class GradingPool:
     def __reduce__(self) -> tuple:
         return GradingPool, (self.function, self.workers, self.seconds)
 
-    def map(self, items: Sequence[dict[str, Any]], seconds: float | None = None) -> list[Any]:
-        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`.
-
-        `seconds` is that of the pool unless given.
-        """
-        seconds = self.seconds if seconds is None else seconds
+    def map(self, items: Sequence[dict[str, Any]]) -> list[Any]:
+        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`."""
         results: list[Any] = [None] * len(items)
         waiting = list(range(len(items)))[::-1]
         busy: dict[_Worker, int] = {}
@@ -127,7 +135,7 @@ class GradingPool:
             while waiting and len(busy) < self.workers:
                 worker = self._idle.pop() if self._idle else _Worker(self.function)
                 number = waiting.pop()
-                if failure := worker.send(items[number], seconds):
+                if failure := worker.send(items[number], self.seconds):
                     results[number] = failure
                     self._idle.append(worker)
                 else:

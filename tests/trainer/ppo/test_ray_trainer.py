@@ -108,6 +108,15 @@ def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
     assert sorted(len(update) for update in trainer.actor_rollout_wg.updates) == [28, 32, 32]
 
 
+def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
+    settings = {"reward_model__error": "drop", "reward_model__item_timeout": 0.5, "trainer__total_training_steps": 3}
+    config = compose_run(tmp_path, "unused", **settings)
+    OmegaConf.update(config, "custom_reward_function.reward_kwargs.hanging", [5], force_add=True)
+    fake_trainer(config).fit()
+    assert sum(row["reward/timeouts"] for row in metrics_rows(tmp_path)) == 4  # the samples of one prompt
+    assert sum(row["training/scored_samples"] for row in metrics_rows(tmp_path)) == 3 * 32 - 4
+
+
 def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
     with pytest.raises(StepFailed, match="none of the 32 samples can be trained on: .*, 32 have no reward"):
         fake_trainer(breaking(tmp_path, list(range(24)), reward_model__error="drop")).fit()

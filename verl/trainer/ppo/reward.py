@@ -48,7 +48,7 @@ def rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
     service = settings.sandbox_fusion
     bound = {
         "sandbox_fusion_url": service.url, "memory_limit_mb": service.memory_limit_mb, "sandbox": settings.sandbox,
-        "concurrent_semaphore": Slots(max(1, service.max_concurrent // workers)),
+        "concurrent_semaphore": Slots(max(1, service.max_concurrent // max(1, workers))),
     }  # fmt: skip
     return ExternFunction("pkg://verl.utils.reward_score", "default_compute_score", bound)
 

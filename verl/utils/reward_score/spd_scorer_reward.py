@@ -132,12 +132,10 @@ def compute_score(
 
 def compute_score_batch(
     data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any],
-    extra_infos: Sequence[Mapping[str, Any]], **settings: Any,
+    extra_infos: Sequence[Mapping[str, Any]], settings: Mapping[str, Any],
 ) -> list[dict[str, float]]:  # fmt: skip
-    """`compute_score` of every row; an error names the row."""
-    offered = ("prompt_ids", "response_ids", "attention_mask", "batch_tensors")  # of the batch manager: not needed
-    config = reward_config({name: value for name, value in settings.items() if name not in offered})
-    scores = []
+    """`compute_score` of every row; an error names the row. The batch's tensors are not asked for: they stay behind."""
+    config, scores = reward_config(settings), []
     for i, extra_info in enumerate(extra_infos):
         try:
             scores.append(_score(extra_info, config))

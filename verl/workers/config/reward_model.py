@@ -42,9 +42,10 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     n_gpus_per_node: int = setting(8, low=0)
     nnodes: int = setting(0, low=0)
     strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
-    num_workers: int = setting(1, low=1)
+    num_workers: int = setting(1, low=0)
     error: str = setting("raise", choices=("raise", "drop"))
     item_timeout: float = setting(300.0, above=0)
+    batch_timeout: float = setting(3600.0, above=0)
     launch_reward_fn_async: bool = False
     use_reward_loop: bool = True
     use_dynamic_bsz: bool = False

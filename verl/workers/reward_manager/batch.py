@@ -6,8 +6,10 @@ import inspect
 import pickle
 from typing import Any
 
+from loguru import logger
+
 from verl.protocol import DataProto
-from verl.utils.grading import ExternFunction, Failure, GradingPool, finished
+from verl.utils.grading import Failure, GradingPool, WholeBatch
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.rows import RewardError, Row, rows_of
@@ -22,7 +24,7 @@ class BatchRewardManager(NaiveRewardManager):
     a parameter `data_sources` is a per-sample one: it is called for each row, as the naive manager does.
 
     A function known by file and name runs in a process, which is killed when the batch takes longer than
-    `reward_model.item_timeout` for each of its rows; any other one runs here, without a limit.
+    `reward_model.batch_timeout`; any other one, or any with `reward_model.num_workers=0`, runs here without a limit.
     """
 
     def verify(self, data: DataProto) -> list[Any]:
@@ -48,36 +50,28 @@ class BatchRewardManager(NaiveRewardManager):
             **{name: value for name, value in offered.items() if takes_all or name in parameters},
             **self.reward_kwargs,
         }
-        results = self._called(arguments, len(rows))
+        results = self._called(arguments)
         if isinstance(results, Failure):
             sources = ", ".join(sorted({str(row.data_source) for row in rows}))
-            raise RewardError(
-                f"batch of {len(rows)} rows (data_source: {sources}): the reward function {results.text}"
-            ) from results.cause
+            told = f"batch of {len(rows)} rows (data_source: {sources}): the reward function {results.text}"
+            if results.kind == "timeout":
+                told += f" (reward_model.batch_timeout={self.config.batch_timeout:g})"
+            if self.config.error != "drop":
+                raise RewardError(told) from results.cause
+            logger.warning("{}: all of them are left out", told)
+            return [results] * len(rows)
         if len(results) != len(rows):
             raise RewardError(f"the reward function gave {len(results)} scores for {len(rows)} rows; give one a row.")
         return results
 
-    def _called(self, arguments: dict[str, Any], rows: int) -> list[Any] | Failure:
-        call = _Call(self.compute_score)
-        if not isinstance(self.compute_score, ExternFunction):
+    def _called(self, arguments: dict[str, Any]) -> list[Any] | Failure:
+        call = WholeBatch(self.compute_score)
+        if not self.in_processes:
             try:
                 return call(arguments)
             except Exception as error:
                 return Failure.of(error)
         if self._pool is None:
-            self._pool = GradingPool(call, 1, self.config.item_timeout)
+            self._pool = GradingPool(call, 1, self.config.batch_timeout)
         # As bytes made here: tensors travel as copies, not as shared memory that the killed process would hold.
-        [result] = self._pool.map([{"arguments": pickle.dumps(arguments)}], self.config.item_timeout * rows)
-        return result
-
-
-class _Call:
-    """One call for a whole batch, with the arguments as they are or pickled; awaited where it is a coroutine."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __call__(self, arguments: dict[str, Any] | bytes) -> list[Any]:
-        given = pickle.loads(arguments) if isinstance(arguments, bytes) else arguments
-        return list(finished(self.function(**given)))
+        return self._pool.map([{"arguments": pickle.dumps(arguments)}])[0]

@@ -21,9 +21,10 @@ class NaiveRewardManager(AbstractRewardManager):
     """Calls `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)` for each row.
 
     A function known by file and name (`custom_reward_function`, the rule rewards) runs in `reward_model.num_workers`
-    processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other one runs here,
-    without a limit. A coroutine function is awaited for all rows at once. A row whose function raises or hangs ends
-    the call with a RewardError that names it, or is marked as lost (`reward_model.error`); nothing is scored 0 for it.
+    processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other one, or any with
+    `reward_model.num_workers=0`, runs here, without a limit. A coroutine function is awaited for all rows at once. A
+    row whose function raises or hangs ends the call with a RewardError that names it, or is marked as lost
+    (`reward_model.error`); nothing is scored 0 for it.
     """
 
     # Whether functions that are not known by file and name go to processes as well.
@@ -46,6 +47,12 @@ class NaiveRewardManager(AbstractRewardManager):
         """Processes that grade."""
         return config.num_workers
 
+    @property
+    def in_processes(self) -> bool:
+        """Whether grading leaves this process."""
+        by_name = isinstance(self.compute_score, ExternFunction) and self.config.num_workers > 0
+        return self.always_in_processes or by_name
+
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         given = given_scores(data)
         if given is None:
@@ -64,7 +71,7 @@ class NaiveRewardManager(AbstractRewardManager):
             }
             for row in rows
         ]  # fmt: skip
-        if self.always_in_processes or isinstance(self.compute_score, ExternFunction):
+        if self.in_processes:
             return self._in_processes(items)
         return asyncio.run(_await_all(self.compute_score, items))
 
