@@ -16,6 +16,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 JUST_NOW_S = 60.0  # between set-up and demo of one `make`
+SILENCE_S = 20.0  # between signs of life where no bar is drawn
 PATIENCE_S = 120.0  # a stopped training finishes its start-up or step, and saves
 console = Console()
 
@@ -97,6 +98,7 @@ class TrainingWatch:
         self.metrics, self.progress, self.describe = metrics, progress, describe
         self.task = progress.add_task("starting Ray, FSDP and vLLM", total=total)
         self.read_bytes = 0
+        self.said = time.monotonic()
 
     def __call__(self) -> None:
         if not self.metrics.exists() or self.metrics.stat().st_size == self.read_bytes:
@@ -109,6 +111,9 @@ class TrainingWatch:
             data = rows[-1]["data"]
             text = f"step {rows[-1]['step']}  reward {data['critic/score/mean']:+.3f}{self.describe(data)}"
             self.progress.update(self.task, completed=rows[-1]["step"], description=text)
+            if not console.is_terminal and time.monotonic() - self.said > SILENCE_S:  # no bar is drawn there
+                console.print(f"  {text}")
+                self.said = time.monotonic()
 
 
 def make_progress(counted: bool = False) -> Progress:
@@ -144,7 +149,8 @@ class Phases:
         for column in ("phase", "budget s", "took s"):
             table.add_column(column, justify="left" if column == "phase" else "right")
         for name, took in self.took.items():
-            table.add_row(name, f"{self.budget[name]:.0f}", f"{took:.0f}")
+            over = " over" if took > self.budget[name] else ""
+            table.add_row(name, f"{self.budget[name]:.0f}", f"[red]{took:.0f}{over}[/red]" if over else f"{took:.0f}")
         table.add_section()
         table.add_row("all", f"{sum(self.budget[name] for name in self.took):.0f}", f"{sum(self.took.values()):.0f}")
         return table

@@ -29,6 +29,7 @@ from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run  # noqa: E402
+from verl.utils.jsonl import read_objects  # noqa: E402
 
 TYPICAL_EPS = (0.09, 0.06, 0.045, 0.03, 0.015)
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, which would cut the figures off
@@ -38,8 +39,7 @@ console = Console()
 def load_questions(path: Path, limit: int | None) -> list[dict]:
     """Lines with question_id, prompt_ids and ground_truth; the first `limit` of them."""
     questions = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        question = json.loads(line)
+    for number, question in read_objects(path):
         missing = {"question_id", "prompt_ids", "ground_truth"} - set(question)
         if missing:
             raise ValueError(f"{path}, line {number}: no {sorted(missing)}; found {sorted(question)}")
@@ -213,4 +213,7 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as found:  # what the user named is wrong: one sentence says it
+        sys.exit(str(found))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -269,4 +270,7 @@ def figures_table(figures: dict[str, float]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as found:  # what the user named is wrong: one sentence says it
+        sys.exit(str(found))

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
 from verl.utils.chat_template import render_chat
+from verl.utils.jsonl import read_objects
 from verl.workers.rollout.spd.answers import extract_answer
 
 SPLITS = ("train", "val", "test")
@@ -44,8 +45,7 @@ def draw_questions(counts: dict[str, int], seed: int, tokenizer: PreTrainedToken
 def read_gsm8k(path: Path, counts: dict[str, int], seed: int, tokenizer: PreTrainedTokenizerBase) -> Splits:
     """Questions of a jsonl file with `question` and `answer` ("... #### 42"), in an order that the seed fixes."""
     truth: dict[str, str] = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        row = json.loads(line)
+    for number, row in read_objects(path):
         if not {"question", "answer"} <= row.keys():
             raise ValueError(f"{path}, line {number}: keys {sorted(row)}; expected question and answer (GSM8K format)")
         answer = extract_answer(row["answer"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from verl.utils.jsonl import read_objects
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,8 +54,7 @@ def harm_shares(
 def read_labels(path: Path) -> list[LabelledBlock]:
     """Blocks of a jsonl file with one line a labelled mismatch: block_id, position, context_ids, draft_ids, harmful."""
     blocks: dict[str, LabelledBlock] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        record = json.loads(line)
+    for number, record in read_objects(path):
         missing = [name for name in COLUMNS if name not in record]
         if missing:
             raise ValueError(f"{path}, line {number}: no {missing}; found {sorted(record)}")
