@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer
+from verl.trainer import main_eval, main_generation
 from verl.trainer.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
@@ -160,3 +161,36 @@ def test_the_yaml_says_what_the_dataclasses_say():
     assert EvaluationDataConfig(**evaluation["data"]) == EvaluationDataConfig()
     for tree, made in ((generation, GenerationDataConfig()), (evaluation, EvaluationDataConfig())):
         assert set(tree["data"]) == set(made) - {"_target_"}
+
+
+def test_a_misspelt_key_of_an_offline_entry_is_named(tmp_path):
+    command = [sys.executable, "-m", "verl.trainer.main_eval", "reward_modl.error=drop", "data.pth=x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "reward_modl is no known key; did you mean reward_model?" in done.stderr
+    assert "data.pth is no known key; did you mean data.path?" in done.stderr
+
+
+def planned(capsys, entry, config_name, *overrides):
+    with pytest.raises(SystemExit) as ended:
+        entry.__wrapped__(compose_ppo("trainer.dry_run=true", *overrides, config_name=config_name))
+    return ended.value.code, " ".join(capsys.readouterr().out.split())
+
+
+def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp_path, tiny_llama, prompts, capsys):
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps(answer("a", "3", ["3", "4"])) + "\n")
+    code, said = planned(capsys, main_eval.main, "evaluation", f"data.path={answers}")
+    assert code == 0 and "Nothing is wrong" in said and "test_score" not in said
+    wrong = (f"data.path={tmp_path}/none.jsonl", "custom_reward_function.path=nowhere.py")
+    code, said = planned(capsys, main_eval.main, "evaluation", *wrong)
+    assert code == 1 and "none.jsonl" in said and "nowhere.py" in said
+    out = tmp_path / "out.parquet"
+    given = (f"data.path={prompts}", f"model.path={tiny_llama}", f"data.output_path={out}", *CPU)
+    code, said = planned(capsys, main_generation.main, "generation", *given, "trainer.n_gpus_per_node=2")
+    assert code == 0 and not out.exists()
+    wrong = ("data.path=none.jsonl", "model.path=/no/one")
+    code, said = planned(capsys, main_generation.main, "generation", *given, *wrong)
+    assert code == 1 and "model.path=/no/one: no such folder" in said
+    code, said = planned(capsys, main_generation.main, "generation", *given, "data.n_samples=0", "trainer.nnodes=2")
+    assert code == 1 and "data.n_samples" in said and "trainer.nnodes" in said

@@ -271,6 +271,16 @@ def row_problems(
 
 def check_machine(config: DictConfig) -> Iterator[Problem]:
     """GPUs and packages that the run needs and this machine lacks."""
+    yield from check_gpus(config)
+    trainer = config.trainer
+    backends = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    for backend in sorted(LOGGER_PACKAGES.intersection(backends)):
+        if importlib.util.find_spec(backend) is None:
+            yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {backend}")
+
+
+def check_gpus(config: DictConfig) -> Iterator[Problem]:
+    """Ranks of trainer.device=cuda for which this machine has no GPU."""
     import torch
 
     trainer, wanted = config.trainer, config.trainer.n_gpus_per_node
@@ -278,10 +288,6 @@ def check_machine(config: DictConfig) -> Iterator[Problem]:
         key = "trainer.n_gpus_per_node"
         need = f"{key}={wanted} with trainer.device=cuda: this machine has {here} GPUs"
         yield absent(key, f"{need}. On a machine without GPUs: trainer.device=cpu.")
-    backends = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
-    for backend in sorted(LOGGER_PACKAGES.intersection(backends)):
-        if importlib.util.find_spec(backend) is None:
-            yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {backend}")
 
 
 def check_url(key: str, url: str, timeout: float = 2.0) -> list[Problem]:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.offline import EvaluationDataConfig
+from verl.trainer.offline_plan import EVALUATION, plan_evaluation, refuse_problems
 from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
@@ -23,7 +24,11 @@ from verl.workers.reward_manager.rows import RewardError, Row, settle
 
 @hydra_main(config_path="config", config_name="evaluation")
 def main(config: DictConfig) -> None:
+    if config.trainer.dry_run:
+        data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
+        sys.exit(plan_evaluation(config, lambda: read_answers(data)[1], lambda: get_custom_reward_fn(config)))
     try:
+        refuse_problems(config, EVALUATION)
         scores = evaluate(config)
     except (ValueError, OSError, RewardError, RuntimeError, AttributeError, OmegaConfBaseException) as error:
         sys.exit(str(error))
@@ -38,18 +43,14 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     """
     data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
     settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
-    rows, texts = [], []
-    for number, row in enumerate(read_rows(data.path)):
-        source, truth, responses = _read(row, data, number)
-        extra = row["extra_info"] if "extra_info" in row else None
-        rows += [Row(number, source, [], [], truth, extra)] * len(responses)
-        texts += responses
+    rows, texts = read_answers(data)
     items = [
         {"data_source": r.data_source, "solution_str": text, "ground_truth": r.ground_truth, "extra_info": r.extra_info}
         for r, text in zip(rows, texts, strict=True)
     ]
-    function = get_custom_reward_fn(config) or rule_reward(settings, settings.num_workers)
-    pool = GradingPool(function, settings.num_workers, settings.item_timeout)
+    workers = max(1, settings.num_workers)  # 0 means the trainer elsewhere; here nothing is trained
+    function = get_custom_reward_fn(config) or rule_reward(settings, workers)
+    pool = GradingPool(function, workers, settings.item_timeout)
     try:
         settled = settle(rows, pool.map(items), drop=settings.error == "drop")
     finally:
@@ -63,6 +64,18 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     for number, scores in of_row.items():
         means[sources[number]][number] = fmean(scores)
     return {f"test_score/{source}": fmean(found.values()) for source, found in sorted(means.items())}
+
+
+def read_answers(data: EvaluationDataConfig) -> tuple[list[Row], list[str]]:
+    """The row of each answer of data.path, and its text."""
+    rows: list[Row] = []
+    texts: list[str] = []
+    for number, row in enumerate(read_rows(data.path)):
+        source, truth, responses = _read(row, data, number)
+        extra = row["extra_info"] if "extra_info" in row else None
+        rows += [Row(number, source, [], [], truth, extra)] * len(responses)
+        texts += responses
+    return rows, texts
 
 
 def _read(row: dict[str, Any], data: EvaluationDataConfig, number: int) -> tuple[str, Any, list[str]]:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.protocol import DataProto
 from verl.trainer.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.trainer.offline_plan import GENERATION, plan_generation, refuse_problems
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
 from verl.utils.distributed import (
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
 
 @hydra_main(config_path="config", config_name="generation")
 def main(config: DictConfig) -> None:
+    if config.trainer.dry_run:
+        sys.exit(plan_generation(config, lambda tokenizer: read_prompts(config, tokenizer)))
     try:
+        refuse_problems(config, GENERATION)
         run_generation(config)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         sys.exit(str(error))
@@ -59,7 +63,7 @@ def run_generation(config: DictConfig) -> None:
         )
     rows = read_rows(data.path)
     model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
-    prompts = RLHFDataset(data.path, model.tokenizer, prompt_settings(data, rollout_config))
+    prompts = read_prompts(config, model.tokenizer)
     rank, ranks = _join(trainer)
     rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
     share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # alike on all ranks: engines may step together
@@ -71,6 +75,13 @@ def run_generation(config: DictConfig) -> None:
         in_order = [parts[i % ranks][i // ranks] for i in range(len(rows))]
         write_responses(rows, in_order, Path(data.output_path).expanduser())
     destroy_global_process_group()
+
+
+def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
+    """The prompts of data.path."""
+    data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
+    rollout = omega_conf_to_dataclass(config.rollout, RolloutConfig)
+    return RLHFDataset(data.path, tokenizer, prompt_settings(data, rollout))
 
 
 def prompt_settings(data: GenerationDataConfig, rollout: RolloutConfig) -> DictConfig:

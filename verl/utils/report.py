@@ -167,7 +167,10 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
         others=others,
         flat=flat,
         samples=last_samples(read_jsonl(run_dir / "samples.jsonl")),
-        pictures=[(p.stem.capitalize(), base64.b64encode(p.read_bytes()).decode()) for p in sorted(run_dir.glob("*.png"))],
+        pictures=[
+            (picture.stem.capitalize(), base64.b64encode(picture.read_bytes()).decode())
+            for picture in sorted(run_dir.glob("*.png"))
+        ],
         config=config_file.read_text() if config_file.exists() else "",
         versions=json.loads(versions_file.read_text()) if versions_file.exists() else {},
     )

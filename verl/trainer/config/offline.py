@@ -16,6 +16,7 @@ class GenerationTrainerConfig(BaseConfig, section="trainer"):
     device: str = setting("cuda", choices=("cuda", "cpu"))
     nnodes: int = setting(1, low=1, high=1, hint="run one command on each machine, with a part of the prompts.")
     n_gpus_per_node: int = setting(1, low=1)
+    dry_run: bool = False
 
 
 @dataclass
