@@ -340,32 +340,64 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list[Exception]]:
+    """Training and validation data (None without), and everything that keeps them from being made."""
+    from verl.trainer.dry_run_checks import load_model_part
+    from verl.utils.tokenizer import hf_tokenizer
+
+    options = ("blocks", "metadata", "val_blocks", "val_metadata")
+    given = {f"--{option.replace('_', '-')}": getattr(args, option) for option in options}
+    errors: list[Exception] = [
+        FileNotFoundError(f"{option} {path}: there is no such file.")
+        for option, path in given.items() if path and not Path(path).is_file()
+    ]  # fmt: skip
+    option, tokenizer = "--tokenizer" if args.tokenizer else "--model", None
+    try:
+        tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
+    except (ValueError, OSError) as error:
+        errors.append(error)
+    found: list[PreparedData | None] = []
+    folder = Path(args.output_dir) / "data"
+    for split, blocks, metadata in (
+        ("train", args.blocks, args.metadata), ("val", args.val_blocks, args.val_metadata or args.metadata),
+    ):  # fmt: skip
+        found.append(None)
+        if tokenizer is None or not blocks or not (Path(blocks).is_file() and Path(metadata).is_file()):
+            continue
+        try:
+            found[-1] = prepare_spd_data_from_real_source(blocks, metadata, folder / f"{split}.parquet", tokenizer)
+        except (ValueError, OSError) as error:
+            errors.append(error)
+    return found, errors
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, train; gives the exit code."""
     args = parse_args(argv)
-    from verl.trainer.dry_run_checks import ModelError, load_model_part
-    from verl.utils.tokenizer import hf_tokenizer
+    from verl.trainer.dry_run_checks import ModelError
     from verl.workers.rollout.spd.server import sees_gpu
 
     if args.device is None:
         args.device = "cuda" if sees_gpu() else "cpu"
     try:
         setup_loguru_rank0()
-        option = "--tokenizer" if args.tokenizer else "--model"
-        tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
-        data_dir = Path(args.output_dir) / "data"
-        train = prepare_spd_data_from_real_source(args.blocks, args.metadata, data_dir / "train.parquet", tokenizer)
-        val = None
-        if args.val_blocks:
-            metadata = args.val_metadata or args.metadata
-            val = prepare_spd_data_from_real_source(args.val_blocks, metadata, data_dir / "val.parquet", tokenizer)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        planned_for_another_machine = isinstance(error, ModelError) and error.problem.kind == "absent"
-        return 0 if planned_for_another_machine and "trainer.dry_run=true" in args.overrides else 1
+    except ValueError as error:
+        sys.exit(str(error))
+    (train, val), errors = _prepared(args)
+    if errors:
+        sys.stderr.write("".join(f"{error}\n" for error in errors))
+        absent = all(isinstance(error, ModelError) and error.problem.kind == "absent" for error in errors)
+        return 0 if absent and _plans_only(args.overrides) else 1
     command = build_training_command(args, train, val)
     with local_server(command, _create_training_env(args)) as env:
         return run_training(command, env)
+
+
+def _plans_only(overrides: Sequence[str]) -> bool:
+    """Whether trainer.dry_run is on, in any spelling of yaml's true."""
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    said = [value for key, _, value in pairs if key == "trainer.dry_run"]
+    return bool(said) and said[-1].lower() in ("true", "yes", "on", "1")
 
 
 if __name__ == "__main__":

@@ -153,3 +153,24 @@ def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
     for refused in ("trainer.totl_epochs=1", "data.max_prompt_length=3", "trainer.dry_run=true", "trainer.nnodes=2"):
         assert not named(refused), refused
     assert len(asked) == Started.stopped == 1
+
+
+def test_all_that_keeps_the_data_from_being_made_is_told_at_once(tmp_path, capsys):
+    prepare(tmp_path, [BLOCK])
+    given = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "none.jsonl")]
+    given += ["--val-blocks", "v.jsonl", "--model", "/no/model", "--output-dir", str(tmp_path / "o"), "--device", "cpu"]
+    code = entry.main(given)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--") and "Loguru" not in line]
+    assert code == 1 and len(lines) == 3
+    assert lines[0] == f"--metadata {tmp_path / 'none.jsonl'}: there is no such file."
+    assert lines[1] == "--val-blocks v.jsonl: there is no such file."
+    assert lines[2].startswith("--model=/no/model: no such folder")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "plans"),
+    [(["trainer.dry_run=true"], True), (["+trainer.dry_run=True"], True), (["trainer.dry_run=on", "x=1"], True),
+     (["trainer.dry_run=true", "trainer.dry_run=false"], False), (["trainer.dry_run_more=true"], False), ([], False)],
+)  # fmt: skip
+def test_a_dry_run_is_known_in_every_spelling(overrides, plans):
+    assert entry._plans_only(overrides) is plans
