@@ -37,7 +37,7 @@ frontier: env
 
 test: env
 	@echo "[test] the whole suite, two files at a time, then those that want the machine for themselves"
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not alone" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m alone $(PYTEST_ARGS)
 
 bench: env

@@ -30,3 +30,11 @@ def ray_cluster():
 def tiny_llama(tmp_path_factory) -> str:
     """Directory of a 2-layer Llama (64 words, head dimension 32) with its word-level tokenizer."""
     return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, those with more of them before: two processes then end at about the same time."""
+    slow = {item.path: 0 for item in items}
+    for item in items:
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda item: -slow[item.path])

@@ -8,7 +8,6 @@ import functools
 import inspect
 import multiprocessing
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -19,9 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.import_utils import load_extern_object
+
+if TYPE_CHECKING:
+    import torch  # takes seconds to load, and most functions that grade do without
 
 # The server that workers are forked from imports these once, so that a killed worker is replaced in milliseconds;
 # the dear ones for the functions that use them.
@@ -102,14 +104,32 @@ class Together:
 
 
 class WholeBatch:
-    """A function that is called once for many rows, with its arguments as a mapping or the pickle of one."""
+    """A function that is called once for many rows."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
 
-    def __call__(self, arguments: dict[str, Any] | bytes) -> list[Any]:
-        given = pickle.loads(arguments) if isinstance(arguments, bytes) else arguments
-        return list(finished(self.function(**given)))
+    def __call__(self, **arguments: Any) -> list[Any]:
+        return list(finished(self.function(**arguments)))
+
+
+class TravellingTensor:
+    """A CPU tensor that arrives in another process as a tensor of its own, not as memory that both share."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach().cpu().contiguous()
+
+    def __reduce__(self) -> tuple:
+        import torch
+
+        raw = self.tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_of, (raw, self.tensor.dtype, tuple(self.tensor.shape))
+
+
+def _tensor_of(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    return (torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 class GradingPool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from typing import Any
 
+import torch
 from loguru import logger
 
 from verl.protocol import DataProto
-from verl.utils.grading import Failure, GradingPool, WholeBatch
+from verl.utils.grading import Failure, GradingPool, TravellingTensor, WholeBatch
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.rows import RewardError, Row, rows_of
@@ -68,10 +68,16 @@ class BatchRewardManager(NaiveRewardManager):
         call = WholeBatch(self.compute_score)
         if not self.in_processes:
             try:
-                return call(arguments)
+                return call(**arguments)
             except Exception as error:
                 return Failure.of(error)
         if self._pool is None:
             self._pool = GradingPool(call, 1, self.config.batch_timeout)
-        # As bytes made here: tensors travel as copies, not as shared memory that the killed process would hold.
-        return self._pool.map([{"arguments": pickle.dumps(arguments)}])[0]
+        return self._pool.map([{name: _travelling(value) for name, value in arguments.items()}])[0]
+
+
+def _travelling(value: Any) -> Any:
+    """Tensors, also those of a dict, as copies: a process that is killed must not hold memory that is shared."""
+    if isinstance(value, torch.Tensor):
+        return TravellingTensor(value)
+    return {name: _travelling(part) for name, part in value.items()} if isinstance(value, dict) else value
