@@ -140,15 +140,17 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
 @MEASURES.register("spd_scorer")
 def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     """The scorer's sizes: no logits over a vocabulary, and of a `target` scorer only the head trains."""
-    width, actor = config["spd"]["head_size"], config["actor_rollout_ref"]["actor"]
+    import torch
+
+    from recipe.spd.scoring_model import head_of
+
+    spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
     size = replace(plain, vocabulary=1, group_forward=actor["share_prompt_forward"])
-    own, pair = config["spd"]["backbone"] == "own", config["spd"]["head_inputs"] == "pair"
-    if own and not pair:
-        quarter = size.hidden // 4
-        head = 2 * size.hidden + (size.hidden + 1) * quarter + quarter + 1
-    else:
-        head = ((4 + own) * size.hidden + 1) * width + (width + 1) * width + width + 1
-    if own:
-        return replace(size, parameters=plain.parameters + head, trainable=plain.trainable + head)
-    return replace(size, parameters=plain.parameters + head, trainable=head, trained_layers=0)
+    with torch.device("meta"):
+        made = head_of(spd["backbone"], spd["head_inputs"], size.hidden, spd["head_size"])
+    head = sum(p.numel() for p in made.parameters())
+    size = replace(size, parameters=plain.parameters + head)
+    if spd["backbone"] == "own":
+        return replace(size, trainable=plain.trainable + head)
+    return replace(size, trainable=head, trained_layers=0)

@@ -101,9 +101,8 @@ class ScoringActor(nn.Module):
             z = self.score_features(hidden, draft_ids, target_ids)
         else:
             states = self._own_states(input_ids, attention_mask, position_ids, spd_layout)
-            z = self._settle_matches(
-                self._judge_states(states, spd_layout, draft_ids, target_ids), draft_ids, target_ids
-            )
+            z = self._judge_states(states, spd_layout, draft_ids, target_ids)
+            z = self._settle_matches(z, draft_ids, target_ids)
         return z.masked_fill(~judged, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
@@ -263,11 +262,14 @@ def check_trained(directory: Path, config: ScoringModelConfig) -> ScoringModelCo
 
 def make_head(config: ScoringModelConfig) -> nn.Module:
     """A head of the kind and widths that `config` names."""
-    if config.backbone == "target":
-        return PairHead(config.hidden_size, config.head_size)
-    if config.head_inputs == "pair":
-        return PairHead(config.hidden_size, config.head_size, more=1)
-    return ScoreHead(config.hidden_size)
+    return head_of(config.backbone, config.head_inputs, config.hidden_size, config.head_size)
+
+
+def head_of(backbone: str, inputs: str, hidden_size: int, width: int) -> nn.Module:
+    """The head of a backbone (own, target) that reads `inputs` (state, pair)."""
+    if backbone == "target":
+        return PairHead(hidden_size, width)
+    return PairHead(hidden_size, width, more=1) if inputs == "pair" else ScoreHead(hidden_size)
 
 
 def _load_backbone(backbone: nn.Module, directory: Path, saved: ScoringModelConfig) -> None:

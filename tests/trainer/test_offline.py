@@ -185,6 +185,8 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     wrong = (f"data.path={tmp_path}/none.jsonl", "custom_reward_function.path=nowhere.py")
     code, said = planned(capsys, main_eval.main, "evaluation", *wrong)
     assert code == 1 and "none.jsonl" in said and "nowhere.py" in said
+    code, said = planned(capsys, main_eval.main, "evaluation", "+data.pth=x")
+    assert code == 1 and "data.pth" in said and "No plan" in said
     out = tmp_path / "out.parquet"
     given = (f"data.path={prompts}", f"model.path={tiny_llama}", f"data.output_path={out}", *CPU)
     code, said = planned(capsys, main_generation.main, "generation", *given, "trainer.n_gpus_per_node=2")

@@ -59,6 +59,15 @@ def present(config: DictConfig, problems: list[Problem], look: Callable[[Console
     return 0
 
 
+def unless_wrong(
+    problems: list[Problem], look: Callable[[Console, list[Problem]], None]
+) -> Callable[[Console, list[Problem]], None]:
+    """`look` for `present`, or a line that there is no plan, where the config itself has problems."""
+    if any(p.kind == WRONG for p in problems):
+        return lambda console, _: console.print("No plan: the config itself has problems.")
+    return look
+
+
 def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, int | None]:
     """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
     batch = config.data.gen_batch_size

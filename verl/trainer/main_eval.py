@@ -25,8 +25,7 @@ from verl.workers.reward_manager.rows import RewardError, Row, settle
 @hydra_main(config_path="config", config_name="evaluation")
 def main(config: DictConfig) -> None:
     if config.trainer.dry_run:
-        data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
-        sys.exit(plan_evaluation(config, lambda: read_answers(data)[1], lambda: get_custom_reward_fn(config)))
+        sys.exit(plan_evaluation(config, lambda: read_answers(config)[1], lambda: get_custom_reward_fn(config)))
     try:
         refuse_problems(config, EVALUATION)
         scores = evaluate(config)
@@ -41,9 +40,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     Answers are graded in processes that are killed when one takes too long. An answer that cannot be graded is a
     RewardError that names its row, or is left out (reward_model.error=drop).
     """
-    data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
     settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
-    rows, texts = read_answers(data)
+    rows, texts = read_answers(config)
     items = [
         {"data_source": r.data_source, "solution_str": text, "ground_truth": r.ground_truth, "extra_info": r.extra_info}
         for r, text in zip(rows, texts, strict=True)
@@ -66,8 +64,9 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     return {f"test_score/{source}": fmean(found.values()) for source, found in sorted(means.items())}
 
 
-def read_answers(data: EvaluationDataConfig) -> tuple[list[Row], list[str]]:
+def read_answers(config: DictConfig) -> tuple[list[Row], list[str]]:
     """The row of each answer of data.path, and its text."""
+    data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
     rows: list[Row] = []
     texts: list[str] = []
     for number, row in enumerate(read_rows(data.path)):

@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from verl.trainer.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
-from verl.trainer.dry_run import figure, present, print_rows
+from verl.trainer.dry_run import figure, present, print_rows, unless_wrong
 from verl.trainer.dry_run_checks import Findings, check_gpus, check_models
 from verl.utils.config_check import tree_problems
-from verl.utils.problems import WRONG, Problem, one_line, raise_if_any, wrong
+from verl.utils.problems import Problem, one_line, raise_if_any, wrong
 from verl.workers.config import HFModelConfig, RewardModelConfig, RolloutConfig
 
 GENERATION = {
@@ -44,7 +44,8 @@ def plan_generation(config: DictConfig, read_prompts: Callable[[Any], Any]) -> i
             "prompts at a time": figure(config.data.batch_size),
         })  # fmt: skip
 
-    return _present_sound(config, GENERATION, look)
+    problems = tree_problems(config, GENERATION)[0]
+    return present(config, problems, unless_wrong(problems, look))
 
 
 def plan_evaluation(config: DictConfig, read_answers: Callable[[], list[Any]], load: Callable[[], Any]) -> int:
@@ -57,15 +58,8 @@ def plan_evaluation(config: DictConfig, read_answers: Callable[[], list[Any]], l
         count = None if answers is None else len(answers)
         print_rows(console, {"answers": figure(count), "processes": figure(config.reward_model.num_workers)})
 
-    return _present_sound(config, EVALUATION, look)
-
-
-def _present_sound(
-    config: DictConfig, sections: Mapping[str, type], look: Callable[[Console, list[Problem]], None]
-) -> int:
-    problems = tree_problems(config, sections)[0]
-    sound = not any(p.kind == WRONG for p in problems)
-    return present(config, problems, look if sound else lambda console, _: console.print("No plan: see the problems."))
+    problems = tree_problems(config, EVALUATION)[0]
+    return present(config, problems, unless_wrong(problems, look))
 
 
 def _noted(problems: list[Problem], key: str, work: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from verl.trainer.dry_run import figure, memory_table, present, print_rows
+from verl.trainer.dry_run import figure, memory_table, present, print_rows, unless_wrong
 from verl.trainer.dry_run_checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -104,14 +104,10 @@ def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: D
     """Print config, plan and problems; 1 if anything is wrong on every machine, else 0. `known`: see find_problems."""
     config_type = trainer_class.config_type
     problems = find_problems(config, config_type, None, known)
-    sound = not any(p.kind == WRONG for p in problems)
-    if sound:
+    if not any(p.kind == WRONG for p in problems):
         problems += unread(config, NOT_READ, lambda key: select(config_type(), key, None))
 
     def look(console: Console, problems: list[Problem]) -> None:
-        if not sound:
-            console.print("No plan: the config itself has problems.")
-            return
         found = Findings()
         check_models(model_settings(config), found, "model", "model.partial_pretrain")
         data, tokenizer = config.data, found.tokenizer
@@ -124,7 +120,7 @@ def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: D
         problems += [*found.problems, *check_machine(config)]
         _print_plan(console, config, found)
 
-    return present(config, problems, look)
+    return present(config, problems, unless_wrong(problems, look))
 
 
 def _print_plan(console: Console, config: DictConfig, found: Findings) -> None:
