@@ -36,9 +36,9 @@ frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
 test: env
-	@echo "[test] the whole suite, two files at a time, then those that want the machine for themselves"
+	@echo "[test] the whole suite, $(TEST_PROCESSES) files at a time, then two at a time of those that watch time-outs"
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m alone $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m alone $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt

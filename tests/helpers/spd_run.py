@@ -3,9 +3,11 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,9 @@ from safetensors.torch import load_file
 from tests.helpers.models import save_tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 6
+# Requests that fail early and are asked again; 8 prompts each, so that a step has several.
+QUICK = (f"spd.rollout.timeout_s={TIMEOUT_S}", "spd.rollout.prompts_per_request=8", "spd.rollout.attempts=3")
 
 
 def write_blocks(directory: Path, blocks: int = 16) -> None:
@@ -105,3 +110,33 @@ def driver_of(run: subprocess.Popen) -> psutil.Process:
     """The process of verl.trainer.main_ppo."""
     (driver,) = (p for p in processes_of(run, "verl.trainer.main_ppo") if p.ppid() == run.pid)
     return driver
+
+
+def tell(processes: list[psutil.Process], number: int) -> None:
+    for process in processes:
+        try:
+            os.kill(process.pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def ended(run: subprocess.Popen, within: float) -> int:
+    """The exit code; the run must be over after `within` seconds."""
+    try:
+        return run.wait(within)
+    finally:
+        if run.poll() is None:
+            run.kill()
+
+
+@contextmanager
+def running(runs: SPDRuns, name: str, *more: str):
+    """A run with a store of its own, dead after the block."""
+    run = runs.start(name, *more, store=f"{name}.sqlite3")
+    try:
+        yield run
+    finally:
+        for process in [*psutil.Process(run.pid).children(recursive=True)] if run.poll() is None else []:
+            tell([process], signal.SIGKILL)
+        run.kill()
+        run.wait(30)

@@ -160,7 +160,8 @@ def test_all_that_keeps_the_data_from_being_made_is_told_at_once(tmp_path, capsy
     given = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "none.jsonl")]
     given += ["--val-blocks", "v.jsonl", "--model", "/no/model", "--output-dir", str(tmp_path / "o"), "--device", "cpu"]
     code = entry.main(given)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("--") and not line.startswith("--- ")]
+    told = capsys.readouterr().err.splitlines()
+    lines = [line for line in told if line.startswith("--") and not line.startswith("--- ")]
     assert code == 1 and len(lines) == 3
     assert lines[0] == f"--metadata {tmp_path / 'none.jsonl'}: there is no such file."
     assert lines[1] == "--val-blocks v.jsonl: there is no such file."

@@ -1,0 +1,103 @@
+"""A scorer with a backbone of its own on one gloo rank and on two: losses, steps, export, an exact resume."""
+
+import numpy as np
+import pytest
+import torch
+
+import spd_scorer  # noqa: F401  (its loader)
+from recipe.spd.scoring_model import AutoModelForSPDScoring
+from tests.helpers.engines import leave_group, make_engine, weights_of
+from tests.helpers.ranks import run_ranks
+from verl.protocol import DataProto
+from verl.workers.actor import DataParallelPPOActor
+from verl.workers.config import FSDPActorConfig, PluginConfig
+from verl.workers.policy import get_policy
+
+pytestmark = pytest.mark.slow
+
+N, PROMPTS, GAMMA = 3, 4, 3
+KINDS = {
+    "whole": {"head_inputs": "state", "attention": "hybrid"},
+    "adapters": {"head_inputs": "pair", "lora_rank": 4},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lone_rank():
+    yield
+    leave_group()
+
+
+def judged_blocks(seed: int) -> DataProto:
+    """Four blocks of unlike context lengths, three samples each, with advantages drawn at random."""
+    rng = np.random.default_rng(seed)
+    contexts = [rng.integers(5, 60, 4 + i).tolist() for i in range(PROMPTS)]
+    drafts = [rng.integers(5, 30, GAMMA).tolist() for _ in contexts]
+    targets = [rng.integers(30, 60, GAMMA + 1).tolist() for _ in contexts]  # mismatches everywhere
+    blocks = spd_scorer.SPDInputData.from_blocks(contexts, drafts, targets, sep_token_id=3, pad_token_id=0)
+    rows = {name: value.repeat_interleave(N, 0) for name, value in blocks.as_kwargs().items()}
+    g, shape = torch.Generator().manual_seed(seed), (PROMPTS * N, GAMMA)
+    for name in ("attention_mask", "position_ids"):  # the actor's rows hold prompt and response
+        rows[name] = torch.cat([rows[name], rows[name].new_ones(shape)], dim=1)
+    sampled = {"responses": torch.randint(0, 2, shape, generator=g), "response_mask": torch.ones(shape, dtype=int)}
+    sampled["advantages"] = torch.randn(shape, generator=g)
+    groups = {"group_index": torch.arange(PROMPTS).repeat_interleave(N)}
+    return DataProto.from_dict(tensors={**rows, **sampled, **groups}, meta_info={"temperature": 1.0})
+
+
+def build(path: str, kind: str):
+    loader = PluginConfig(name="spd_scorer", kwargs={"backbone": "own", **KINDS[kind]})
+    return make_engine(path, loader=loader, contents=("model", "optimizer", "extra", "hf_model"))
+
+
+def step(engine, rank: int, world_size: int, seed: int) -> dict:
+    """Metrics of this rank's share of one update, with the old log-probs computed first as in training."""
+    rows = PROMPTS * N // world_size
+    config = FSDPActorConfig(
+        ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=N, rollout_n=N, share_prompt_forward=True, grad_clip=1.0
+    )
+    actor = DataParallelPPOActor(config, engine, get_policy("bernoulli", share=True))
+    mine = judged_blocks(seed)[rank * rows : (rank + 1) * rows]
+    mine.batch["old_log_probs"] = actor.compute_log_prob(mine)[0]
+    return actor.update_policy(mine)
+
+
+def trained(rank: int, world_size: int, path: str, kind: str, folder: str | None):
+    """(metrics of three updates, weights behind them); the second is saved to `folder`, the third done anew from it."""
+    engine = build(path, kind)
+    metrics = [step(engine, rank, world_size, seed) for seed in (1, 2)]
+    if folder:
+        at_save = weights_of(engine)
+        engine.save_checkpoint(folder, global_step=2)
+    metrics.append(step(engine, rank, world_size, 3))
+    weights = weights_of(engine)
+    if not folder:
+        return metrics, weights
+    if rank == 0:
+        exported = AutoModelForSPDScoring.from_pretrained(f"{folder}/huggingface", base_model_path=path).state_dict()
+        assert exported.keys() == at_save.keys()
+        assert all(np.array_equal(exported[name].numpy(), value) for name, value in at_save.items())
+    again = build(path, kind)
+    again.load_checkpoint(folder)
+    assert step(again, rank, world_size, 3) == metrics[-1]
+    for name, value in weights_of(again).items():
+        assert np.array_equal(value, weights[name]), name
+    return metrics, {name: value for name, value in weights.items() if value.size < 2000}  # what a pipe holds
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_two_ranks_train_an_own_backbone_as_one_does_and_resume_to_the_bit(tiny_llama, tmp_path, kind):
+    start = weights_of(build(tiny_llama, kind))
+    metrics, weights = trained(0, 1, tiny_llama, kind, None)
+    of_two = run_ranks(trained, 2, tiny_llama, kind, str(tmp_path / "actor"))
+    for number, one in enumerate(metrics):
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            both = np.mean([of_rank[0][number][name] for of_rank in of_two])
+            assert both == pytest.approx(np.mean(one[name]), rel=1e-5, abs=1e-5), (number, name)
+    moved = 0
+    for of_rank in of_two:
+        for name, value in of_rank[1].items():
+            # Adam divides by the gradient's size: what is 1e-9 of the largest one may turn a whole step of 1e-2.
+            assert np.mean(np.abs(value - weights[name]) > 1e-4) < 0.01, name
+            moved += not np.array_equal(value, start[name])
+    assert moved > 4
