@@ -43,7 +43,8 @@ def test_fresh_run_in_an_old_folder_begins_anew(tmp_path):
 
 
 def test_samples_are_best_worst_and_others_each_once():
-    rows = [{"score": s} for s in (0.1, 0.9, 0.5, 0.3, 0.7, 0.2, 0.8)]
+    scores = (0.1, 0.9, 0.5, 0.3, 0.7, 0.2, 0.8, 0.9)  # the last one is the second's text again
+    rows = [{"prompt": "p", "response": f"r{s}", "score": s} for s in scores]
     picked = pick_samples(rows, seed=1)
     by_kind = {kind: [p["score"] for p in picked if p["kind"] == kind] for kind in ("best", "worst", "random")}
     assert by_kind["best"] == [0.9, 0.8]

@@ -95,8 +95,9 @@ class RunFiles:
 
 
 def pick_samples(rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
-    """The best, the worst and some random rows by `score`, each once, with their `kind`."""
-    order = sorted(range(len(rows)), key=lambda i: -rows[i]["score"])
+    """The best, the worst and some random rows by `score`, each text once, with their `kind`."""
+    texts = {(row["prompt"], row["response"]): i for i, row in reversed(list(enumerate(rows)))}
+    order = sorted(texts.values(), key=lambda i: (-rows[i]["score"], i))
     best = order[:SAMPLES_OF_A_KIND]
     worst = [i for i in order[::-1][:SAMPLES_OF_A_KIND] if i not in best]
     rest = [i for i in order if i not in best and i not in worst]
