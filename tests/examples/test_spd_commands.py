@@ -1,0 +1,81 @@
+"""The commands that the SPD demo, frontier and options would run: each is read by the entry it names.
+
+Not covered: that they train and evaluate well (make demo shows it), and the test bed's content (test_testbed.py).
+"""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+import train_spd_scorer as entry
+from examples.spd_arithmetic import demo, frontier, make_testbed, options
+from scripts import eval_spd_scorer
+from tests.helpers.configs import compose_ppo
+
+RECIPE = Path(entry.__file__).parent / "recipe" / "spd" / "config"
+
+
+def trained_config(command):
+    """The config that a training command gives the trainer, and its options."""
+    assert command[1] == "train_spd_scorer.py"
+    args = entry.parse_args(command[2:])
+    data = entry.PreparedData(Path("t.parquet"), rows=384, skipped_matches=0, longest_input=64, gamma=8)
+    given = entry.build_training_command(args, data, data if args.val_blocks else None)
+    overrides = given[given.index("--config-name") + 2 :]
+    return compose_ppo(*overrides, config_dir=RECIPE, config_name="spd_trainer"), args
+
+
+def evaluated(command):
+    assert command[1] == "scripts/eval_spd_scorer.py"
+    return eval_spd_scorer.parse(command[2:])
+
+
+@pytest.mark.parametrize("backbone", ["target", "own"])
+def test_the_phases_of_the_demo_hand_on_what_the_one_before_leaves(tmp_path, backbone):
+    args = demo.parse_arguments(["--backbone", backbone, "--out", str(tmp_path), "--questions", "50", "--seed", "3"])
+    phases = demo.commands(args)
+    made = make_testbed.parse_arguments(phases["test bed"][3:])
+    config, trained = trained_config(phases["training"])
+    judged = evaluated(phases["evaluation"])
+    assert (made.seed, made.n_test_questions, trained.seed) == (3, 50, 3)
+    assert trained.blocks == str(made.out / "blocks_train.parquet")
+    assert judged.questions == made.out / "questions_test.jsonl" != judged.val_questions
+    last = f"global_step_{config.trainer.total_training_steps}"
+    assert judged.scorer == str(Path(config.trainer.default_local_dir) / last / "actor" / "huggingface")
+    assert config.trainer.save_freq == config.trainer.total_training_steps
+    assert config.actor_rollout_ref.model.path == str(judged.target) == str(made.out / "target")
+    assert config.spd.backbone == backbone and config.spd.head_inputs == ("pair" if backbone == "own" else "state")
+    assert config.actor_rollout_ref.model.lora_rank == (16 if backbone == "own" else 0)
+    assert made.max_new_tokens == config.spd.rollout.max_tokens == judged.max_new_tokens
+
+
+@pytest.mark.parametrize(("seed", "softness"), [(0, 0.0), (2, 0.2)])
+def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed, softness):
+    given = argparse.Namespace(questions=70, train_questions=30, blocks=90, steps=7)
+    phases = frontier.commands(given, seed, softness, tmp_path)
+    made = make_testbed.parse_arguments(phases["test bed"][3:])
+    assert (made.seed, made.softness, made.n_test_questions, made.n_train_blocks) == (seed, softness, 70, 90)
+    config, trained = trained_config(phases["training"])
+    assert (config.data.seed, config.trainer.total_training_steps) == (seed, 7)
+    judged = evaluated(phases["evaluation"])
+    assert judged.all_rules and judged.margins == [float(gap) for gap in frontier.MARGINS]
+    assert judged.scorer_thresholds == [float(z) for z in frontier.SCORER_THRESHOLDS]
+    assert Path(judged.scorer).is_relative_to(config.trainer.default_local_dir)
+
+
+def test_each_option_of_the_reward_changes_what_it_names(tmp_path, monkeypatch):
+    ran = {}
+    monkeypatch.setattr(options, "run_logged", lambda command, log: ran.update({log.stem: command}))
+    monkeypatch.setattr(options, "judge", lambda testbed, scorers: pytest.fail("judged"))
+    (tmp_path / "testbed.json").write_text("{}")
+    with pytest.raises(pytest.fail.Exception, match="judged"):
+        options.main(["--testbed", str(tmp_path), "--out", str(tmp_path / "o"), "--seeds", "1"])
+    configs = {name.removesuffix("-seed1"): trained_config(command)[0] for name, command in ran.items()}
+    assert configs.keys() == options.OPTIONS.keys()
+    default = configs.pop("default").spd
+    assert configs["gain"].spd.reward.length == "gain" != default.reward.length
+    assert configs["mask"].spd.reward.zero_length == "mask" != default.reward.zero_length
+    assert configs["length_penalty"].spd.reward.length_penalty == 1.0 != default.reward.length_penalty
+    assert configs["rounds"].spd.rollout.rounds == 2 != default.rollout.rounds
+    assert configs["rounds"].spd.rollout.draft_path == str(tmp_path / "draft")
