@@ -89,6 +89,18 @@ def _failed(command: list[str], log: Path, code: int) -> PhaseFailed:
     return PhaseFailed(f"{' '.join(command[:4])} ... ended with {code}; its last lines ({log}):\n{tail}")
 
 
+class SignsOfLife:
+    """Prints what goes on now and then where no bar is drawn, as in a log."""
+
+    def __init__(self) -> None:
+        self.said = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if not console.is_terminal and time.monotonic() - self.said > SILENCE_S:
+            console.print(f"  {text}")
+            self.said = time.monotonic()
+
+
 class TrainingWatch:
     """Moves a progress bar along with the metrics that the trainer appends to metrics.jsonl."""
 
@@ -98,7 +110,7 @@ class TrainingWatch:
         self.metrics, self.progress, self.describe = metrics, progress, describe
         self.task = progress.add_task("starting Ray, FSDP and vLLM", total=total)
         self.read_bytes = 0
-        self.said = time.monotonic()
+        self.tell = SignsOfLife()
 
     def __call__(self) -> None:
         if not self.metrics.exists() or self.metrics.stat().st_size == self.read_bytes:
@@ -111,9 +123,7 @@ class TrainingWatch:
             data = rows[-1]["data"]
             text = f"step {rows[-1]['step']}  reward {data['critic/score/mean']:+.3f}{self.describe(data)}"
             self.progress.update(self.task, completed=rows[-1]["step"], description=text)
-            if not console.is_terminal and time.monotonic() - self.said > SILENCE_S:  # no bar is drawn there
-                console.print(f"  {text}")
-                self.said = time.monotonic()
+            self.tell(text)
 
 
 def make_progress(counted: bool = False) -> Progress:

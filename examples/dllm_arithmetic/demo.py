@@ -24,7 +24,7 @@ from rich.table import Table
 
 from examples.dllm_arithmetic.curves import draw_curves
 from examples.dllm_arithmetic.evaluate import paired
-from examples.running import ROOT, PhaseFailed, Phases, console, make_progress, run_shown, run_side_by_side
+from examples.running import ROOT, PhaseFailed, Phases, SignsOfLife, console, make_progress, run_shown, run_side_by_side
 from verl.utils.report import write_report
 
 BUDGET_S = {"set-up": 400.0, "base": 240.0, "training": 700.0, "evaluation": 240.0}
@@ -87,8 +87,10 @@ class Watch:
     def __init__(self, progress: Progress, runs: Mapping[str, tuple[Path, int]]) -> None:
         self.progress, self.runs = progress, runs
         self.tasks = {name: progress.add_task(f"{name}: starting", total=steps) for name, (_, steps) in runs.items()}
+        self.tell = SignsOfLife()
 
     def __call__(self) -> None:
+        told = []
         for name, (run, _) in self.runs.items():
             if rows := metrics_of(run):
                 data = rows[-1]["data"]
@@ -96,6 +98,9 @@ class Watch:
                           ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar") if key in data]  # fmt: skip
                 text = f"{name}: step {rows[-1]['step']}  {'  '.join(losses)}"
                 self.progress.update(self.tasks[name], completed=rows[-1]["step"], description=text)
+                told.append(text)
+        if told:
+            self.tell("; ".join(told))
 
 
 def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: list[str]) -> dict[str, float]:
