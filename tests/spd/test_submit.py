@@ -23,9 +23,11 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from aiohttp import web
 
 from scripts import submit_spd as command
+from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.spd_run import write_blocks
 from tests.spd.test_client import FakeServer
@@ -270,10 +272,12 @@ class Words(FakeServer):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_training_runs_on_the_cluster_that_the_job_is_on(head, tmp_path):
+def test_a_training_of_an_own_backbone_runs_on_the_cluster_that_the_job_is_on(head, tmp_path):
+    """By LoRA; what it saves loads again, with other weights behind each step."""
     model = save_tiny_llama(tmp_path / "target")
     write_blocks(tmp_path)
-    options = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"), "--steps", "1"]
+    options = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"), "--steps", "2"]
+    options += ["--backbone", "own", "--lora-rank", "4", "--head-inputs", "pair", "--lr", "1e-3", "--save-freq", "1"]
     options += ["--output-dir", str(tmp_path / "run"), "--device", "cpu", "--batch-size", "8", "--n", "4"]
     options += ["--max-tokens", "16", "trainer.logger=[]", "trainer.report=false"]
     with Words(model=model).running() as url:
@@ -284,6 +288,15 @@ def test_a_training_runs_on_the_cluster_that_the_job_is_on(head, tmp_path):
         returned, out, err = head.run(ROOT, *options, **env)
     assert returned == 0, out[-3000:] + err
     assert "Connecting to existing Ray cluster" in out
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert row["data"]["training/scored_samples"] == 8 * 4
+    rows = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["training/scored_samples"] for row in rows] == [8 * 4] * 2 and rows[0]["actor/grad_norm"] > 0
     assert not (tmp_path / "run" / "ray_session.json").exists()
+    actors = [tmp_path / "run" / f"global_step_{step}" / "actor" for step in (1, 2)]
+    first, second = (
+        AutoModelForSPDScoring.from_pretrained(actor / "huggingface", base_model_path=model).state_dict()
+        for actor in actors
+    )
+    changed = [name for name, value in second.items() if not torch.equal(value, first[name])]
+    assert any(name.startswith("head.") for name in changed)
+    assert any(name.startswith("backbone.") for name in changed)  # adapters, merged in there
+    assert (actors[1] / "lora_adapter" / "adapter_model.safetensors").exists()

@@ -211,7 +211,7 @@ def told_at_the_source(problems: list[Problem], raw: Mapping[str, Any]) -> list[
 
 def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     """Names that registries of this floor must know; external_lib is imported first, since it may add some."""
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn
+    from verl.trainer.ppo.algos.names import POLICY_LOSSES, AdvantageEstimator
 
     found = []
     key = "actor_rollout_ref.model.external_lib"
@@ -221,12 +221,15 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
         except ImportError as e:
             found.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
     registries = {
-        "algorithm.adv_estimator": get_adv_estimator_fn,
-        "actor_rollout_ref.actor.policy_loss.loss_mode": get_policy_loss_fn,
+        "algorithm.adv_estimator": ("get_adv_estimator_fn", tuple(AdvantageEstimator)),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": ("get_policy_loss_fn", POLICY_LOSSES),
     }
-    for key, look_up in registries.items():
+    for key, (look_up, built_in) in registries.items():
+        if (name := select(plain, key, MISSING)) in built_in:
+            continue
+        algorithms = importlib.import_module("verl.trainer.ppo.core_algos")  # seconds, for a name of the user's own
         try:
-            look_up(select(plain, key, MISSING))
+            vars(algorithms)[look_up](name)
         except ValueError as e:
             found.append(wrong(key, str(e)))
     return found

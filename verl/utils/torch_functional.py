@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tensordict import TensorDict
 
 from verl.utils import lr_schedules
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict  # takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
 get_constant_schedule_with_warmup = lr_schedules.get_constant_schedule_with_warmup
@@ -234,9 +234,9 @@ def allgather_dict_tensors(
         parts = [torch.empty_like(value) for _ in range(size)]
         dist.all_gather(parts, value, group=group)
         gathered[key] = torch.cat(parts, dim=dim)
-    if isinstance(tensors, TensorDict):
-        return TensorDict(gathered, batch_size=[tensors.batch_size[0] * size], device=tensors.device)
-    return gathered
+    if isinstance(tensors, dict):
+        return gathered
+    return type(tensors)(gathered, batch_size=[tensors.batch_size[0] * size], device=tensors.device)
 
 
 def allgather_dict_into_dict(data: dict, group: Any = None) -> dict[str, list]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.algos.names import POLICY_LOSSES
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, kl_penalty_forward
 
 
@@ -132,6 +133,13 @@ def test_clip_cov_drops_the_gradient_of_a_token_in_the_band():
     assert metrics["actor/pg_clipfrac"] == pytest.approx(0.25)
     assert gradient[3] == 0
     assert loss == pytest.approx(-0.5)
+
+
+def test_every_named_loss_is_registered_and_the_other_way_round():
+    for name in POLICY_LOSSES:
+        assert callable(get_policy_loss_fn(name))
+    with pytest.raises(ValueError, match=f"Known: {', '.join(sorted(POLICY_LOSSES))}[.]"):
+        get_policy_loss_fn("none such")
 
 
 def test_unknown_loss_names_the_nearest():

@@ -80,6 +80,8 @@ def started_session(config: DictConfig) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
         record.write_text(json.dumps(me) + "\n", encoding="utf-8")
+        # Our actors bring an environment of their own: Ray's idle workers would start, and never be used.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         with guarded(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
             try:

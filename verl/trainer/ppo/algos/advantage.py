@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.trainer.ppo.algos.names import AdvantageEstimator
 from verl.utils.groupwise import as_torch_index
 from verl.utils.registry import Registry
 from verl.utils.torch_functional import masked_mean, masked_whiten
@@ -26,22 +26,6 @@ _ADV_ESTIMATORS: Registry[AdvantageFn] = Registry(
 # Decorator: enter an estimator `fn(token_level_rewards, response_mask, ...) -> (advantages, returns)` under a name.
 register_adv_est = _ADV_ESTIMATORS.register
 get_adv_estimator_fn = _ADV_ESTIMATORS.get
-
-
-class AdvantageEstimator(StrEnum):
-    """Names of the estimators that come with verl."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    REMAX = "remax"
-    RLOO = "rloo"
-    OPO = "opo"
-    GRPO_PASSK = "grpo_passk"
-    GPG = "gpg"
-    RLOO_VECTORIZED = "rloo_vectorized"
-    GRPO_VECTORIZED = "grpo_vectorized"
 
 
 def inputs_of(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:
