@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import train_spd_scorer as entry
+from spd_scorer import ScoringModelConfig
 from tests.helpers.models import make_tokenizer
 from verl.utils.dataset.spd_dataset import SPDRLHFDataset
 from verl.utils.reward_score.spd_scorer_reward import SPDRewardConfig
@@ -89,6 +90,24 @@ def test_the_command_composes_and_says_what_was_asked(tmp_path, monkeypatch):
     assert config.spd.rollout.servers == "http://a:1,http://b:2"
     env = entry._create_training_env(args)
     assert env["REWARD_PENALTY_BREAK"] == "-64.0" and env["MODEL_PATH"] == "some model"
+
+
+PUBLIC = """backbone attention context_tokens head_inputs head_size feature_store adapter_path sample_temperature
+loss_positions seed target_path reward.alpha reward.penalty_break reward.useless reward.correct_base reward.length
+reward.zero_length reward.length_penalty rollout.servers rollout.served_model rollout.server_args rollout.server_log
+rollout.start_timeout_s rollout.max_model_len rollout.store_path rollout.lost_share_max rollout.rounds
+rollout.draft_path rollout.max_tokens rollout.timeout_s rollout.attempts rollout.prompts_per_request
+rollout.concurrency"""
+
+
+def test_public_keys_of_the_recipe_are_frozen_and_the_scorer_s_defaults_are_the_code_s():
+    spd = OmegaConf.to_container(composed(["actor_rollout_ref.model.path=m"]), resolve=True)["spd"]
+    nested = {name: spd.pop(name) for name in ("reward", "rollout")}
+    keys = [*spd, *(f"{group}.{name}" for group, names in nested.items() for name in names)]
+    assert keys == PUBLIC.split(), "users set these keys: enter a new one here and in CHANGES.md"
+    of_the_code = asdict(ScoringModelConfig())
+    shared = spd.keys() & of_the_code.keys() - {"seed"}
+    assert len(shared) == 5 and all(spd[name] == of_the_code[name] for name in shared)
 
 
 def test_yaml_and_code_agree_on_the_reward_and_the_settings_are_complete():
