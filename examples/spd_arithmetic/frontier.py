@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.running import ROOT, PhaseFailed, run_logged
-from examples.spd_arithmetic.demo import LIMIT, saved_scorer, training_command
+from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer, training_command
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 
-MARGINS = ("2", "2.5", "3", "3.5", "4", "4.5", "5", "6", "8", "12")
-SCORER_THRESHOLDS = ("-2", "-1", "0", "0.5", "1", "1.25", "1.5", "1.75", "2", "2.5", "3")
+# Where drops are 0 to 4 points, closer together than there.
+MARGINS = ("2", "2.5", "3", "3.5", "4", "5", "8")
+SCORER_THRESHOLDS = ("-2", "-1", "0", "0.5", "1", "1.5", "2", "3")
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORER = "trained scorer, swept"
 console = Console()
@@ -131,9 +132,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--softness", type=float, nargs="+", default=[0.0, 0.2])
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
-    parser.add_argument("--train-questions", type=int, default=2000)
-    parser.add_argument("--blocks", type=int, default=8000, help="blocks a scorer is trained on")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--train-questions", type=int, default=1000)
+    parser.add_argument("--blocks", type=int, default=5000, help="blocks a scorer is trained on")
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
