@@ -17,11 +17,15 @@ from verl.workers.policy import get_policy
 
 
 def make_engine(path, *, optim=True, lr=1e-2, contents=("model", "optimizer", "extra"), engine=None, **model):
-    """An initialised CPU engine in float32 over a model directory; keywords go into HFModelConfig."""
+    """An initialised CPU engine in float32 over a model directory; keywords go into HFModelConfig.
+
+    `optim`: False for none, True for AdamW at `lr`, or the settings of another optimizer.
+    """
+    settings = {"lr": lr, "clip_grad": 1.0, **(optim if isinstance(optim, dict) else {})}
     built = FSDPEngine(
         HFModelConfig(path=path, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model}),
         FSDPEngineConfig(**{"dtype": "float32", **(engine or {})}),
-        FSDPOptimizerConfig(lr=lr, clip_grad=1.0) if optim else None,
+        FSDPOptimizerConfig(**settings) if optim else None,
         CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
         device="cpu",
     )

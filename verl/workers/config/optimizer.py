@@ -69,7 +69,9 @@ class FSDPOptimizerConfig(OptimizerConfig):
 def build_optimizer(parameters: Iterable[Any], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the parameters that require a gradient.
 
-    `betas` goes to optimizers that take it; override_optimizer_config is passed on as keyword arguments.
+    `parameters`: tensors, or (name, tensor) pairs. A class whose first argument is called `named_parameters` gets the
+    pairs, others the tensors. `betas` goes to optimizers that take it; override_optimizer_config is passed on as
+    keyword arguments.
     """
     try:
         module = importlib.import_module(config.optimizer_impl)
@@ -82,10 +84,12 @@ def build_optimizer(parameters: Iterable[Any], config: FSDPOptimizerConfig) -> t
         raise ValueError(f"{unknown} Name a class of that module, such as AdamW.")
     optimizer_class = vars(module)[config.optimizer]
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if "betas" in inspect.signature(optimizer_class).parameters:
+    takes = list(inspect.signature(optimizer_class).parameters)
+    if "betas" in takes:
         kwargs["betas"] = config.betas
     kwargs.update(config.override_optimizer_config or {})
-    trained = [p for p in parameters if p.requires_grad]
+    pairs = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(parameters)]
+    trained = [(name, p) for name, p in pairs if p.requires_grad]
     if not trained:
         raise ValueError("No parameter requires a gradient, so there is nothing to optimize; check what is frozen.")
-    return optimizer_class(trained, **kwargs)
+    return optimizer_class(trained if takes[0] == "named_parameters" else [p for _, p in trained], **kwargs)

@@ -90,7 +90,7 @@ class FSDPEngine(BaseEngine):
         )
         self.module.eval()
         if self._trains:
-            self.optimizer = cfg.build_optimizer(self.module.parameters(), self.optimizer_config)
+            self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config)
             self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
         tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
         self.checkpoint_manager = FSDPCheckpointManager(
