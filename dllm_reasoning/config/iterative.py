@@ -37,6 +37,7 @@ class IterativeConfig(BaseConfig, section="iterative"):
     """Noise, rounds and their weights. `block_length` is W, the tokens that one forward of generation predicts."""
 
     num_iterations: int = setting(2, low=1)
+    single_round_steps: int = setting(0, low=0)
     noise_pattern: str = setting("iid", choices=tuple(PATTERNS))
     noise_min: float = setting(0.1, low=0, high=1)
     noise_max: float = setting(0.9, low=0, high=1)

@@ -50,16 +50,17 @@ class IterativeLoss:
 
     def run(
         self, model: nn.Module, layout: Layout, backward: Backward | None, *, scale: float, ar_scale: float,
-        is_last: bool = True, warm_up: int = 0,
+        is_last: bool = True, warm_up: int = 0, rounds: int | None = None,
     ) -> RoundLosses:  # fmt: skip
-        """Every round of one micro-batch; `backward` None only measures.
+        """Every round of one micro-batch, or the first `rounds` of them; `backward` None only measures.
 
         Sums are multiplied by `scale` (rounds) and `ar_scale` (clean text) before the backward pass: one over the
         global counts, times the number of ranks. `warm_up` rounds without gradient come first (trajectory).
         """
+        weights = self.round_weights[:rounds]
         bind(model)
         clean = layout.prefix if _counts(layout.prefix) else None
-        jobs = [(weight * scale, layout.tail) for weight in self.round_weights]
+        jobs = [(weight * scale, layout.tail) for weight in weights]
         if clean is None and self.ar_weight:
             tail = layout.tail
             jobs.append((self.ar_weight * ar_scale, Tokens(layout.clean, tail.positions, tail.valid, tail.labels)))
@@ -67,9 +68,9 @@ class IterativeLoss:
         prefix = _open_prefix(model, layout, backward is not None) if self.share and layout.prefix is not None else None
         sums = []
         for k, (weight, tokens) in enumerate(jobs):
-            is_round = k < len(self.round_weights)
+            is_round = k < len(weights)
             used = Tokens(ids if is_round else tokens.ids, tokens.positions, tokens.valid, tokens.labels)
-            decode = is_round and k + 1 < len(self.round_weights)
+            decode = is_round and k + 1 < len(weights)
             last = is_last and prefix is None and k + 1 == len(jobs)
             loss, told = self._round(model, layout, used, prefix, decode, clean if k == 0 else None)
             sums.append([part.detach() for part in loss])
@@ -80,16 +81,7 @@ class IterativeLoss:
         if prefix is not None and backward is not None:
             ar = prefix.loss * (self.ar_weight * ar_scale)
             backward(ar + prefix.cache.surrogate() + 0.0 * prefix.touch, is_last)
-        return self._told(layout, sums, prefix)
-
-    def _told(self, layout: Layout, sums: list, prefix: _OpenPrefix | None) -> RoundLosses:
-        count = len(self.round_weights)
-        rounds = [tail for tail, _ in sums[:count]]
-        if not _counts(layout.prefix):
-            ar = sums[count][0] if len(sums) > count else torch.zeros(())
-            return RoundLosses(rounds, ar, layout.tail.count(), layout.tail.count())
-        ar = sums[0][1] if prefix is None else prefix.loss.detach()
-        return RoundLosses(rounds, ar, layout.tail.count(), layout.prefix.count())
+        return _told(layout, sums, len(weights), prefix)
 
     def _warmed(self, model: nn.Module, layout: Layout, rounds: int) -> torch.Tensor:
         """The tail's ids after `rounds` guesses of the model, without gradient."""
@@ -131,6 +123,16 @@ class _OpenPrefix:
     loss: torch.Tensor
     touch: torch.Tensor
     dtype: torch.dtype
+
+
+def _told(layout: Layout, sums: list, count: int, prefix: _OpenPrefix | None) -> RoundLosses:
+    """What `count` rounds, the clean text's forward and the prefix added up to."""
+    rounds = [tail for tail, _ in sums[:count]]
+    if not _counts(layout.prefix):
+        ar = sums[count][0] if len(sums) > count else torch.zeros(())
+        return RoundLosses(rounds, ar, layout.tail.count(), layout.tail.count())
+    ar = sums[0][1] if prefix is None else prefix.loss.detach()
+    return RoundLosses(rounds, ar, layout.tail.count(), layout.prefix.count())
 
 
 def _open_prefix(model: nn.Module, layout: Layout, trains: bool) -> _OpenPrefix:

@@ -95,6 +95,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
                 self.engine.module, layout.to(self.engine.device),
                 lambda loss, last: self.engine.backward(loss, is_last_micro_batch=last),
                 scale=ranks / self._counted, ar_scale=ranks / tokens, is_last=is_last, warm_up=self._warm_up,
+                rounds=1 if self.global_steps <= self.iterative.single_round_steps else None,
             )  # fmt: skip
         found = self._losses("train", told, ranks / self._counted, ranks / tokens)
         return found | {"train/noise_mean": layout.noised * ranks / self._counted}
@@ -125,7 +126,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     def _losses(self, split: str, told: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
         rounds = [(loss * scale).item() for loss in told.rounds]
         found = {f"{split}/loss_s{k}": value for k, value in enumerate(rounds)}
-        total = sum(w * value for w, value in zip(self.loss.round_weights, rounds, strict=True))
+        total = sum(w * value for w, value in zip(self.loss.round_weights, rounds, strict=False))
         if self.loss.ar_weight:
             found[f"{split}/loss_ar"] = (told.ar * ar_scale).item()
             total += self.loss.ar_weight * found[f"{split}/loss_ar"]

@@ -68,6 +68,23 @@ def test_every_pattern_learns_and_says_its_losses(place, tmp_path, pattern):
         assert row["train/grad_norm"] > 0 and row["train/lr"] >= 0
 
 
+@pytest.mark.parametrize("pattern", ["iid", "packed"])
+def test_the_first_steps_may_train_the_first_round_alone(place, tmp_path, pattern):
+    found = []
+    for more in (("iterative.single_round_steps=1",), ("iterative.num_iterations=1",), ()):
+        config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=1",
+                              "iterative.share_instruction=on", *more)  # fmt: skip
+        found.append(steps(runs.trainer_of(config), 2))
+        runs.leave_group()
+    mixed, one, two = found
+    names = ("train/loss_s0", "train/loss_ar", "train/loss_total", "train/grad_norm")
+    assert [mixed[0][name] for name in names] == [one[0][name] for name in names] and "train/loss_s1" not in mixed[0]
+    assert mixed[0]["train/loss_s0"] == two[0]["train/loss_s0"] != mixed[0]["train/loss_total"]
+    row = mixed[1]
+    total = row["train/loss_s0"] + row["train/loss_s1"] + row["train/loss_ar"]
+    assert row["train/loss_total"] == pytest.approx(total, rel=1e-5)
+
+
 def test_micro_batches_do_not_change_a_step(place, tmp_path):
     found = []
     for micro in (8, 3):
