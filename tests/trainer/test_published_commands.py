@@ -18,6 +18,7 @@ from verl.utils.config import forced_override
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))
+WHOLE = ("ppo", "dapo")  # the entries that scripts start, each once as a process
 
 COMMON = """
 data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error'
@@ -156,12 +157,32 @@ def test_a_published_command_with_a_misspelt_key_does_not(paths, capsys):
     assert code == 1 and "actor_rollout_ref.rollout.nn is no known key" in told
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def typed(script, paths, python_folder):
+    """The script run by the shell with `python` and `python3` taken from a folder."""
+    environment = {**os.environ, **paths, "PATH": f"{python_folder}:{os.environ['PATH']}"}
+    return subprocess.run([script, "trainer.dry_run=true"], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem in WHOLE], ids=lambda path: path.stem)
 def test_a_script_of_ours_passes_as_a_user_types_it(script, paths):
-    environment = {**os.environ, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    found = subprocess.run([script, "trainer.dry_run=true"], env=environment, capture_output=True, text=True)
+    found = typed(script, paths, Path(sys.executable).parent)
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
     assert re.search(r"Wrong on every machine: 0", found.stdout)
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem not in WHOLE], ids=lambda path: path.stem)
+def test_what_a_script_of_ours_asks_for_passes(script, paths, tmp_path, capsys):
+    """As the two above but for the process: the shell's own words go to the dry run."""
+    for name in ("python", "python3"):
+        (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+        (tmp_path / name).chmod(0o755)
+    found = typed(script, paths, tmp_path)
+    first, module, *given = found.stdout.split("\0")[:-1]
+    assert (found.returncode, first, module) == (0, "-m", "verl.trainer.main_ppo"), found.stderr
+    assert "trainer.dry_run=true" in given
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        code = dry_run(compose("ppo_trainer", overrides=given), known=compose("ppo_trainer"))
+    assert code == 0, capsys.readouterr().out.rpartition("Problems")[2]
 
 
 def test_every_script_stands_in_the_table():
