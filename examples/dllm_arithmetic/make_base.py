@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def write_base(directory: Path, seed: int, steps: int, on_step: Callable[[int, f
     """0.9 M parameters: 4 layers of width 128."""
     ids = corpus.vocabulary()
     config = train_models.TrainConfig(Shape(len(ids), dim=128, layers=4, heads=4, ff=384), steps)
-    publish(train_models.train(config, lambda rng: draw_row(rng, ids), seed, on_step), directory)
+    trained = train_models.train(config, lambda rng: draw_row(rng, ids), seed, on_step)
+    shutil.rmtree(directory, ignore_errors=True)  # of an earlier run
+    publish(trained, directory)
     corpus.build_tokenizer().save_pretrained(directory)
 
 

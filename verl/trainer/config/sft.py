@@ -83,8 +83,11 @@ class SFTModelConfig(BaseConfig, section="model"):
 
 @dataclass
 class SFTOptimConfig(BaseConfig, section="optim"):
-    """AdamW, warm-up, schedule."""
+    """The optimizer (a class of any module), warm-up, schedule."""
 
+    optimizer: str = "AdamW"
+    optimizer_impl: str = "torch.optim"
+    override_optimizer_config: dict | None = None
     lr: float = setting(1e-5, low=0)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = setting(0.01, low=0)
