@@ -126,7 +126,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     def _losses(self, split: str, told: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
         rounds = [(loss * scale).item() for loss in told.rounds]
         found = {f"{split}/loss_s{k}": value for k, value in enumerate(rounds)}
-        total = sum(w * value for w, value in zip(self.loss.round_weights, rounds, strict=False))
+        total = sum(w * value for w, value in zip(self.loss.round_weights[: len(rounds)], rounds, strict=True))
         if self.loss.ar_weight:
             found[f"{split}/loss_ar"] = (told.ar * ar_scale).item()
             total += self.loss.ar_weight * found[f"{split}/loss_ar"]

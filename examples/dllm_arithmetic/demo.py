@@ -25,7 +25,7 @@ from rich.table import Table
 from examples.dllm_arithmetic.curves import draw_curves
 from examples.dllm_arithmetic.evaluate import paired
 from examples.running import ROOT, PhaseFailed, Phases, SignsOfLife, console, make_progress, run_shown, run_side_by_side
-from verl.utils.report import write_report
+from verl.utils.report import read_jsonl, write_report
 
 BUDGET_S = {"set-up": 400.0, "base": 240.0, "training": 700.0, "evaluation": 240.0}
 BLOCK, WINDOWS = 8, 12
@@ -81,9 +81,7 @@ def trained_model(run: Path) -> Path:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """Whole rows of a run's metrics."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return read_jsonl(run / "metrics.jsonl")
 
 
 def newest(run: Path) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import psutil
 from safetensors.torch import load_file
 
 from tests.helpers.models import save_tiny_llama
+from verl.workers.rollout.spd.server import LocalVllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 6
@@ -87,6 +88,18 @@ class SPDRuns:
     def weights(self, name: str) -> dict:
         folder = self.directory / name / f"global_step_{self.steps}" / "actor" / "huggingface"
         return load_file(folder / "score_head.safetensors")
+
+
+@contextmanager
+def serving(runs: SPDRuns, count: int = 1):
+    """Real servers of the model, which the runs started in the block ask."""
+    made = [LocalVllmServer(runs.model, runs.directory / f"server{i}.log", 128) for i in range(count)]
+    try:
+        runs.urls = [server.wait_ready(300) for server in made]
+        yield made
+    finally:
+        for server in made:
+            server.stop()
 
 
 def processes_of(run: subprocess.Popen, word: str) -> list[psutil.Process]:

@@ -1,5 +1,7 @@
 """A scorer with a backbone of its own on one gloo rank and on two: losses, steps, export, an exact resume."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,7 @@ def trained(rank: int, world_size: int, path: str, kind: str, folder: str | None
     if not folder:
         return metrics, weights
     if rank == 0:
+        assert Path(folder, "lora_adapter", "adapter_model.safetensors").exists() is (kind == "adapters")
         exported = AutoModelForSPDScoring.from_pretrained(f"{folder}/huggingface", base_model_path=path).state_dict()
         assert exported.keys() == at_save.keys()
         assert all(np.array_equal(exported[name].numpy(), value) for name, value in at_save.items())

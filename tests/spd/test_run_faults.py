@@ -9,8 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.helpers.spd_run import QUICK, SPDRuns, ended, ranks_of, running, tell
-from verl.workers.rollout.spd.server import LocalVllmServer
+from tests.helpers.spd_run import QUICK, SPDRuns, ended, ranks_of, running, serving, tell
 
 STEPS = 10
 
@@ -19,20 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return SPDRuns(tmp_path_factory.mktemp("faults"), steps=STEPS, blocks=8 * STEPS)  # new completions in every step
-
-
-@pytest.fixture(scope="module")
-def server(runs):
-    made = LocalVllmServer(runs.model, runs.directory / "server.log", 128)
-    try:
-        runs.urls = [made.wait_ready(300)]
+    made = SPDRuns(tmp_path_factory.mktemp("faults"), steps=STEPS, blocks=8 * STEPS)  # new completions in every step
+    with serving(made):
         yield made
-    finally:
-        made.stop()
 
 
-def test_a_killed_rank_ends_the_run_with_its_name(runs, server):
+def test_a_killed_rank_ends_the_run_with_its_name(runs):
     with running(runs, "rank_killed", *QUICK) as run:
         runs.wait_for_step("rank_killed", 2, run)
         ranks_of(run)[0].kill()
@@ -44,7 +35,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(runs, server):
     assert runs.saved_step("rank_killed") >= 1
 
 
-def test_a_stopped_rank_is_found_by_the_watchdog(runs, server):
+def test_a_stopped_rank_is_found_by_the_watchdog(runs):
     limits = [f"trainer.watchdog.{phase}=10" for phase in ("generate", "log_prob", "update", "save")]
     with running(runs, "rank_stopped", "--ranks", "2", *QUICK, *limits) as run:
         runs.wait_for_step("rank_stopped", 2, run)

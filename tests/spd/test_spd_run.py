@@ -12,8 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.helpers.spd_run import SPDRuns
-from verl.workers.rollout.spd.server import LocalVllmServer
+from tests.helpers.spd_run import SPDRuns, serving
 
 STEPS = 4
 # The values of a step that follow from its data and weights; the others say what the machine or the store did.
@@ -25,13 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     made = SPDRuns(tmp_path_factory.mktemp("spd"), steps=STEPS)
-    server = LocalVllmServer(made.model, made.directory / "server.log", 128)
-    try:
-        made.urls = [server.wait_ready(300)]
+    with serving(made):
         made.run("whole")
         yield made
-    finally:
-        server.stop()
 
 
 def test_every_sample_is_scored_and_the_head_is_trained(bench):

@@ -182,7 +182,8 @@ def test_what_a_script_of_ours_asks_for_passes(script, paths, tmp_path, capsys):
     assert "trainer.dry_run=true" in given
     with initialize_config_module("verl.trainer.config", version_base=None):
         code = dry_run(compose("ppo_trainer", overrides=given), known=compose("ppo_trainer"))
-    assert code == 0, capsys.readouterr().out.rpartition("Problems")[2]
+    told = capsys.readouterr().out.rpartition("Problems")[2]
+    assert code == 0 and "Wrong on every machine: 0" in told, told
 
 
 def test_every_script_stands_in_the_table():

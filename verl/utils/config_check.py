@@ -220,18 +220,20 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
             importlib.import_module(module)
         except ImportError as e:
             found.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
-    registries = {
-        "algorithm.adv_estimator": ("get_adv_estimator_fn", tuple(AdvantageEstimator)),
-        "actor_rollout_ref.actor.policy_loss.loss_mode": ("get_policy_loss_fn", POLICY_LOSSES),
+    built_in = {
+        "algorithm.adv_estimator": tuple(AdvantageEstimator),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
     }
-    for key, (look_up, built_in) in registries.items():
-        if (name := select(plain, key, MISSING)) in built_in:
-            continue
-        algorithms = importlib.import_module("verl.trainer.ppo.core_algos")  # seconds, for a name of the user's own
-        try:
-            vars(algorithms)[look_up](name)
-        except ValueError as e:
-            found.append(wrong(key, str(e)))
+    others = {key: name for key, known in built_in.items() if (name := select(plain, key, MISSING)) not in known}
+    if others:
+        from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn  # takes seconds
+
+        look_up = dict(zip(built_in, (get_adv_estimator_fn, get_policy_loss_fn), strict=True))
+        for key, name in others.items():
+            try:
+                look_up[key](name)
+            except ValueError as e:
+                found.append(wrong(key, str(e)))
     return found
 
 
