@@ -11,9 +11,11 @@ import torch
 
 import recipe.spd.checks  # noqa: F401  (registers what a dry run asks)
 from recipe.spd.features import FeatureStore
+from recipe.spd.fingerprint import model_fingerprint
+from recipe.spd.heads import PairHead, ScoreHead
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
-from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
-from recipe.spd.scoring_model import AutoModelForSPDScoring, PairHead, ScoreHead, ScoringActor
+from recipe.spd.scoring_config import ScoringModelConfig
+from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
 from verl.utils.dataset.spd_dataset import SPDInputData, resolve_sep_token_id
 from verl.utils.model import register_model_loader
 
@@ -31,7 +33,8 @@ def load_spd_scorer(
 ) -> ScoringActor:  # fmt: skip
     """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
 
-    `adapter_path` is a directory written by save_pretrained: training starts from its adapters and head.
+    `adapter_path` is a directory written by save_pretrained, or a checkpoint's lora_adapter: training starts from the
+    adapters and the head in there.
     `feature_store` is the file that keeps a `target` backbone's hidden states; None forwards the target each time.
     """
     config = ScoringModelConfig(base_model_path=model_config.local_path or model_config.path, **settings)
@@ -41,5 +44,5 @@ def load_spd_scorer(
     if adapter_path:
         model.load_trained(adapter_path)
     if feature_store and config.backbone == "target":
-        model.features = FeatureStore(feature_store, f"{config.target_fingerprint} {torch_dtype}")
+        model.features = FeatureStore(feature_store, f"{config.base_fingerprint} {torch_dtype}")
     return model

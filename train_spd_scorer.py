@@ -63,8 +63,9 @@ def prepare_spd_data_from_real_source(
 ) -> PreparedData:
     """Write the training parquet from generated blocks and the questions' metadata (parquet or jsonl).
 
-    Blocks: question_id, context_ids, draft_ids, target_ids, optionally is_correct_baseline and baseline_length (tokens
-    of the target's own completion of the context). Metadata: question_id, question, ground_truth, is_correct_baseline.
+    Blocks: question_id, context_ids, draft_ids, target_ids, optionally is_correct_baseline, baseline_length (tokens of
+    the target's own completion of the context) and question_len (tokens of the context before the answer begins).
+    Metadata: question_id, question, ground_truth, is_correct_baseline.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -90,7 +91,7 @@ def prepare_spd_data_from_real_source(
             "index": len(rows), "question_id": str(block["question_id"]), **offsets,
             "context_ids": context, "draft_ids": draft, "target_ids": target,
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
-            "baseline_length": None if (length := block.get("baseline_length")) is None else int(length),
+            **{name: _whole(block.get(name)) for name in ("baseline_length", "question_len")},
         }  # fmt: skip
         rows.append(
             {
@@ -149,11 +150,19 @@ def _check_block(
     wrong = [ids_error(name, block[name], vocabulary) for name in IDS]
     if told := next(filter(None, [*wrong, facts_error(block), spelling_error(tuple(block))]), ""):
         raise DataError(f"{where}: {told}")
+    if (block.get("question_len") or 0) > len(block["context_ids"]):
+        raise DataError(
+            f"{where}: question_len is {block['question_len']}, but the context has {len(block['context_ids'])} ids."
+        )
     if len(block["target_ids"]) != len(block["draft_ids"]) + 1:
         raise DataError(
             f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more "
             "target id (the bonus token) is needed."
         )
+
+
+def _whole(number: int | float | None) -> int | None:
+    return None if number is None else int(number)
 
 
 def _nothing_to_learn(draft: Sequence[int], target: Sequence[int], eos: int | None) -> bool:

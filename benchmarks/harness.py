@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 REPETITIONS = 7
 Bound = tuple[str, float]
 """A key of COMPARE, and the limit."""
-COMPARE = {"at least": operator.ge, "at most": operator.le, "under": operator.lt}
+COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "under": operator.lt}
 console = Console()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from benchmarks import dataproto, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step
 from benchmarks.harness import Row, say
 
+MODULES = (rl_forward, rl_logprob, dataproto, rl_transport, rl_rollout, rl_whole_step)
+
 
 def run() -> list[Row]:
     """All rows."""
     rows: list[Row] = []
-    for module in (rl_forward, rl_logprob, dataproto, rl_transport, rl_rollout, rl_whole_step):
+    for module in MODULES:
         say(module.__doc__)
         rows += module.run()
     return rows

@@ -1,74 +1,87 @@
-"""Log-probs of response tokens in chunks of the vocabulary's logits, against logits held whole."""
+"""Log-probs of response tokens by the policy, a few tokens' logits at a time, against logits held whole."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import nn
+from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, resident_bytes, restart_peak, row
-from verl.workers.policy.causal_lm import _response_log_probs
+from verl.workers.policy.causal_lm import CausalLMPolicy
 
-TOKENS, VOCABULARY, HIDDEN, CHUNK = 4096, 128_000, 1024, 1024
+TOKENS, VOCABULARY, HIDDEN = 4096, 128_000, 1024
 REPETITIONS = 5
 
 
-class OnlyStates(nn.Module):
-    """A decoder that hands over given states: what is measured is the output matrix, not the layers below."""
-
-    def __init__(self, states: torch.Tensor):
-        super().__init__()
-        self.states = states
-
-    def forward(self, **inputs):
-        return type("Output", (), {"last_hidden_state": self.states})()
-
-
 def model() -> LlamaForCausalLM:
-    """No layer is computed; the output matrix is 128,000 x 1,024 in float32."""
+    """Embedding, norm and output matrix in float32, no layer between: what is measured is the output matrix.
+
+    The embedding is frozen, else both ways would hold its gradient, as large as the output matrix, too.
+    """
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1,
-                         num_attention_heads=16, num_key_value_heads=16)  # fmt: skip
-    made = LlamaForCausalLM(config)
-    made.model = OnlyStates(torch.randn(1, TOKENS + 1, HIDDEN, requires_grad=True))
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=0,
+                                        num_attention_heads=16, max_position_embeddings=TOKENS + 1))  # fmt: skip
+    made.get_input_embeddings().requires_grad_(False)
     return made
 
 
-def chunked(made: LlamaForCausalLM, labels: torch.Tensor) -> None:
-    """As the policy does it, with entropy."""
-    ones = torch.ones(1, TOKENS + 1, dtype=torch.int64)
-    log_probs, entropy = _response_log_probs(
-        made, input_ids=ones, attention_mask=ones, position_ids=ones, responses=labels, temperature=1.0,
-        with_entropy=False, chunk_tokens=CHUNK,
-    )  # fmt: skip
-    (log_probs.mean() + entropy.mean()).backward()
+def batch() -> TensorDict:
+    """One row: a prompt of one token, an answer of TOKENS."""
+    ids = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+               "position_ids": torch.arange(TOKENS + 1)[None], "responses": ids[:, 1:]}  # fmt: skip
+    return TensorDict(tensors, batch_size=1)
 
 
-def whole(made: LlamaForCausalLM, labels: torch.Tensor) -> None:
-    """All logits at once: [4096, 128000] float32 are 2 GiB, and as much again for each tensor of that shape."""
-    logits = made.lm_head(made.model.states[:, :-1])
-    log_probs = torch.log_softmax(logits.float(), -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+def chunked(made: LlamaForCausalLM, data: TensorDict) -> None:
+    """As the policy does it by default."""
+    log_probs, _ = CausalLMPolicy().log_probs(made, data, temperature=1.0, with_entropy=False)
     log_probs.mean().backward()
+
+
+def whole(made: LlamaForCausalLM, data: TensorDict) -> None:
+    """All logits at once: [4096, 128000] float32 are 2 GiB, and as much again for each tensor of that shape."""
+    inputs = {key: data[key] for key in ("input_ids", "attention_mask", "position_ids")}
+    states = made.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, :-1]
+    log_probs = torch.log_softmax(made.lm_head(states), -1).gather(-1, data["responses"][..., None])
+    log_probs.mean().backward()
+
+
+class Measured:
+    """One way's forward and backward; keeps the peak memory of each call, less weights and gradients.
+
+    `added`: the gradients are added to those of the call before, as in an update of several micro-batches.
+    """
+
+    def __init__(self, work, made: LlamaForCausalLM, data: TensorDict, added: bool):
+        self.work, self.made, self.data, self.added = work, made, data, added
+        self.peaks: list[float] = []
+
+    def __call__(self) -> None:
+        """In MiB."""
+        trained = [p for p in self.made.parameters() if p.requires_grad]
+        if not self.added:
+            self.made.zero_grad(set_to_none=True)
+        made_here = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
+        restart_peak()
+        before = resident_bytes()
+        self.work(self.made, self.data)
+        self.peaks.append((resident_bytes(peak=True) - before - made_here) / 2**20)
 
 
 def run() -> list[Row]:
     """Time and peak memory above weights and their gradients, chunked over whole."""
-    made, peaks = model(), {"chunked": [], "whole": []}
-    labels = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
-
-    def measured(name: str, work) -> None:
-        made.lm_head.weight.grad = torch.zeros_like(made.lm_head.weight)  # gradients are there in both
-        made.model.states.grad = torch.zeros_like(made.model.states)
-        restart_peak()
-        before = resident_bytes()
-        work(made, labels)
-        peaks[name].append(resident_bytes(peak=True) - before)
-
-    ways = {"chunked": lambda: measured("chunked", chunked), "whole": lambda: measured("whole", whole)}
+    of = partial(Measured, made=model(), data=batch())
+    ways = {"chunked": of(chunked, added=False), "whole": of(whole, added=False), "added": of(chunked, added=True)}
     seconds = alternate(ways, REPETITIONS)
+    peaks = {name: way.peaks[1:] for name, way in ways.items()}  # without the first round
     return [
-        row("logprob_memory_ratio", ratios(peaks["chunked"][1:], peaks["whole"][1:]), "chunked / whole"),
+        row("logprob_memory_ratio", ratios(peaks["chunked"], peaks["whole"]), "chunked / whole"),
         row("logprob_time_ratio", ratios(seconds["chunked"], seconds["whole"]), "chunked / whole"),
         row("logprob_chunked", seconds["chunked"], "s"),
-        row("logprob_memory_chunked", [peak / 2**20 for peak in peaks["chunked"][1:]], "MiB, peak"),
+        row("logprob_memory_chunked", peaks["chunked"], "MiB, peak"),
+        row("logprob_memory_added", peaks["added"], "MiB, peak, gradients added to those of another micro-batch"),
+        row("logprob_memory_whole", peaks["whole"], "MiB, peak"),
     ]

@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,9 @@ from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 8, 64, 64
+LARGE = {"width": 512, "layers": 8, "vocabulary": 32_000}  # its weights are handed over
+SMALL = {"width": 128, "layers": 4, "vocabulary": 1024}  # it generates
+REPETITIONS = 7
 
 
 def save_model(folder: Path, width: int, layers: int, vocabulary: int) -> None:
@@ -66,7 +70,7 @@ def sync(folder: Path) -> Row:
     rollout = rollout_of("vllm", engine)
     gigabytes = sum(p.numel() * p.element_size() for p in engine.module.parameters()) / 1e9
     work: dict[str, Callable[[], object]] = {"sync": lambda: rollout.update_weights(engine.get_per_tensor_param())}
-    seconds = alternate(work)["sync"]
+    seconds = alternate(work, REPETITIONS)["sync"]
     rollout.close()
     return row("weight_sync_seconds_per_gb", [s / gigabytes for s in seconds], f"s / GB, float32, {gigabytes:.2f} GB")
 
@@ -77,7 +81,9 @@ def generation(folder: Path, vocabulary: int) -> list[Row]:
     vllm, plain = rollout_of("vllm", engine), rollout_of("hf", engine)
     vllm.update_weights(engine.get_per_tensor_param())
     asked = prompts(vocabulary)
-    seconds = alternate({"hf": lambda: plain.generate_sequences(asked), "vllm": lambda: vllm.generate_sequences(asked)})
+    works: dict[str, Callable[[], object]] = {name: partial(rollout.generate_sequences, asked)
+                                              for name, rollout in (("hf", plain), ("vllm", vllm))}
+    seconds = alternate(works, REPETITIONS)
     vllm.close()
     tokens = PROMPTS * SAMPLES * RESPONSE
     return [row("vllm_vs_hf_rollout", ratios(seconds["hf"], seconds["vllm"]), "times, hf / vllm"),
@@ -93,8 +99,9 @@ def run() -> list[Row]:
     try:
         with tempfile.TemporaryDirectory() as name:
             large, small = Path(name) / "large", Path(name) / "small"
-            save_model(large, width=512, layers=8, vocabulary=32_000)
-            save_model(small, width=128, layers=4, vocabulary=1024)
-            return [sync(large), *generation(small, 1024)]
+            save_model(large, **LARGE)
+            save_model(small, **SMALL)
+            return [sync(large), *generation(small, SMALL["vocabulary"])]
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # vLLM's own end takes the process group with it
+            dist.destroy_process_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,9 +22,9 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics
 
 SENT_BYTES = 50 << 20
 RANKS = 2
-ROWS, LENGTH = 512, 1024  # of a step's batch
-HOLD_S = 1.0  # how long a rank keeps its share, so that the object store can be read meanwhile
+ROWS, LENGTH, SAMPLES_A_PROMPT = 512, 1024, 8  # of a step's batch
 PROMPTS, SAMPLES = 200, 16  # of a validation
+REPETITIONS, STEPS = 7, 5  # of a step's dispatches, STEPS
 
 
 @ray.remote
@@ -41,17 +40,16 @@ class Reader:
         return sum(float(tensor.sum()) for tensor in torch.load(io.BytesIO(data), weights_only=True).values())
 
 
-class Holder(Worker):
-    """Keeps what it was sent for a moment."""
+class Taker(Worker):
+    """A rank that reads what it is sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self._register_dispatch_collect_info("actor", dp_rank=self.rank, is_collect=True)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"), blocking=False)
-    def hold(self, data: DataProto) -> DataProto:
-        """Reads its share, then waits."""
-        time.sleep(HOLD_S)
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def take(self, data: DataProto) -> DataProto:
+        """Reads its share; the answer is too small for the object store."""
         return DataProto(meta_info={"metrics": {"sum": [float(data.batch["input_ids"].sum())]}})
 
 
@@ -70,7 +68,7 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def send(repetitions: int = 7) -> list[Row]:
+def send() -> list[Row]:
     """Seconds from a DataProto of 50 MiB here until an actor has read all its arrays, both ways."""
     columns = 10
     tensors = {f"t{i}": torch.rand(256, SENT_BYTES // 4 // 256 // columns) for i in range(columns)}
@@ -82,57 +80,58 @@ def send(repetitions: int = 7) -> list[Row]:
         torch.save(dict(data.batch.items()), buffer)
         return ray.get(reader.read_saved.remote(buffer.getvalue()))
 
-    seconds = alternate({"torch.save": saved, "ours": lambda: ray.get(reader.read.remote(data))}, repetitions)
+    seconds = alternate({"torch.save": saved, "ours": lambda: ray.get(reader.read.remote(data))}, REPETITIONS)
     ray.kill(reader)
     return [row("ray_send_speedup", ratios(seconds["torch.save"], seconds["ours"]), "times, torch.save / ours"),
             row("ray_send", [1000 * s for s in seconds["ours"]], "ms")]
 
 
-def step_batch() -> DataProto:
-    """The tensors of an update: [512, 1024] ids, masks and positions, and [512, 512] columns of the responses."""
-    whole = {name: torch.ones(ROWS, LENGTH, dtype=torch.int64)
-             for name in ("input_ids", "attention_mask", "position_ids")}
-    answers = {name: torch.rand(ROWS, LENGTH // 2)
-               for name in ("old_log_probs", "ref_log_prob", "advantages", "returns", "rollout_log_probs")}
-    masks = {name: torch.ones(ROWS, LENGTH // 2, dtype=torch.int64) for name in ("responses", "response_mask")}
-    return DataProto.from_dict(tensors={**whole, **answers, **masks})
+def step_dispatches() -> list[DataProto]:
+    """What a GRPO step with a reference sends: prompts to the rollout, then its batch three times, growing.
+
+    ROWS samples of LENGTH tokens, half of them the answer's, SAMPLES_A_PROMPT to a prompt.
+    """
+    answer, ints = LENGTH // 2, torch.int64
+    prompts = {name: torch.ones(ROWS // SAMPLES_A_PROMPT, LENGTH - answer, dtype=ints)
+               for name in ("input_ids", "attention_mask", "position_ids")}
+    uids = np.array([str(i) for i in range(ROWS // SAMPLES_A_PROMPT)], object)
+    rollout = DataProto.from_dict(tensors=prompts, non_tensors={"uid": uids})
+    tensors = {name: torch.ones(ROWS, LENGTH, dtype=ints) for name in prompts}
+    tensors |= {name: torch.ones(ROWS, answer, dtype=ints) for name in ("prompts", "responses", "response_mask")}
+    tensors |= {name: torch.rand(ROWS, answer) for name in ("rollout_log_probs", "token_level_scores")}
+    tensors["group_index"] = torch.arange(ROWS) // SAMPLES_A_PROMPT
+    sent = [rollout, DataProto.from_dict(tensors=tensors)]  # the second: to old log-probs
+    for more in (("old_log_probs",), ("ref_log_prob", "token_level_rewards", "advantages", "returns")):
+        tensors = tensors | {name: torch.rand(ROWS, answer) for name in more}
+        sent.append(DataProto.from_dict(tensors=tensors))  # to the reference, to the update
+    return sent
 
 
-def stored_bytes() -> int:
-    """What Ray's object store of this node holds now."""
+def put_bytes() -> int:
+    """What was ever put into Ray's object store of this node."""
     node = next(node for node in ray.nodes() if node["Alive"])
-    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.object_store_bytes_used
+    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.cumulative_created_bytes
 
 
-def settled_bytes() -> int:
-    """The same, once nothing is freed any more."""
-    now = stored_bytes()
-    while True:
-        time.sleep(HOLD_S)
-        now, before = stored_bytes(), now
-        if now == before:
-            return now
-
-
-def dispatch(repetitions: int = 5) -> Row:
-    """Bytes in the object store while two ranks hold their shares of a batch, over the bytes of its arrays."""
+def dispatch() -> Row:
+    """Bytes put into the object store by a step's dispatches to two ranks, over the bytes of the arrays sent."""
     pool = RayResourcePool([RANKS], use_gpu=False, name_prefix=f"bench{os.getpid()}")
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Holder)), device_name="cpu")
-    batch = step_batch()
-    arrays = sum(tensor.numel() * tensor.element_size() for tensor in batch.batch.values())
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Taker)), device_name="cpu")
+    step = step_dispatches()
+    arrays = sum(tensor.numel() * tensor.element_size() for sent in step for tensor in sent.batch.values())
+    group.take(step[0])  # the ranks' first call also asks for their places
     found = []
-    for _ in range(repetitions):
-        before = settled_bytes()
-        answer = group.hold(batch)
-        time.sleep(HOLD_S / 2)
-        found.append((stored_bytes() - before) / arrays)
-        answer.get()
+    for _ in range(STEPS):
+        before = put_bytes()
+        for sent in step:
+            group.take(sent)
+        found.append((put_bytes() - before) / arrays)
     for worker in group.workers:
         ray.kill(worker)
-    return row("dispatch_bytes_ratio", found, "stored / bytes of the arrays")
+    return row("dispatch_bytes_ratio", found, "put / bytes of the arrays")
 
 
-def validation(repetitions: int = 7) -> Row:
+def validation() -> Row:
     """Statistics of 200 prompts with 16 samples each: best, worst and majority of 2 to 16 with 1000 resamples."""
     generator = np.random.default_rng(0)
     rows = PROMPTS * SAMPLES
@@ -141,7 +140,7 @@ def validation(repetitions: int = 7) -> Row:
              "reward": generator.random(rows).tolist(),
              "pred": [str(v) for v in generator.integers(5, size=rows)]}
     work = {"stats": lambda: process_validation_metrics(["math"] * rows, uids, infos)}
-    return row("validation_stats_seconds", alternate(work, repetitions)["stats"], "s")
+    return row("validation_stats_seconds", alternate(work, REPETITIONS)["stats"], "s")
 
 
 def run() -> list[Row]:

@@ -8,9 +8,9 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pandas as pd
 import torch
@@ -21,7 +21,7 @@ from benchmarks.harness import Row, ratios, row, say
 from examples.running import ROOT
 
 WORDS, PROMPTS, SAMPLES = 64, 8, 8
-ON_RANKS = ("timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor")  # calls of the workers, data on the way
+ON_RANKS = ("generate_sequences", "compute_log_prob", "update_actor")  # the workers' methods of a step
 WARM_UP, STEPS, TURNS = 3, 10, 2  # steps left out, steps in all of a turn, turns of each trainer
 
 
@@ -33,6 +33,22 @@ class Case:
     prompt: int
     limit: int
     to_the_limit: bool
+
+
+@dataclass
+class Steps:
+    """Of each step: seconds, mean tokens of an answer, and (ours) the seconds in which no worker worked."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    driver: list[float] = field(default_factory=list)
+
+    def behind_warm_up(self) -> Steps:
+        """Without the first WARM_UP."""
+        return Steps(self.seconds[WARM_UP:], self.tokens[WARM_UP:], self.driver[WARM_UP:])
+
+    def __add__(self, more: Steps) -> Steps:
+        return Steps(self.seconds + more.seconds, self.tokens + more.tokens, self.driver + more.driver)
 
 
 CASES = (Case("short", 10, 64, True), Case("long", 256, 256, False))
@@ -70,9 +86,9 @@ def make(folder: Path, case: Case) -> None:
     )
 
 
-def ours(folder: Path, case: Case, turn: int, driver: list[float]) -> list[float]:
-    """Seconds of each step of `python -m verl.trainer.main_ppo`; what of them is the driver's own goes to `driver`."""
-    run = folder / f"ours{turn}"
+def ours(folder: Path, case: Case, turn: int) -> Steps:
+    """Steps of `python -m verl.trainer.main_ppo`."""
+    run, timeline = folder / f"ours{turn}", folder / f"timeline{turn}.json"
     settings = {
         "algorithm.adv_estimator": "grpo", "data.train_files": folder / "prompts.parquet",
         "data.val_files": folder / "prompts.parquet", "data.train_batch_size": PROMPTS,
@@ -88,21 +104,35 @@ def ours(folder: Path, case: Case, turn: int, driver: list[float]) -> list[float
         "trainer.device": "cpu", "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": STEPS,
         "trainer.total_epochs": 10, "trainer.val_before_train": "false", "trainer.save_freq": -1,
         "trainer.default_local_dir": run, "trainer.logger": "[]", "trainer.report": "false",
+        "ray_kwargs.timeline_json_file": timeline,
     }  # fmt: skip
     start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())], folder)
     lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "timing_s/step" in line]
-    driver += [line["timing_s/step"] - sum(v for k, v in line.items() if k in ON_RANKS) for line in steps[WARM_UP:]]
-    return [line["timing_s/step"] for line in steps]
+    seconds, tokens = ([line[key] for line in steps] for key in ("timing_s/step", "response_length/mean"))
+    worked = work_of_steps(json.loads(timeline.read_text()), len(steps))
+    return Steps(seconds, tokens, [step - work for step, work in zip(seconds, worked, strict=True)])
 
 
-def trl(folder: Path, case: Case, turn: int, driver: list[float]) -> list[float]:
-    """Seconds of each step of TRL's GRPOTrainer, which has no driver."""
+def work_of_steps(events: list[dict], steps: int) -> list[float]:
+    """Seconds that the one rank spent in the methods of each step, from Ray's timeline (microseconds)."""
+    worked = [0.0] * steps
+    for method in ON_RANKS:
+        calls = sorted((event["ts"], event["dur"]) for event in events if event["name"] == method)
+        if calls and len(calls) != steps:
+            raise RuntimeError(f"Ray's timeline has {len(calls)} calls of {method} for {steps} steps")
+        for i, (_, microseconds) in enumerate(calls):
+            worked[i] += microseconds / 1e6
+    return worked
+
+
+def trl(folder: Path, case: Case, turn: int) -> Steps:
+    """Steps of TRL's GRPOTrainer, which has no driver."""
     out = folder / f"trl{turn}.json"
     command = [sys.executable, "-m", "benchmarks.trl_steps", str(folder), "--out", str(out), "--steps", str(STEPS)]
     command += ["--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--limit", str(case.limit)]
     start([*command, *(["--to-the-limit"] if case.to_the_limit else [])], folder)
-    return json.loads(out.read_text())
+    return Steps(**json.loads(out.read_text()))
 
 
 def start(command: list[str], folder: Path) -> None:
@@ -114,25 +144,39 @@ def start(command: list[str], folder: Path) -> None:
         raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}:\n{tail}")
 
 
-def compare(case: Case) -> list[Row]:
-    """Both trainers in turn; the ratio of their median steps, with that of the turns as its range."""
+def compare(case: Case) -> tuple[list[Row], list[float]]:
+    """Rows of both trainers in turn, and the driver's seconds of our steps.
+
+    The ratio is that of the median steps; its range is that of the turns.
+    """
+    kept, medians = {"trl": Steps(), "ours": Steps()}, {"trl": [], "ours": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, case)
-        turns: dict[str, list[list[float]]] = {"trl": [], "ours": []}
-        driver: list[float] = []
         for turn in range(TURNS):
             for trainer, work in (("trl", trl), ("ours", ours)):
-                turns[trainer].append(work(folder, case, turn, driver)[WARM_UP:])
-                say(f"{case.name}, {trainer}, turn {turn}: {median(turns[trainer][-1]):.2f} s a step")
-    flat = {trainer: [second for turn in found for second in turn] for trainer, found in turns.items()}
-    by_turn = ratios(*([median(turn) for turn in turns[trainer]] for trainer in ("trl", "ours")))
-    speed = Row(f"grpo_step_vs_trl_{case.name}", median(flat["trl"]) / median(flat["ours"]), "times, TRL / ours",
-                min(by_turn), max(by_turn), len(flat["ours"]))  # fmt: skip
-    return [speed, *(row(f"grpo_step_{trainer}_{case.name}", found, "s") for trainer, found in flat.items()),
-            row(f"driver_seconds_per_step_{case.name}", driver, "s, without the workers' calls")]
+                steps = work(folder, case, turn).behind_warm_up()
+                kept[trainer] += steps
+                medians[trainer].append(median(steps.seconds))
+                say(f"{case.name}, {trainer}, turn {turn}: {medians[trainer][-1]:.2f} s a step, "
+                    f"answers of {mean(steps.tokens):.1f} tokens on average")  # fmt: skip
+    by_turn = ratios(medians["trl"], medians["ours"])
+    speed = Row(f"grpo_step_vs_trl_{case.name}", median(kept["trl"].seconds) / median(kept["ours"].seconds),
+                "times, TRL / ours", min(by_turn), max(by_turn), TURNS)  # fmt: skip
+    rows = [speed]
+    for trainer, steps in kept.items():
+        rows.append(row(f"grpo_step_{trainer}_{case.name}", steps.seconds, "s"))
+        tokens = row(f"grpo_answer_tokens_{trainer}_{case.name}", steps.tokens, "tokens, mean of the steps")
+        tokens.value = mean(steps.tokens)
+        rows.append(tokens)
+    return rows, kept["ours"].driver
 
 
 def run() -> list[Row]:
     """All rows."""
-    return [row for case in CASES for row in compare(case)]
+    rows, driver = [], []
+    for case in CASES:
+        found, seconds = compare(case)
+        rows += [*found, row(f"driver_seconds_per_step_{case.name}", seconds, "s, without the workers' work")]
+        driver += seconds
+    return [*rows, row("driver_seconds_per_step", driver, "s, without the workers' work, both cases")]

@@ -2,9 +2,10 @@
 
     python scripts/audit_upstream.py --upstream verl-0.7.0-py3-none-any.whl [--html out.html] [--markdown out.md]
 
-Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where a name
-in the modules of scripts/audit/reasons.yaml, or a configuration key, is missing without a reason in that file, where a
-reason excuses nothing any more, or where CHANGES.md names what this tree has not.
+Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where
+anything differs, or a name in the modules of scripts/audit/reasons.yaml or a configuration key is missing, without a
+reason in that file; where a reason excuses nothing any more; where CHANGES.md names what this tree has not, states a
+departure that is no default and that no test of scripts/audit/departures.yaml shows, or holds other tables than these.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from scripts.audit import changes, keys, names, page  # noqa: E402
+from scripts.audit import changes, departures, keys, names, page  # noqa: E402
 from scripts.audit.reasons import Reasons  # noqa: E402
-from scripts.audit.sources import flat, read_release  # noqa: E402
+from scripts.audit.sources import read_release  # noqa: E402
 
 
 def audit(release: dict[str, str], reasons: Reasons) -> dict[str, list[page.Row]]:
@@ -30,28 +31,30 @@ def audit(release: dict[str, str], reasons: Reasons) -> dict[str, list[page.Row]
     for path in sorted(p for p in release if p.endswith(".py")):
         required = path in reasons.modules
         for finding in names.compare_module(path, release[path]):
-            reason = reasons.of(finding) if finding.status in ("missing", "differs") else ""
-            (relied if required else other).append(page.Row(finding, reason, required))
+            (relied if required else other).append(page.Row(finding, reasons.of(finding), required))
     absent = [p for p in reasons.modules if p not in release]
     if absent:
         raise FileNotFoundError(f"the release has no {absent[0]}, which scripts/audit/reasons.yaml lists")
     parts = {"names importers rely on": relied, "names of other modules": other}
     for file, tree in keys.TREES.items():
         found = keys.compare_keys(release, file, tree)
-        parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f) if f.status != "same" else "", True) for f in found]
+        parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f), True) for f in found]
     found = keys.compare_metrics(release)
-    parts["metrics"] = [page.Row(f, reasons.of(f) if f.status == "missing" else "", True) for f in found]
+    parts["metrics"] = [page.Row(f, reasons.of(f), True) for f in found]
     return parts
 
 
 def known_keys() -> set[str]:
-    """Keys of every configuration tree of ours, as its yaml files say them."""
-    import yaml
+    """Keys of every configuration tree of ours."""
+    return {key for tree in keys.OURS for key in keys.our_keys(tree)}
 
-    found = set((ROOT / "tests/trainer/config/public_keys.txt").read_text().split())
-    for file in [*ROOT.glob("verl/trainer/config/*.yaml"), *ROOT.glob("recipe/*/config/*.yaml")]:
-        found |= set(flat(yaml.safe_load(file.read_text())))
-    return found
+
+def check_changes(file: Path, release: dict[str, str], parts: dict[str, list[page.Row]]) -> list[str]:
+    """What CHANGES.md says wrongly; also where its tables of the audit are not those of `parts`."""
+    wrong = [*changes.unfounded(file, known_keys()), *departures.unfounded(file, release)]
+    text = file.read_text(encoding="utf-8")
+    fresh = page.markdown(parts) in text and page.reasons_table(parts) in text
+    return wrong if fresh else [*wrong, "the tables of the audit are old; --markdown writes new ones to put there"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     reasons = Reasons()
     release = read_release(args.upstream)
     parts = audit(release, reasons)
-    unfounded = changes.unfounded(ROOT / "CHANGES.md", known_keys())
+    unfounded = check_changes(ROOT / "CHANGES.md", release, parts)
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page.html(f"{args.upstream.name} and this tree", parts, unfounded), encoding="utf-8")
@@ -78,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
             if f.status in ("missing", "differs") and (row.required or f.detail != "no such module"):
                 print(f"{f.status:8s} {f.module}:{f.name}  {f.detail}  [{row.reason}]")
     for row in bad:
-        print(f"missing without a reason: {row.finding.module}:{row.finding.name}")
+        f = row.finding
+        print(f"{f.status} without a reason: {f.module}:{f.name}  {f.detail}".rstrip())
     for line in unfounded:
         print(f"CHANGES.md: {line}")
     for pattern in reasons.unused():

@@ -3,8 +3,8 @@
     python -m tests.chaos [--kills 20] [--seed 0] [--out DIR]
 
 The victim is the driver, a rank, the run's own vLLM server or its raylet; every fifth kill falls inside a save. Half of
-the completions are recorded beforehand, the others are asked anew. Prints a line a kill; exit code 1 if one run ends
-otherwise. About a minute a kill on 2 cores.
+the completions are recorded beforehand, the others are asked anew. A moment that hit nothing is tried again. Prints a
+line a kill; exit code 1 if one run ends otherwise, or a kill never hit. About a minute a kill on 2 cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,9 @@ from tests.helpers.spd_run import SPDRuns, driver_of, processes_of, ranks_of
 
 VICTIMS = ("driver", "rank", "server", "raylet")
 STEPS = 6
+TRIES = 3  # of a kill whose run was over first
 ATTEMPTS = 4  # starts after the kill: a run whose server died ends with an error, and is started again
-MOMENT = ("timing", "perf/", "spd/completions/")  # what the machine or the store did
+MOMENT = ("timing", "perf/", "spd/completions/", "spd/store/")  # what the machine or the store did
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,35 @@ def planned(count: int, seed: int) -> list[Kill]:
 
 
 def strike(kill: Kill, runs: SPDRuns, name: str, run: subprocess.Popen) -> str:
-    """SIGKILL the victim at its moment; what was hit."""
+    """SIGKILL the victim at its moment; what was hit, empty where the run was over first."""
     runs.wait_for_step(name, kill.after_step, run)
     if kill.in_save:
         deadline = time.monotonic() + 120
-        while not list((runs.directory / name).glob("global_step_*.tmp")):
+        while not unfinished(runs, name):
             if run.poll() is not None or time.monotonic() > deadline:
-                return "nothing: the run was over"
+                return ""
     else:
         time.sleep(kill.delay_s)
-    for process in victims_of(kill.victim, run):
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    return f"{kill.victim}, step {runs.saved_step(name)} saved"
+    struck = [process for process in victims_of(kill.victim, run) if killed(process)]
+    if not struck:
+        return ""
+    psutil.wait_procs(struck, timeout=10)
+    cut = ", save cut" if kill.in_save and unfinished(runs, name) else ""
+    return f"{kill.victim}, step {runs.saved_step(name)} saved{cut}"
+
+
+def killed(process: psutil.Process) -> bool:
+    """SIGKILL it; False where it was gone."""
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def unfinished(runs: SPDRuns, name: str) -> list[Path]:
+    """Checkpoints that are being written."""
+    return list((runs.directory / name).glob("global_step_*.tmp"))
 
 
 def victims_of(victim: str, run: subprocess.Popen) -> list[psutil.Process]:
@@ -109,16 +124,20 @@ def same_end(runs: SPDRuns, name: str) -> str:
 
 def one_kill(runs: SPDRuns, number: int, kill: Kill) -> str:
     """Run, kill, start again until the run ends well; what differs then."""
-    name = f"kill{number}"
-    half_recorded(runs.directory / "store.sqlite3", runs.directory / f"{name}.sqlite3")
-    run = runs.start(name, "spd.rollout.attempts=2", store=f"{name}.sqlite3")
-    hit = strike(kill, runs, name, run)
-    codes = [run.wait(240)]
+    for attempt in range(TRIES):
+        name = f"kill{number}" if attempt == 0 else f"kill{number}-{attempt}"
+        half_recorded(runs.directory / "store.sqlite3", runs.directory / f"{name}.sqlite3")
+        run = runs.start(name, "spd.rollout.attempts=2", store=f"{name}.sqlite3")
+        hit = strike(kill, runs, name, run)
+        codes = [run.wait(240)]
+        if hit:
+            break
+        kill = replace(kill, after_step=max(0, kill.after_step - 1), delay_s=kill.delay_s / 2)
     while codes[-1] != 0 and len(codes) <= ATTEMPTS:
         codes.append(runs.start(name, store=f"{name}.sqlite3").wait(300))
-    told = "the last start failed" if codes[-1] else same_end(runs, name)
+    told = "nothing was hit" if not hit else "the last start failed" if codes[-1] else same_end(runs, name)
     moment = "inside a save" if kill.in_save else f"{kill.delay_s:.1f} s after step {kill.after_step}"
-    print(f"{number:3d}  {kill.victim:7s} {moment:22s} hit: {hit:28s} exits {codes}  {told or 'same end'}", flush=True)
+    print(f"{number:3d}  {kill.victim:7s} {moment:22s} hit: {hit:38s} exits {codes}  {told or 'same end'}", flush=True)
     return told
 
 

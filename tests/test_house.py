@@ -17,6 +17,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from scripts.audit.keys import OURS
 from tests.helpers.configs import compose_ppo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,43 +151,99 @@ def parser_options(target, *operation):
     return set(re.findall(r"(?<![\w-])--[\w-]+", told.getvalue()))
 
 
-SETTINGS = {"verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.main_generation": "generation",
-            "verl.trainer.main_eval": "evaluation", "verl.trainer.fsdp_sft_trainer": "sft_trainer"}  # fmt: skip
+#: program -> the tree whose keys its key=value words name
+SETTINGS = {
+    "verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.main_generation": "generation",
+    "verl.trainer.main_eval": "evaluation", "verl.trainer.fsdp_sft_trainer": "sft_trainer",
+    "recipe.dapo.main_dapo": "dapo_trainer", "dllm_reasoning.train_iterative_refine": "iterative_refine",
+    "train_spd_scorer.py": "spd_trainer",
+}  # fmt: skip
+HYDRA = [target for target in SETTINGS if not target.endswith(".py")]  # entries without options of their own
+#: shell script -> the programs that its options and key=value words go to
+SCRIPTS = {
+    "scripts/submit_spd.sh": ("scripts/submit_spd.py", "train_spd_scorer.py"),
+    "dllm_reasoning/scripts/run_train.sh": ("dllm_reasoning.train_iterative_refine",),
+}
 
 
-def check_settings(target, settings):
-    """Every key=value of a trainer's command is a key of its tree (or lies below an open one)."""
-    config = compose_ppo(config_name=SETTINGS[target])
+@functools.cache
+def settings_of(tree):
+    """A composed tree."""
+    return compose_ppo(config_dir=ROOT / OURS[tree].replace(".", "/"), config_name=tree)
+
+
+def unknown_settings(target, settings):
+    """Keys of key=value words that the target's tree has not, unless they are added (+)."""
+    config, unknown = settings_of(SETTINGS[target]) if target in SETTINGS else OmegaConf.create(), []
     for override in OverridesParser.create().parse_overrides(settings):
-        key = override.key_or_group
-        assert override.is_add() or OmegaConf.select(config, key.rpartition(".")[0]) is not None, f"{key}: no such key"
-        parent = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
-        assert override.is_add() or key.rpartition(".")[2] in list(parent.keys()), f"{target}: {key} is no key"
+        section, _, name = override.key_or_group.rpartition(".")
+        parent = OmegaConf.select(config, section) if section else config
+        if not OmegaConf.is_dict(parent) or not (override.is_add() or name in list(parent)):
+            unknown.append(override.key_or_group)
+    return unknown
+
+
+def unknown_words(targets, words):
+    """Options and settings in `words` that none of the programs knows."""
+    entries = [target for target in targets if target in SETTINGS]
+    settings = [w for w in words if re.match(r"\+{0,2}[\w.@/]+=", w)]
+    unknown = unknown_settings(entries[0] if entries else targets[0], settings)
+    operation = [w for w in words[:1] if w.isalpha() and w.islower()]
+    known = set().union(*(parser_options(target, *operation) for target in targets if target not in HYDRA))
+    return unknown + [w for w in words if w.startswith("--") and w.split("=")[0] not in known]
 
 
 @pytest.mark.parametrize(("readme", "words"), commands(), ids=lambda v: v if isinstance(v, str) else None)
 def test_a_command_of_a_readme_is_real(readme, words):
-    program = words[0]
+    program, script = words[0], words[1] if words[0] == "bash" else words[0]
     if program == "make":
         assert words[1] in MAKE
     elif program in ("python", "torchrun", "python3"):
         target, rest = options_of(words)
-        given = [w for w in rest if w.startswith("--")]
-        settings = [w for w in rest if re.match(r"\+{0,2}[\w.@/]+=", w)]
-        if target in SETTINGS:
-            check_settings(target, settings)
-        elif target.startswith("vllm."):
+        if target.startswith("vllm."):
             assert importlib.util.find_spec("vllm") is not None
         else:
-            known = parser_options(target, *(w for w in rest[:1] if w.isalpha() and w.islower()))
-            unknown = [w for w in given if w.split("=")[0] not in known]
-            assert not unknown, f"{readme}: {target} knows no {unknown}"
-    elif program == "bash":
-        assert (ROOT / words[1]).is_file(), f"{readme}: {words[1]} does not exist"
-    elif program.startswith(("scripts/", "examples/", "./")) or program.endswith(".sh"):
-        assert os.access(ROOT / program, os.X_OK), f"{readme}: {program} cannot be run"
+            assert unknown_words([target], rest) == [], f"{readme}: {target}"
+    elif script.endswith(".sh"):
+        assert os.access(ROOT / script, os.R_OK if program == "bash" else os.X_OK), f"{readme}: {script} cannot be run"
+        rest = words[words.index(script) + 1 :]
+        assert not rest or unknown_words(SCRIPTS[script], rest) == [], f"{readme}: {script}"
     else:
         assert program in ("pip", "ray", "git", "export", "cd", "hf"), f"{readme}: what is {program}?"
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "unknown"),
+    [
+        ("train_spd_scorer.py", "--n 1 spd.reward.alpha=1 --step 3 spd.reward.alfa=1", ["spd.reward.alfa", "--step"]),
+        ("scripts/submit_spd.sh", "http://h:1 --pack P --steps 4 --put P trainer.gpus=1", ["trainer.gpus", "--put"]),
+        ("dllm_reasoning/scripts/run_train.sh", "4 D iterative.noise_min=0 iterative.noise=0", ["iterative.noise"]),
+        ("recipe.dapo.main_dapo", "algorithm.filter_groups.enable=true data.gen_batch=3", ["data.gen_batch"]),
+        ("verl.trainer.main_ppo", "+data.x=1 ++nowhere.x=1 trainer.logger.x=1", ["nowhere.x", "trainer.logger.x"]),
+        ("verl.trainer.main_ppo", "--dry-run data.train_files=x", ["--dry-run"]),
+        ("verl.model_merger", "merge --backend fsdp --local_dirs D a=1", ["a", "--local_dirs"]),
+    ],
+)  # fmt: skip
+def test_a_command_that_is_not_real_is_found(target, words, unknown):
+    assert unknown_words(SCRIPTS.get(target, [target]), words.split()) == unknown
+
+
+# What the README names between its lines: options of the programs below, keys of any tree.
+INLINE = re.compile(r"`([^`]+)`")
+PROGRAMS = (
+    "train_spd_scorer.py", "scripts/submit_spd.py", "scripts/eval_spd_scorer.py", "scripts/spd_decode.py",
+    "examples.spd_arithmetic.make_testbed",
+)  # fmt: skip
+
+
+def test_options_and_settings_between_the_lines_are_real():
+    pieces = INLINE.findall(FENCE.sub("", (ROOT / "README.md").read_text()))
+    options = {w for p in pieces if p.startswith("--") for w in p.split() if w.startswith("--")}
+    settings = {w for p in pieces for w in p.split() if re.match(r"[a-z_]+(\.[a-z_]+)+=", w)}
+    known = set().union(*map(parser_options, PROGRAMS))
+    assert len(options) > 5 and options <= known, options - known
+    lost = {s for s in settings if all(unknown_settings(target, [s]) for target in SETTINGS)}
+    assert len(settings) > 3 and not lost
 
 
 def test_the_readme_has_commands_of_every_kind():

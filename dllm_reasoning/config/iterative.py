@@ -19,6 +19,7 @@ class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
     max_prompts: int = setting(-1, low=-1)
     batch_size: int = setting(64, low=1)
     max_new_tokens: int = setting(1024, low=1)
+    item_timeout: float = setting(300.0, above=0)
     keep_ground_truth: bool = False
     ground_truth_key: str | None = None
     reward_function: ModuleConfig = field(default_factory=lambda: ModuleConfig(name="compute_score"))

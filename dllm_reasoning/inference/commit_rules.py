@@ -16,7 +16,7 @@ LOSSLESS = ("converge", "slide", "verify")
 @dataclass
 class Row:
     """One answer in the making. `tokens`: prompt and what is committed; `guesses`: fed behind its last token; `known`:
-    leading tokens that a forward has read as they stand."""
+    leading tokens that a forward has read as they stand; `rounds`: refinement rounds of the block so far."""
 
     number: int
     tokens: list[int]
@@ -41,9 +41,6 @@ class Row:
         self.known = len(self.tokens) + min(settled(fed, said), len(said))
         self.tokens += said if end is None else said[: end + 1]
         self.done = end is not None or self.remaining == 0
-        if said:
-            self.rounds_of_blocks.append(self.rounds)
-            self.rounds = 0
 
 
 class Refine:
@@ -62,6 +59,8 @@ class Refine:
         settled = said[:-1] == row.guesses
         if settled or row.rounds == self.times:
             row.guesses = self.fresh()
+            row.rounds_of_blocks.append(row.rounds)
+            row.rounds = 0
             return said
         row.rounds += 1
         row.guesses = said[:-1]
@@ -85,7 +84,6 @@ class Slide:
         count = settled(row.guesses, said) + 1
         while confidence is not None and count < len(said) and confidence[count] >= self.threshold:
             count += 1
-        row.rounds += 1
         row.guesses = (said[count:] + self.fresh())[: self.width - 1]
         return said[:count]
 
@@ -103,7 +101,6 @@ class Verify:
 
     def step(self, row: Row, said: list[int], confidence: list[float] | None) -> list[int]:
         count = settled(row.guesses[: self.guessed], said) + 1
-        row.rounds += 1
         drafted = (said[count:] + self.fresh())[: self.guessed]
         row.guesses = drafted + [self.noise] * self.guessed
         return said[:count]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dllm_reasoning.inference.generator import ADD_EOS_LENGTH, iterative_generate
+from dllm_reasoning.inference.generator import ADD_EOS_LENGTH, check_lengths, iterative_generate
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
@@ -93,15 +93,16 @@ def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {args.model_path!r} has no eos token; answers would never end.")
     dtype = torch_dtype_of(args.dtype, "--dtype")
-    model = create_huggingface_actor(args.model_path, automodel_kwargs={"dtype": dtype}).to(args.device)
     encoded, rows = encode(prompts, tokenizer, args.use_chat_template), []
+    check_lengths(encoded, args.max_length)  # before the first batch: an error in a later one would lose its answers
+    model = create_huggingface_actor(args.model_path, automodel_kwargs={"dtype": dtype}).to(args.device)
     for start in range(0, len(prompts), args.batch_size):
         part = slice(start, start + args.batch_size)
         found = iterative_generate(
             model, encoded[part], tokenizer.eos_token_id, tokenizer.pad_token_id, args.add_eos_length,
             args.refine_iter, args.max_new_tokens, args.max_length, noise_token_id=args.noise_token_id,
             confidence_threshold=args.confidence_threshold, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed + start, use_cache=not args.no_cache,
+            top_p=args.top_p, seed=args.seed, first_row=start, use_cache=not args.no_cache,
         )  # fmt: skip
         for prompt, tokens, forwards in zip(prompts[part], found.tokens, found.stats.forwards, strict=True):
             rows.append({

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from loguru import logger
 from torch import nn
 
 from dllm_reasoning.inference.commit_rules import CommitRule, Row, commit_rule
 from dllm_reasoning.inference.reader import Reader
+from dllm_reasoning.utils.telling import warn_once
 from verl.workers.rollout.hf_rollout import choose
 from verl.workers.rollout.sampling import Sampling
 
@@ -27,9 +27,10 @@ WINDOW_KEY, NOISE_KEY = "dllm_window", "dllm_noise_token_id"  # in the model's c
 
 @dataclass
 class GenerationStats:
-    """One entry a row: new tokens, forwards the row took part in (every one counts), refinement rounds of each commit.
+    """One entry a row: new tokens, forwards the row took part in (every one counts), refinement rounds of each block.
 
-    `seconds` and `batch_forwards` are of the whole call.
+    `rounds` is of blocks that are refined in place (a number of rounds, converge); slide and verify, which commit in
+    every forward, leave it empty. `seconds` and `batch_forwards` are of the whole call.
     """
 
     tokens: list[int]
@@ -48,7 +49,7 @@ class GenerationStats:
 
     @property
     def rounds_per_block(self) -> float:
-        """Mean number of refinement rounds between commits."""
+        """Mean number of refinement rounds of a block; 0 for slide and verify."""
         rounds = [n for row in self.rounds for n in row]
         return sum(rounds) / max(1, len(rounds))
 
@@ -78,6 +79,7 @@ def iterative_generate(
     top_k: int = -1,
     top_p: float = 1.0,
     seed: int = 0,
+    first_row: int = 0,
     use_cache: bool = True,
 ) -> GenerationResult:
     """Continue every prompt until its end token, `max_new_tokens`, or `max_length` tokens with the prompt.
@@ -85,7 +87,8 @@ def iterative_generate(
     input_ids: lists of ids, or [B, T] with attention_mask [B, T] (1 = text). A window holds add_eos_length + 1 tokens:
     as the model was trained (its config's dllm_window), else 128. refine_iter: rounds after a block's first forward (a
     round that changes nothing ends them), or `converge`, `slide`, `verify`, which give what decoding token by token
-    gives, with the same draws where temperature is above 0. Rows stop on their own.
+    gives, with the same draws where temperature is above 0. Rows stop on their own. Draws hang on `seed` and on a row's
+    number, counted from `first_row`: a batch in several calls draws as in one.
     """
     config = model.config.to_dict()
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
@@ -94,11 +97,12 @@ def iterative_generate(
     noise = noise_token_id if noise_token_id is not None else config[NOISE_KEY] if NOISE_KEY in config else eos[0]
     rule = commit_rule(refine_iter, width, noise, confidence_threshold)
     sampling = Sampling(temperature == 0, temperature or 1.0, top_k, top_p)
-    rows = _rows(input_ids, attention_mask, max_new_tokens, max_length, rule)
+    rows = _rows(input_ids, attention_mask, max_new_tokens, max_length, rule, first_row)
     started, forwards = time.perf_counter(), 0
     with _evaluating(model), torch.inference_mode():
         active = list(rows)
-        slots = max(len(row.tokens) + row.limit for row in rows) + len(rule.fresh()) + 1
+        # A row's guesses, behind padding as wide as what another row has still to read.
+        slots = max(len(row.tokens) + row.limit for row in rows) + 2 * len(rule.fresh()) + 1
         reader = Reader(model, active, slots, pad_token_id, use_cache)
         speaker = _Speaker(sampling, rule, {row.number: (seed, row.limit) for row in rows})
         while active:
@@ -161,17 +165,17 @@ def _width(add_eos_length: int | None, config: dict[str, Any]) -> int:
     if add_eos_length < 0:
         raise ValueError(f"add_eos_length={add_eos_length} is below 0; 0 decodes token by token.")
     if trained is not None and add_eos_length + 1 > trained:
-        logger.warning(
-            "add_eos_length={} makes blocks of {} tokens, but the model was trained on windows of {}: expect wrong "
-            "answers with a fixed refine_iter, and no gain from the lossless modes; leave it out to get {}",
-            add_eos_length, add_eos_length + 1, trained, trained - 1,
-        )  # fmt: skip
+        warn_once(
+            f"add_eos_length={add_eos_length} makes blocks of {add_eos_length + 1} tokens, but the model was trained "
+            f"on windows of {trained}: expect wrong answers with a fixed refine_iter, and no gain from the lossless "
+            f"modes; leave it out to get {trained - 1}"
+        )
     return add_eos_length + 1
 
 
 def _rows(
     input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None, max_new_tokens: int,
-    max_length: int, rule: CommitRule,
+    max_length: int, rule: CommitRule, first_row: int,
 ) -> list[Row]:  # fmt: skip
     if isinstance(input_ids, torch.Tensor):
         kept = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
@@ -182,14 +186,20 @@ def _rows(
         raise ValueError(f"max_new_tokens={max_new_tokens} is below 1.")
     if not prompts:
         raise ValueError("input_ids holds no prompt.")
+    check_lengths(prompts, max_length)
+    rows = [Row(number, ids, len(ids), min(max_new_tokens, max_length - len(ids)))
+            for number, ids in enumerate(prompts, first_row)]  # fmt: skip
+    for row in rows:
+        row.guesses = rule.fresh()
+    return rows
+
+
+def check_lengths(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """ValueError that names a prompt which leaves no room for an answer, or is empty."""
     for number, ids in enumerate(prompts):
         if not 0 < len(ids) < max_length:
             raise ValueError(f"prompt {number} has {len(ids)} tokens; it needs at least one, and fewer than "
                              f"max_length={max_length}.")  # fmt: skip
-    rows = [Row(i, ids, len(ids), min(max_new_tokens, max_length - len(ids))) for i, ids in enumerate(prompts)]
-    for row in rows:
-        row.guesses = rule.fresh()
-    return rows
 
 
 @contextmanager

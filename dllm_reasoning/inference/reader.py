@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from loguru import logger
 from torch import nn
 
 from dllm_reasoning.inference.commit_rules import Row
+from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem
+from dllm_reasoning.utils.telling import warn_once
 from verl.workers.rollout.spd.kv_cache import RowCache
 
 
@@ -21,7 +22,7 @@ class Reader:
         self.model, self.pad = model, pad_token_id
         self.device, self.dtype = model.device, model.dtype
         layers = model.config.get_text_config().num_hidden_layers
-        self.cache = RowCache(len(rows), slots, layers) if use_cache and full_attention(model) else None
+        self.cache = RowCache(len(rows), slots, layers) if use_cache and cacheable(model) else None
 
     def logits(self, rows: list[Row]) -> torch.Tensor:
         """[B, w, V], w the most guesses of a row plus one; row i's last committed token stands at place 0."""
@@ -58,13 +59,14 @@ class Reader:
         return rows[:left]
 
 
-def full_attention(model: nn.Module) -> bool:
-    """Whether every layer attends to everything before, as the rolling cache needs; warns where one does not."""
-    described = model.config.get_text_config().to_dict()
-    kinds = set(described.get("layer_types") or ())
-    windowed = not kinds and described.get("sliding_window") and described.get("use_sliding_window", True)
-    if kinds <= {"full_attention"} and not windowed:
+def cacheable(model: nn.Module) -> bool:
+    """Whether the rolling cache is right for the model: every layer attends to everything before. Warns once where
+    one does not; ValueError where the model cannot be fed with such a cache at all."""
+    name = type(model).__name__
+    if problem := rolling_problem(model):
+        raise ValueError(f"{name} {problem}, so that no cache of it can drop wrong guesses; set use_cache=False "
+                         "(--no_cache in the demo), which reads the whole text in each forward.")  # fmt: skip
+    if layer_kinds(model.config) == {FULL}:
         return True
-    logger.warning("{} has layers without full attention: each forward reads the whole text anew, without a cache",
-                   type(model).__name__)  # fmt: skip
+    warn_once(f"{name} has layers without full attention: each forward reads the whole text anew, without a cache")
     return False

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from loguru import logger
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
 from dllm_reasoning.losses.shared_prefix import SharedPrefix
+from dllm_reasoning.utils.attention import mask_problem, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
-from verl.workers.policy.causal_lm import causal_model, final_logits
+from dllm_reasoning.utils.telling import warn_once
+from verl.workers.policy.causal_lm import CausalLMPolicy, causal_model, final_logits
+from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain
 
 FORWARD_METHOD = "predict_tokens"
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = CausalLMPolicy().chunk_tokens  # the SFT trainer's: one round without noise is its loss to the last bit
 Backward = Callable[[torch.Tensor, bool], None]
 """Takes a scalar loss and whether it is the last before ranks exchange gradients (BaseEngine.backward)."""
 
@@ -55,24 +57,28 @@ class IterativeLoss:
         """Every round of one micro-batch, or the first `rounds` of them; `backward` None only measures.
 
         Sums are multiplied by `scale` (rounds) and `ar_scale` (clean text) before the backward pass: one over the
-        global counts, times the number of ranks. `warm_up` rounds without gradient come first (trajectory).
+        global counts, times the number of ranks. `warm_up` rounds without gradient come first (trajectory). ValueError
+        where the layout has a prefix and the model's attention cannot be told by one mask.
         """
         weights = self.round_weights[:rounds]
         bind(model)
-        clean = layout.prefix if _counts(layout.prefix) else None
+        if layout.prefix is not None and (problem := mask_problem(model)):
+            raise ValueError(f"{type(causal_model(model)).__name__} {problem}: rounds cannot look at a common prefix.")
+        clean = layout.prefix if layout.whole_prefix else None
         jobs = [(weight * scale, layout.tail) for weight in weights]
         if clean is None and self.ar_weight:
             tail = layout.tail
             jobs.append((self.ar_weight * ar_scale, Tokens(layout.clean, tail.positions, tail.valid, tail.labels)))
-        ids = self._warmed(model, layout, warm_up)
         prefix = _open_prefix(model, layout, backward is not None) if self.share and layout.prefix is not None else None
+        view = _View(prefix, _mask(model, layout, prefix))
+        ids = self._warmed(model, layout, view, warm_up)
         sums = []
         for k, (weight, tokens) in enumerate(jobs):
             is_round = k < len(weights)
             used = Tokens(ids if is_round else tokens.ids, tokens.positions, tokens.valid, tokens.labels)
             decode = is_round and k + 1 < len(weights)
             last = is_last and prefix is None and k + 1 == len(jobs)
-            loss, told = self._round(model, layout, used, prefix, decode, clean if k == 0 else None)
+            loss, told = self._round(model, layout, used, view, decode, clean if k == 0 else None)
             sums.append([part.detach() for part in loss])
             if backward is not None:
                 backward(weight * loss[0] + self.ar_weight * ar_scale * loss[1], last)
@@ -83,35 +89,29 @@ class IterativeLoss:
             backward(ar + prefix.cache.surrogate() + 0.0 * prefix.touch, is_last)
         return _told(layout, sums, len(weights), prefix)
 
-    def _warmed(self, model: nn.Module, layout: Layout, rounds: int) -> torch.Tensor:
+    def _warmed(self, model: nn.Module, layout: Layout, view: _View, rounds: int) -> torch.Tensor:
         """The tail's ids after `rounds` guesses of the model, without gradient."""
         ids = layout.tail.ids
         with torch.no_grad():
             for _ in range(rounds):
                 tail = Tokens(ids, layout.tail.positions, layout.tail.valid, layout.tail.labels)
-                _, told = self._round(model, layout, tail, None, True, None)
+                _, told = self._round(model, layout, tail, view, True, None)
                 ids = greedy_decode_response(ids, told, layout.region)
         return ids
 
     def _round(
-        self, model: nn.Module, layout: Layout, tail: Tokens, prefix: _OpenPrefix | None, decode: bool,
-        clean: Tokens | None,
+        self, model: nn.Module, layout: Layout, tail: Tokens, view: _View, decode: bool, clean: Tokens | None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:  # fmt: skip
         """((sum over the tail's labels, sum over `clean`'s), what the model says at each tail place [B, Q])."""
         wanted = _before(layout.region) if decode else None
-        if prefix is not None:
-            mask = additive(layout.seen, prefix.dtype)
-            loss, told = _call(model, tail, mask, prefix.cache, wanted)
-            return (loss, torch.zeros_like(loss)), told
-        if layout.prefix is None:
-            loss, told = _call(model, tail, tail.valid.long(), None, wanted)
+        if layout.prefix is None or view.prefix is not None:
+            loss, told = _call(model, tail, view.mask, None if view.prefix is None else view.prefix.cache, wanted)
             return (loss, torch.zeros_like(loss)), told
         both = _beside(layout.prefix, tail, clean is not None)
-        mask = additive(_whole_mask(layout), next(model.parameters()).dtype)
         width = layout.prefix.ids.shape[1]
         if wanted is not None:
             wanted = torch.cat([torch.zeros_like(layout.prefix.valid), wanted], 1)
-        loss, told = _call(model, both, mask, None, wanted, first=width)
+        loss, told = _call(model, both, view.mask, None, wanted, first=width)
         return (loss[1], loss[0]), None if told is None else told[:, width:]
 
 
@@ -125,10 +125,18 @@ class _OpenPrefix:
     dtype: torch.dtype
 
 
+@dataclass
+class _View:
+    """What each round looks at: a prefix forwarded before it, and its own mask."""
+
+    prefix: _OpenPrefix | None
+    mask: torch.Tensor
+
+
 def _told(layout: Layout, sums: list, count: int, prefix: _OpenPrefix | None) -> RoundLosses:
     """What `count` rounds, the clean text's forward and the prefix added up to."""
     rounds = [tail for tail, _ in sums[:count]]
-    if not _counts(layout.prefix):
+    if not layout.whole_prefix:
         ar = sums[count][0] if len(sums) > count else torch.zeros(())
         return RoundLosses(rounds, ar, layout.tail.count(), layout.tail.count())
     ar = sums[0][1] if prefix is None else prefix.loss.detach()
@@ -144,11 +152,6 @@ def _open_prefix(model: nn.Module, layout: Layout, trains: bool) -> _OpenPrefix:
     return _OpenPrefix(cache, loss, touch, cache.layers[0].keys.dtype)
 
 
-def _counts(prefix: Tokens | None) -> bool:
-    """Whether the prefix is text with a loss of its own (packed)."""
-    return prefix is not None and prefix.count() > 0
-
-
 def _before(region: torch.Tensor) -> torch.Tensor:
     """Places whose prediction is fed to the next place. bool [B, Q] -> bool [B, Q]."""
     return torch.cat([region[:, 1:], torch.zeros_like(region[:, :1])], 1)
@@ -159,6 +162,19 @@ def _beside(prefix: Tokens, tail: Tokens, with_labels: bool) -> Tokens:
     pairs = ((prefix.ids, tail.ids), (prefix.positions, tail.positions), (prefix.valid, tail.valid),
              (labels, tail.labels))  # fmt: skip
     return Tokens(*(torch.cat(pair, 1) for pair in pairs))
+
+
+def _mask(model: nn.Module, layout: Layout, prefix: _OpenPrefix | None) -> torch.Tensor:
+    """[B, Q] (1 = token) without a prefix; else additive: [B, 1, Q, P + Q] behind an open one, [B, 1, P + Q, P + Q]."""
+    if layout.prefix is None:
+        return layout.tail.valid.long()
+    seen = layout.seen if prefix is not None else _whole_mask(layout)
+    window = window_of(causal_model(model).config)
+    if window is not None:
+        keys = torch.cat([layout.prefix.positions, layout.tail.positions], 1)
+        queries = keys[:, -seen.shape[1] :]
+        seen = seen & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
+    return additive(seen, next(model.parameters()).dtype if prefix is None else prefix.dtype)
 
 
 def _whole_mask(layout: Layout) -> torch.Tensor:
@@ -204,22 +220,12 @@ def _predict(
     ).last_hidden_state  # fmt: skip
     counts = tokens.labels != IGNORED
     at = counts if wanted is None else counts | wanted
-    labels, states = tokens.labels[at], hidden[at]
-    losses, told = [], []
-    for part, said in zip(states.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
-        one = (causal, part, said, wanted is not None)
-        if torch.is_grad_enabled():
-            pair = checkpoint(_chunk, *one, use_reentrant=False, preserve_rng_state=False)
-        else:
-            pair = _chunk(*one)
-        losses.append(pair[0])
-        told.append(pair[1])
-    each = torch.cat(losses) if losses else states.sum(-1)
+    each, told = _cross_entropy(causal, hidden[at], tokens.labels[at], wanted is not None)
     if touch:
         return _sum_like_sft(each, at), hidden.sum()
     greedy = None
     if wanted is not None:
-        greedy = torch.zeros_like(tokens.ids).masked_scatter(at, torch.cat(told))
+        greedy = torch.zeros_like(tokens.ids).masked_scatter(at, told)
     if first is None:
         return _sum_like_sft(each, at), greedy
     behind = (torch.arange(tokens.ids.shape[1], device=at.device) >= first).expand_as(at)[at]
@@ -233,6 +239,26 @@ def _sum_like_sft(each: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return torch.zeros(at.shape, dtype=each.dtype, device=at.device).masked_scatter(at, each).sum()
 
 
+def _cross_entropy(
+    causal: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, decode: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `_chunk`, some tokens at a time, whose logits are made anew in the backward; None for tokens not asked for."""
+    head = causal.get_output_embeddings()
+    if not decode and is_plain(head):
+        final = FinalLogits.of(causal.config)
+        log_probs, _ = chunked_log_probs(head, final, hidden, labels, with_entropy=False, chunk_tokens=CHUNK_TOKENS)
+        return -log_probs, None
+    found = []
+    for part, said in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
+        one = (causal, part, said, decode)
+        if torch.is_grad_enabled():
+            found.append(checkpoint(_chunk, *one, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(_chunk(*one))
+    losses, told = (torch.cat(column) for column in zip(*found, strict=True))
+    return losses, told if decode else None
+
+
 def _chunk(
     causal: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, decode: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,14 +270,32 @@ def _chunk(
 
 
 def sharing(model: nn.Module, mode: str, rounds: int, packed: bool) -> bool:
-    """Whether rounds share the prefix: where it pays (auto), and where gradient checkpointing does not drop caches."""
+    """Whether rounds share the prefix: where it pays (auto), and where neither gradient checkpointing drops caches nor
+    the model's attention forbids it. ValueError for packed where the latter does."""
+    problem = mask_problem(model)
+    if packed and problem:
+        raise ValueError(packed_refusal(problem))
     pays = packed or rounds > 1
     if mode == "off" or (mode == "auto" and not pays):
         return False
+    if problem:
+        warn_once(
+            f"the model {problem}: every round computes the instruction anew (iterative.share_instruction=off silences "
+            "this)"
+        )
+        return False
     if causal_model(model).is_gradient_checkpointing:
-        logger.warning(
+        warn_once(
             "model.enable_gradient_checkpointing=true drops the cache that rounds would share their instruction by: "
             "every round computes it anew (set it to false, or iterative.share_instruction=off to silence this)"
         )
         return False
     return True
+
+
+def packed_refusal(problem: str) -> str:
+    """The sentence for a model that windows beside the text are not right for; `problem` as mask_problem tells it."""
+    return (
+        f"iterative.noise_pattern=packed is not for the model of model.partial_pretrain, which {problem}; take another "
+        "pattern, or another model."
+    )

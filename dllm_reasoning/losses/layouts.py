@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from dllm_reasoning.utils.noise_utils import PATTERNS, noise_level, q_sample, row_generator, window_starts
@@ -39,7 +40,8 @@ class Tokens:
 class Layout:
     """`tail` is decoded anew at `region` [B, Q] bool between rounds; it sees `seen` [B, Q, P + Q] bool of prefix and
     itself. Without a prefix the tail is causal over its valid tokens. `clean` [B, Q]: the tail's ids without noise;
-    `noised`: number of noise tokens at places that exist."""
+    `noised`: number of noise tokens at places that exist; `whole_prefix`: it is the clean sample, with a loss of its
+    own."""
 
     prefix: Tokens | None
     tail: Tokens
@@ -47,6 +49,7 @@ class Layout:
     clean: torch.Tensor
     seen: torch.Tensor | None
     noised: int
+    whole_prefix: bool = False
 
     def to(self, device: torch.device | str) -> Layout:
         moved = {name: getattr(self, name) for name in ("prefix", "tail", "region", "clean", "seen")}
@@ -118,8 +121,8 @@ def _noise_of_rows(
 
 def _split(whole: Layout, answers: torch.Tensor) -> Layout:
     """Instructions less their last token as prefix, the rest as tail; both right-padded anew."""
-    starts = answers.int().argmax(1)  # [B]: the first response token
     ends = whole.tail.valid.sum(1)
+    starts = torch.where(answers.any(1), answers.int().argmax(1), ends - 1)  # [B]: the first response token
     tail_of = [slice(int(s) - 1, int(e) - 1) for s, e in zip(starts, ends, strict=True)]  # EOS is never an input
     head_of = [slice(0, int(s) - 1) for s in starts]
     prefix, tail = _cut(whole.tail, head_of), _cut(whole.tail, tail_of)
@@ -131,11 +134,15 @@ def _split(whole: Layout, answers: torch.Tensor) -> Layout:
 
 
 def _cut(tokens: Tokens, slices: list[slice]) -> Tokens:
+    """At least one column: where every instruction is one token, the prefix is a padding token that nothing sees, so
+    that each rank makes the same forwards."""
+    found = []
     columns = (tokens.ids, tokens.positions, tokens.valid, tokens.labels)
-    values = (0, 0, False, IGNORED)
-    cut = (pad_sequence([column[i, s] for i, s in enumerate(slices)], batch_first=True, padding_value=value)
-           for column, value in zip(columns, values, strict=True))  # fmt: skip
-    return Tokens(*cut)
+    for column, value in zip(columns, (0, 0, False, IGNORED), strict=True):
+        rows = [column[i, s] for i, s in enumerate(slices)]
+        cut = pad_sequence(rows, batch_first=True, padding_value=value)
+        found.append(cut if cut.shape[1] else pad(cut, (0, 1), value=value))
+    return Tokens(*found)
 
 
 def _causal(valid: torch.Tensor) -> torch.Tensor:
@@ -152,10 +159,11 @@ def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSe
     prefix = Tokens(ids, batch["position_ids"], valid, _next_labels(ids, answers))
     drawn = [window_starts(int(row.sum()), noise.windows, row_generator(seed))
              for row, seed in zip(answers, seeds, strict=True)]  # fmt: skip
-    first = answers.int().argmax(1, keepdim=True)  # [B, 1]
+    counts = answers.any(1, keepdim=True)  # a row without a response fills a batch of validation up
+    first = torch.where(counts, answers.int().argmax(1, keepdim=True), 1)  # [B, 1]
     committed = torch.tensor(drawn) + first - 1  # [B, M]: place of each window's last committed token
     places = (committed.unsqueeze(-1) + torch.arange(width)).flatten(1)  # [B, M * W]: place that each tail token takes
-    inside = places < valid.sum(1, keepdim=True)
+    inside = (places < valid.sum(1, keepdim=True)) & counts
     known = places.clamp(max=ids.shape[1] - 1)
     is_first = torch.arange(places.shape[1]) % width == 0
     clean = torch.where(inside, ids.gather(1, known), noise.token)
@@ -167,4 +175,4 @@ def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSe
                   torch.ones_like(inside), labels)  # fmt: skip
     region = (~is_first).expand_as(inside)
     seen = torch.cat([cross, own.expand(len(ids), -1, -1)], 2)
-    return Layout(prefix, tail, region, clean, seen, int((inside & region).sum()))
+    return Layout(prefix, tail, region, clean, seen, int((inside & region).sum()), whole_prefix=True)

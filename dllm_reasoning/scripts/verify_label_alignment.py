@@ -16,6 +16,7 @@ from torch import nn
 from dllm_reasoning.losses.iterative_loss import IterativeLoss
 from dllm_reasoning.losses.layouts import IGNORED, NoiseSettings, build_layout
 from dllm_reasoning.trainer.sft_dataset import encode_segments
+from dllm_reasoning.utils.attention import mask_problem
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
@@ -59,11 +60,13 @@ def next_token_labels(model: nn.Module, tokenizer: Any, batch: Batch) -> str | N
 
 
 def loss_of_the_model(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
-    """Without noise, the loss is that of Hugging Face's own labels argument; shared or not, whole or in windows."""
+    """Without noise, the loss is that of Hugging Face's own labels argument; shared or not, whole or in windows (rows
+    alone where the model's attention rules the others out)."""
     answers = batch["response_mask"].bool()
     own = torch.where(answers, batch["input_ids"], IGNORED)
     wanted = float(model(input_ids=batch["input_ids"], labels=own).loss) * int(answers.sum())
-    for pattern, split in (("iid", False), ("iid", True), ("packed", True)):
+    ways = (("iid", False), ("iid", True), ("packed", True))
+    for pattern, split in ways[:1] if mask_problem(model) else ways:
         layout = layout_of(batch, tokenizer.eos_token_id, pattern, split=split)
         told = IterativeLoss([1.0], 1.0, share=split).run(model, layout, None, scale=1.0, ar_scale=1.0)
         found = float(told.ar if pattern == "packed" else told.rounds[0])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -11,19 +14,24 @@ from torch.utils.data import Dataset
 
 from dllm_reasoning.config.iterative import IterativeConfig, IterativeRefineConfig
 from dllm_reasoning.inference.generator import NOISE_KEY, WINDOW_KEY
-from dllm_reasoning.losses.iterative_loss import IterativeLoss, RoundLosses, sharing
+from dllm_reasoning.losses.iterative_loss import IterativeLoss, RoundLosses, packed_refusal, sharing
 from dllm_reasoning.losses.layouts import Layout, NoiseSettings, build_layout, count_labels
-from dllm_reasoning.trainer.self_generate import own_answers
-from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
+from dllm_reasoning.trainer.self_generate import check_reward, own_answers
+from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
+from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.ranks import summed
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.problems import Problem, wrong
 from verl.workers.policy.causal_lm import causal_model
 
+if TYPE_CHECKING:
+    from verl.trainer.dry_run_checks import Findings
+
 SEED_COLUMN = "noise_seed"
-VALIDATION_SEED = 1_000_003  # the same noise in every validation
+VALIDATION_SEED = 1_000_003  # of the first row of the validation set; the others count on
 
 
 class IterativeRefineTrainer(FSDPSFTTrainer):
@@ -34,15 +42,24 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     """
 
     config_type = IterativeRefineConfig
+    not_read: ClassVar[Mapping[str, str]] = {
+        "data.use_shm": "data files are read where they lie",
+        "data.multiturn.*": "a row is an instruction and its response",
+        "data.custom_cls.*": "the data set is IterativeSFTDataset",
+        "data.packing": "rounds keep their rows; data.micro_batch_size_per_gpu decides",
+        "use_remove_padding": "rounds keep their padding, which is cut to the longest row",
+    }
 
     def __init__(
         self, config: DictConfig, device_mesh: Any, ulysses_device_mesh: Any, tokenizer: Any, train_dataset: Dataset,
         val_dataset: Dataset | None = None,
     ) -> None:
+        config.use_remove_padding = config.data.packing = False  # not read, as `not_read` tells
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
         self.iterative = settings
         self.noise = noise_settings(settings, tokenizer)
+        self.val_noise = replace(self.noise, schedule="uniform")
         self.noise_generator = torch.Generator().manual_seed(settings.noise_seed)
         self.pattern = PATTERNS[settings.noise_pattern]
         model = causal_model(self.engine.module)
@@ -56,24 +73,33 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         self._counted, self._warm_up = 0, 0
 
     @classmethod
-    def build_tokenizer(cls, config: DictConfig) -> Any:
-        """The model's tokenizer; refuses one without the noise token."""
-        tokenizer = super().build_tokenizer(config)
-        noise_token_of(config.iterative.noise_token, tokenizer)
-        return tokenizer
+    def problems(cls, config: DictConfig, found: Findings) -> Iterator[Problem]:
+        settings = config.iterative
+        if found.tokenizer is not None:
+            try:
+                noise_token_of(settings.noise_token, found.tokenizer)
+            except ValueError as error:
+                yield wrong("iterative.noise_token", str(error))
+        if PATTERNS[settings.noise_pattern].windows and found.hf_config is not None:
+            if problem := kinds_problem(found.hf_config):
+                yield wrong("iterative.noise_pattern", packed_refusal(problem))
+        if settings.self_generate.enable:
+            yield from check_reward(settings.self_generate.reward_function)
 
     @classmethod
     def build_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
-        """Instruction and response pairs; for training, with iterative.self_generate, of the model's own answers."""
+        """Instruction and response pairs to train on; with iterative.self_generate, of the model's own answers."""
+        given = cls.build_val_dataset(files, config, tokenizer, max_samples)
+        wanted = config.iterative.self_generate
+        if not wanted.enable or config.trainer.dry_run:
+            return given
+        own = IterativeSFTDataset(str(own_answers(config, given)), tokenizer, config.data)
+        return given.joined(own) if wanted.keep_ground_truth else own
+
+    @classmethod
+    def build_val_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         files = [files] if isinstance(files, str) else list(files)
-        wanted = config.data.train_files
-        trains = files == ([wanted] if isinstance(wanted, str) else list(wanted))
-        dataset = IterativeSFTDataset(files, tokenizer, config.data, max_samples)
-        if not (config.iterative.self_generate.enable and trains) or config.trainer.dry_run:
-            return dataset
-        own = own_answers(config, dataset)
-        kept = [*files, own] if config.iterative.self_generate.keep_ground_truth else [own]
-        return IterativeSFTDataset([str(file) for file in kept], tokenizer, config.data)
+        return IterativeSFTDataset(files, tokenizer, config.data, max_samples)
 
     def training_step(self, batch: TensorDict) -> dict[str, float]:
         """Draw the step's noise, the same on every rank, then train."""
@@ -88,7 +114,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         return super().training_step(batch)
 
     def backward(self, micro: TensorDict, tokens: int, is_last: bool) -> dict[str, float]:
-        layout = self._layout(micro)
+        layout = self._layout(micro, self.noise)
         ranks = self.engine.get_data_parallel_size()
         with self.engine.autocast():
             told = self.loss.run(
@@ -98,44 +124,66 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
                 rounds=1 if self.global_steps <= self.iterative.single_round_steps else None,
             )  # fmt: skip
         found = self._losses("train", told, ranks / self._counted, ranks / tokens)
-        return found | {"train/noise_mean": layout.noised * ranks / self._counted}
+        return self._with_total("train", found) | {"train/noise_mean": layout.noised * ranks / self._counted}
 
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
-        """Rounds under noise that is the same each time, and the plain next-token loss."""
-        batch[SEED_COLUMN] = torch.arange(len(batch)) + VALIDATION_SEED
-        sums = {"val/loss": 0.0}
+        """Sums of the rounds' losses, and of the plain next-token loss.
+
+        A row's noise hangs on its number in the validation set alone; its level comes from the whole range of noise,
+        whatever the schedule says, and no warm-up rounds come first: values of any two steps compare.
+        """
+        batch[SEED_COLUMN] = batch[ROW_COLUMN] + VALIDATION_SEED
+        sums: dict[str, float] = defaultdict(float)
         for micro in cut(batch, self.config.data):
-            layout = self._layout(micro)
+            layout = self._layout(micro, self.val_noise)
             with self.engine.autocast():
                 told = self.loss.run(self.engine.module, layout.to(self.engine.device), None, scale=1.0, ar_scale=1.0)
-            # run_keeping divides by learned tokens; windows count other places
-            learned = float(micro["loss_mask"][:, 1:].sum())
-            for name, value in self._losses("val", told, learned / max(1, told.counted), 1.0).items():
-                sums[name] = sums.get(name, 0.0) + value
-            sums["val/loss"] += self.summed_loss(micro.to(self.engine.device)).item()
-            sums["val/noise_mean"] = sums.get("val/noise_mean", 0.0) + layout.noised * learned / max(1, told.counted)
+            plain = self.summed_loss(micro.to(self.engine.device)).item()
+            found = {"counted": told.counted, "val/noise_mean": layout.noised, "val/loss": plain}
+            for name, value in (found | self._losses("val", told, 1.0, 1.0)).items():
+                sums[name] += value
         return sums
 
-    def _layout(self, micro: TensorDict) -> Layout:
+    def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
+        """Rounds and noise over the places that rounds count, the others over the learned tokens."""
+        counted = sums.pop("counted")
+        plain = ("val/loss", "val/loss_ar")
+        found = {name: value / (tokens if name in plain else counted) for name, value in sums.items()}
+        return self._with_total("val", found)
+
+    def _layout(self, micro: TensorDict, noise: NoiseSettings) -> Layout:
         names = ("input_ids", "attention_mask", "position_ids")
         batch = {name: micro[name].cpu() for name in names} | {"response_mask": micro["loss_mask"].cpu()}
         progress = self.global_steps / max(1, self.total_training_steps)
         seeds = micro[SEED_COLUMN].tolist()
-        return build_layout(batch, seeds, self.noise, progress=progress, split=self.loss.share)
+        return build_layout(batch, seeds, noise, progress=progress, split=self.loss.share)
 
     def _losses(self, split: str, told: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
-        rounds = [(loss * scale).item() for loss in told.rounds]
-        found = {f"{split}/loss_s{k}": value for k, value in enumerate(rounds)}
-        total = sum(w * value for w, value in zip(self.loss.round_weights[: len(rounds)], rounds, strict=True))
+        found = {f"{split}/loss_s{k}": (loss * scale).item() for k, loss in enumerate(told.rounds)}
         if self.loss.ar_weight:
             found[f"{split}/loss_ar"] = (told.ar * ar_scale).item()
-            total += self.loss.ar_weight * found[f"{split}/loss_ar"]
+        return found
+
+    def _with_total(self, split: str, found: dict[str, float]) -> dict[str, float]:
+        """With the weighted sum of the rounds that ran and of the clean text's loss."""
+        weights = {f"{split}/loss_s{k}": weight for k, weight in enumerate(self.loss.round_weights)}
+        weights[f"{split}/loss_ar"] = self.loss.ar_weight
+        total = sum(weight * found[name] for name, weight in weights.items() if name in found)
         return found | {f"{split}/loss_total": total}
 
     def variant_state(self) -> dict[str, Any]:
         return {"noise_generator": self.noise_generator.get_state().numpy().tobytes().hex()}
 
     def load_variant_state(self, state: dict[str, Any]) -> None:
+        if "noise_generator" not in state:
+            run = self.config.trainer
+            raise ValueError(
+                f"the checkpoint to go on from (trainer.resume_mode={run.resume_mode}, trainer.default_local_dir="
+                f"{run.default_local_dir}) was not left by iterative refinement: it has no noise generator. Name "
+                "another trainer.default_local_dir, with trainer.resume_mode=auto; to start from its weights, save "
+                "them with hf_model in trainer.checkpoint.save_contents and give the folder huggingface as "
+                "model.partial_pretrain."
+            )
         raw = bytearray.fromhex(state["noise_generator"])
         self.noise_generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
 

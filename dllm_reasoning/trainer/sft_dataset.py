@@ -13,6 +13,7 @@ from dllm_reasoning.config.iterative import IterativeDataConfig
 from verl.utils.dataset.rl_dataset import DatasetError, data_setting, truncate_ids
 from verl.utils.dataset.sft_dataset import Segment, SFTDataset, encode_segments, right_padded
 
+ROW_COLUMN = "row"  # of a sample: its number in the data set
 Encoded = tuple[list[int], list[int]]
 """Ids of a sample, and 1 for each that belongs to the response (its EOS too)."""
 
@@ -56,7 +57,11 @@ class IterativeSFTDataset(SFTDataset):
         prompt, response = self.text_of(item, "prompt"), self.text_of(item, "response")
         if not response.strip():
             raise self.error(item, f"column '{self.setting('response_key')}' is empty; a response needs some text.")
-        return [(self.asked(item, prompt), False), (f"{response}{self.tokenizer.eos_token}", True)]
+        return self.ended(self.asked(item, prompt), response)
+
+    def ended(self, asked: str, response: str) -> list[Segment]:
+        """An instruction as the model reads it, and a response with the EOS behind it."""
+        return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
     def asked(self, item: int, prompt: str) -> str:
         """The instruction as the model reads it."""
@@ -88,5 +93,19 @@ class IterativeSFTDataset(SFTDataset):
         ids, learned = self.encoded[item]
         return ids[: learned.index(1)]
 
+    def length_with(self, item: int, response: str) -> int:
+        """Tokens of the sample with this response in place of its own."""
+        asked = self.asked(item, self.text_of(item, "prompt"))
+        return len(encode_segments(self.tokenizer, self.ended(asked, response))[0])
+
+    def joined(self, other: IterativeSFTDataset) -> IterativeSFTDataset:
+        """This data set with the rows of another behind its own."""
+        self.data_files = [*self.data_files, *other.data_files]
+        self.rows, self.origins = self.rows + other.rows, self.origins + other.origins
+        self.encoded, self.skipped = self.encoded + other.encoded, self.skipped + other.skipped
+        return self
+
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        return right_padded(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)
+        """SFTDataset's columns, and the number of the row (int64 [])."""
+        found = right_padded(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)
+        return {**found, ROW_COLUMN: torch.tensor(item)}

@@ -97,8 +97,8 @@ def greedy_decode_response(input_ids: torch.Tensor, predicted: torch.Tensor, reg
 
 
 def window_starts(length: int, count: int, generator: torch.Generator) -> list[int]:
-    """`count` places in a response of `length` tokens where a window's prediction begins, drawn evenly."""
-    return torch.randint(length, (count,), generator=generator).tolist()
+    """`count` places in a response of `length` tokens where a window's prediction begins, drawn evenly; 0 of none."""
+    return torch.randint(max(1, length), (count,), generator=generator).tolist()
 
 
 def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -106,9 +106,11 @@ def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:
     special = {"eos": tokenizer.eos_token_id, "mask": tokenizer.mask_token_id}
     if name in special:
         if special[name] is None:
+            # a response ends in EOS whatever the noise is
+            other = "" if name == "eos" else ", or name a token of its vocabulary"
             raise ValueError(
                 f"iterative.noise_token={name}, but the tokenizer {tokenizer.name_or_path!r} has no {name} token; add "
-                "one, or name a token of its vocabulary."
+                f"one to its tokenizer_config.json{other}."
             )
         return special[name]
     found = tokenizer.get_vocab()
@@ -121,4 +123,4 @@ def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _below(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(limit, (), generator=generator))
+    return int(torch.randint(max(1, limit), (), generator=generator))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -73,6 +74,12 @@ def draw(counts: dict[str, int], seed: int) -> dict[str, pd.DataFrame]:
     return found
 
 
+def write(tables: Mapping[str, pd.DataFrame], directory: Path) -> None:
+    """A parquet file a split."""
+    for split, table in tables.items():
+        table.to_parquet(directory / f"{split}.parquet")
+
+
 def final_answer(text: str) -> str | None:
     """The number behind the last `answer is`, its digits joined; None where there is none."""
     said = re.findall(r"answer is ((?:\d ?)+)", text)
@@ -93,8 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    for split, table in draw({split: vars(args)[split] for split in COUNTS}, args.seed).items():
-        table.to_parquet(args.out / f"{split}.parquet")
+    write(draw({split: vars(args)[split] for split in COUNTS}, args.seed), args.out)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m examples.dllm_arithmetic.demo [--seed 0] [--out DIR]
 
-Trains a base, then refinement and its SFT twin side by side, one thread each; the twin gets at least as much CPU time.
-Ends with accuracy against tokens per forward and per second for every mode, OUT/evaluation.json and OUT/curves.png.
+Trains a base, then refinement and its SFT twin side by side, one thread each. Ends with accuracy against tokens per
+forward and per second for every mode, what the run has to show (demands.py), OUT/evaluation.json and OUT/curves.png.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ from rich.progress import Progress
 from rich.table import Table
 
 from examples.dllm_arithmetic.curves import draw_curves
+from examples.dllm_arithmetic.demands import demand_table, figures
 from examples.dllm_arithmetic.evaluate import paired
-from examples.running import ROOT, PhaseFailed, Phases, SignsOfLife, console, make_progress, run_shown, run_side_by_side
+from examples.running import (
+    ROOT,
+    PhaseFailed,
+    Phases,
+    SignsOfLife,
+    console,
+    make_progress,
+    run_logged,
+    run_shown,
+    run_side_by_side,
+)
 from verl.utils.report import read_jsonl, write_report
 
 BUDGET_S = {"set-up": 400.0, "base": 240.0, "training": 700.0, "evaluation": 240.0}
@@ -32,7 +43,7 @@ BLOCK, WINDOWS = 8, 12
 STEPS, ROUNDS, AR_WEIGHT = 2000, 2, 2.0
 SINGLE_ROUND_STEPS = 700
 TAIL_BYTES = 8192
-TWIN_STEPS = 5500  # a step of plain SFT takes about a third as long: the twin gets more CPU time
+TWIN_STEPS = 5500  # a step of plain SFT takes about a third as long; the demands say whether the twin got as much
 
 
 def common(model: Path, data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -133,14 +144,22 @@ def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: lis
 
 
 def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str, Any]:
-    """Both models at once; OUT/evaluation.json."""
-    jobs = []
-    for name, model in models.items():
-        asked = ["--model", f"{name}={model}", "--questions", str(out / "base" / "test.parquet"), "--block", str(BLOCK),
-                 "--limit", str(questions), "--out", str(out / f"evaluation_{name}.json")]  # fmt: skip
-        jobs.append(([sys.executable, "-m", "examples.dllm_arithmetic.evaluate", *asked], out / f"evaluate_{name}.log"))
-    run_side_by_side(jobs, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    """Both models at once, then their speed one after the other; evaluation.json's content."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def asked(name: str, kind: str, *more: str) -> tuple[list[str], Path]:
+        command = [sys.executable, "-m", "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[name]}",
+                   "--questions", str(out / "base" / "test.parquet"), "--block", str(BLOCK), "--limit", str(questions),
+                   "--out", str(out / f"{kind}_{name}.json"), *more]  # fmt: skip
+        return command, out / f"{kind}_{name}.log"
+
+    run_side_by_side([asked(name, "evaluation", "--timed", "0") for name in models], env=environment)
     found = {name: json.loads((out / f"evaluation_{name}.json").read_text()) for name in models}
+    for name, part in found.items():
+        run_logged(*asked(name, "speed", "--speed-only"), env=environment)
+        speed = json.loads((out / f"speed_{name}.json").read_text())
+        for row in part["rows"]:
+            row["tokens_per_second"] = speed[row["mode"]]
     counts = {part["questions"] for part in found.values()}
     return {
         "questions": counts.pop(), "rows": [row for part in found.values() for row in part["rows"]],
@@ -162,6 +181,17 @@ def result_table(found: Mapping[str, Any]) -> Table:
         table.add_row(row["model"], row["mode"], str(row["block"]), accuracy, f"{row['tokens_per_forward']:.2f}",
                       f"{row['tokens_per_second']:.0f}", f"{100 * row['same_as_greedy']:.1f}")  # fmt: skip
     return table
+
+
+def summary(found: Mapping[str, Any]) -> list[str]:
+    """Lines on the paired interval and on what each training got."""
+    gap, cpu = found["greedy_refined_less_twin"], found["cpu_seconds"]
+    interval = f"{gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to {gap['high']:+.1f})"
+    lines = [f"greedy, refined less twin: {interval}; CPU seconds: refined {cpu['refined']:.0f}, "
+             f"twin {cpu['twin']:.0f}"]  # fmt: skip
+    if cpu["twin"] < cpu["refined"]:
+        lines.append("[red]The twin got less CPU time than the refined model; raise --twin-steps.[/red]")
+    return lines
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -202,18 +232,17 @@ def main(argv: list[str] | None = None) -> int:
         models = {"refined": out / "refined", "twin": trained_model(out / "twin")}
         phases.run("evaluation", lambda: found.update(evaluate(out, models, args.questions)))
     except PhaseFailed as failure:
-        console.print(f"[red]{failure}[/red]")
+        console.print(str(failure), style="red", markup=False)  # a log holds brackets
         return 1
     found["cpu_seconds"] = cpu
+    found["demands"] = figures(found)
     (out / "evaluation.json").write_text(json.dumps(found, indent=1))
     runs = [("refinement", metrics_of(run)), ("twin", metrics_of(out / "twin"))]
     draw_curves(found, runs, out / "curves.png")
     shutil.copy(out / "curves.png", run / "curves.png")
     console.print(result_table(found))
-    gap = found["greedy_refined_less_twin"]
-    interval = f"{gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to {gap['high']:+.1f})"
-    spent = f"CPU seconds: refined {cpu['refined']:.0f}, twin {cpu['twin']:.0f}"
-    console.print(f"greedy, refined less twin: {interval}; {spent}")
+    console.print(demand_table(found["demands"]))
+    console.print("\n".join(summary(found)))
     console.print(phases.table())
     console.print(f"report {write_report(run)}\nall in {time.monotonic() - begun:.0f} s")
     return 0

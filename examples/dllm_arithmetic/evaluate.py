@@ -3,7 +3,8 @@
     python -m examples.dllm_arithmetic.evaluate --model NAME=DIR --questions FILE --block W --out FILE
 
 Accuracy and tokens per forward are of all questions, in batches; tokens per second are of --timed questions, one at a
-time. Every forward counts. OUT is {"questions", "rows", "correct"}; `correct` has each question's verdict under greedy.
+time (none of them: the rows have no tokens_per_second). Every forward counts. OUT is {"questions", "rows", "correct"};
+`correct` has each question's verdict under greedy. With --speed-only OUT is {mode: tokens per second}.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dllm_reasoning.inference.generator import iterative_generate
 from examples.dllm_arithmetic.corpus import final_answer
 
-LIMIT = 128
+LIMIT, TIMED = 128, 40
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"refine_iter": 0, "add_eos_length": 0},
     "refine 0": {"refine_iter": 0}, "refine 1": {"refine_iter": 1}, "refine 2": {"refine_iter": 2},
@@ -61,8 +62,9 @@ class Subject:
         figures = {
             "block": 1 if mode == "greedy" else self.block, "accuracy": share,
             "accuracy_se": math.sqrt(share * (1 - share) / len(right)), "tokens_per_forward": tokens / forwards,
-            "tokens_per_second": self.speed(mode),
         }  # fmt: skip
+        if self.timed:
+            figures["tokens_per_second"] = self.speed(mode)
         return figures, answers, right
 
     def speed(self, mode: str) -> float:
@@ -103,13 +105,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--block", type=int, required=True)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--batch", type=int, default=100)
-    parser.add_argument("--timed", type=int, default=100)
+    parser.add_argument("--timed", type=int, default=TIMED)
+    parser.add_argument("--speed-only", action="store_true", help="nothing but tokens per second")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     name, _, directory = args.model.partition("=")
     questions = pd.read_parquet(args.questions)[: args.limit]
     subject = Subject(Path(directory), questions, args.block, args.batch, args.timed)
+    if args.speed_only:
+        args.out.write_text(json.dumps({mode: subject.speed(mode) for mode in args.modes}, indent=1))
+        return
     rows, correct = evaluate(name, subject, args.modes)
     args.out.write_text(json.dumps({"questions": len(questions), "rows": rows, "correct": correct}, indent=1))
 

@@ -3,8 +3,12 @@
     python -m examples.grpo_arithmetic.demo [--steps N] [--control-steps N] [--seed 0] [--out DIR]
 
 Trains a start by SFT that mostly guesses, improves it by GRPO, which finds that showing the work pays, and runs the
-same command with learning rate 0 behind it as a control. Ends with the accuracies on validation questions and
-OUT/result.json.
+same command with learning rate 0 behind it as a control. Ends with the accuracies on validation questions, what the run
+has to show (demands.py), and OUT/result.json.
+
+The control is short: its weights never change and validation is greedy, so that any number of steps gives the accuracy
+of the start. It shows that the gain comes from the updates, not from the rollout, the handing over of weights or the
+validation around them.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
 
+from examples.grpo_arithmetic.demands import demands_of, lines
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
 from examples.running import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
 
@@ -85,8 +91,8 @@ def result_table(trained: dict[int, float], control: dict[int, float]) -> Table:
     return table
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the phases; gives the exit code."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--control-steps", type=int, default=CONTROL_STEPS)
@@ -94,26 +100,44 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "grpo_arithmetic")
     args = parser.parse_args(argv)
-    out, begun = args.out.resolve(), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
-    start, run, control = out / "start", out / "run", out / "control"
-    phases = Phases(BUDGET_S)
-    console.rule("GRPO with a vLLM hybrid engine")
-    make = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start), "--seed", str(args.seed)]
+    args.out = args.out.resolve()
+    return args
+
+
+def commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """What each phase runs."""
+    start, out = args.out / "start", args.out
+    make = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start)]
     zero = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=-1")
+    return {
+        "start": [*make, "--seed", str(args.seed), "--sft-steps", str(args.sft_steps)],
+        "GRPO": training_command(start, out / "run", args.steps, args.seed),
+        "control": training_command(start, out / "control", args.control_steps, args.seed, *zero),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the phases; gives the exit code, 0 also where a demand is missed."""
+    args, begun = parse(argv), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
+    out, run, control = args.out, args.out / "run", args.out / "control"
+    phases, asked = Phases(BUDGET_S), commands(args)
+    console.rule("GRPO with a vLLM hybrid engine")
     try:
-        phases.run("start", lambda: run_shown([*make, "--sft-steps", str(args.sft_steps)]))
-        command = training_command(start, run, args.steps, args.seed)
-        phases.run("GRPO", lambda: train(command, run, args.steps))
-        command = training_command(start, control, args.control_steps, args.seed, *zero)
-        phases.run("control", lambda: train(command, control, args.control_steps))
+        phases.run("start", lambda: run_shown(asked["start"]))
+        phases.run("GRPO", lambda: train(asked["GRPO"], run, args.steps))
+        phases.run("control", lambda: train(asked["control"], control, args.control_steps))
     except PhaseFailed as failure:
-        console.print(f"[red]{failure}[/red]")
+        console.print(str(failure), style="red", markup=False)  # a log holds brackets
         return 1
     trained, same = accuracies(run), accuracies(control)
-    (out / "result.json").write_text(json.dumps({"seed": args.seed, "grpo": trained, "control": same}, indent=1))
+    demands = demands_of(trained, same, time.monotonic() - begun)
+    found = {"seed": args.seed, "grpo": trained, "control": same,
+             "demands": {name: asdict(demand) for name, demand in demands.items()}}  # fmt: skip
+    (out / "result.json").write_text(json.dumps(found, indent=1))
     console.print(result_table(trained, same))
     console.print(phases.table())
+    console.print("What the run has to show", *lines(demands), sep="\n  ", highlight=False, soft_wrap=True)
     console.print(f"report {run / 'report.html'}\nall in {time.monotonic() - begun:.0f} s")
     return 0
 

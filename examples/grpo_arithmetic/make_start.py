@@ -34,13 +34,18 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 DATA_SOURCE = "word_problems"
 
 
-def main(argv: list[str] | None = None) -> Path:
-    """Make the start, or say that it is there; returns its folder."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Make the start, or say that it is there; returns its folder."""
+    args = parse(argv)
     key, record = fingerprint(args), args.out / "start.json"
     if record.exists() and json.loads(record.read_text())["fingerprint"] == key:
         logger.info("{} was made with the same arguments and code: reused", args.out)

@@ -23,6 +23,7 @@ class DraftedBlock:
     target_ids: list[int]
     is_correct_baseline: bool  # the target's own completion from this context is right
     baseline_length: int  # tokens of that completion, without its end token
+    question_len: int  # tokens of the context before the answer begins
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def drifted_blocks(pair: Pair, questions: Sequence[Question], rule: Rule, count:
 def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool, length: int,
            path: str) -> DraftedBlock:
     block_id = f"{q.question_id}/{path}/{len(context) - len(q.prompt_ids)}"
-    return DraftedBlock(block_id, q.question_id, context, draft, target, right, length)
+    return DraftedBlock(block_id, q.question_id, context, draft, target, right, length, len(q.prompt_ids))
 
 
 def harm_labels(pair: Pair, blocks: Sequence[DraftedBlock], questions: dict[str, Question],

@@ -9,12 +9,14 @@ a table and a picture for each softness, and OUT/frontier.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +31,7 @@ MARGINS = ("2", "2.5", "3", "3.5", "4", "5", "8")
 SCORER_THRESHOLDS = ("-2", "-1", "0", "0.5", "1", "1.5", "2", "3")
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORER = "trained scorer, swept"
+NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
 console = Console()
 
 
@@ -88,42 +91,63 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if any(v is None for v in values) else sum(values) / len(values)
 
 
-def speed_at(curve: Sequence[EvaluationRow], drop: float) -> float:
-    """Most accepted tokens a forward on a swept rule's curve at a drop of at most `drop`; -inf where it has none.
+def speed_at(curve: Sequence[EvaluationRow], drop: float) -> tuple[float, float]:
+    """Most accepted tokens a forward of a swept rule at a drop of at most `drop`, and the standard error of the paired
+    drop there (the larger one of the two that are mixed); (-inf, nan) where it has none.
 
-    Between neighbouring thresholds a straight line: what flipping a coin between the two for each question gives.
+    A rule may flip a coin between two of its thresholds for each question: that gives the straight line between them.
     """
-    ordered = sorted(curve, key=lambda row: row.accepted_per_forward)
-    best = max((row.accepted_per_forward for row in ordered if row.drop <= drop), default=-math.inf)
-    for a, b in zip(ordered, ordered[1:], strict=False):
-        low, high = sorted((a, b), key=lambda row: row.drop)
-        if low.drop <= drop < high.drop:
+    points = [(row.accepted_per_forward, row.drop_se) for row in curve if row.drop <= drop]
+    for low, high in itertools.permutations(curve, 2):
+        if low.drop < drop < high.drop:
             part = (drop - low.drop) / (high.drop - low.drop)
             speed = low.accepted_per_forward + part * (high.accepted_per_forward - low.accepted_per_forward)
-            best = max(best, speed)
-    return best
+            points.append((speed, max(low.drop_se, high.drop_se)))
+    return max(points, default=(-math.inf, math.nan))
 
 
-def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, object]]:
-    """For each drop: the scorer's speed, and the best training-free rule with its own."""
+def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, Any]]:
+    """For each drop: the scorer's speed, and the best training-free rule with its own; errors are of the drop."""
     exact = [row for row in rows if row.rule == "exact"]
     curves = {legend: exact + [row for row in rows if row.rule in rules] for rules, legend, *_ in CURVES}
     found = []
     for drop in DROPS:
         speeds = {legend: speed_at(curve, drop) for legend, curve in curves.items()}
         rule = max((legend for legend in speeds if legend != SCORER), key=lambda legend: speeds[legend])
-        found.append({"drop": drop, "scorer": speeds[SCORER], "best_rule": rule, "rule": speeds[rule],
-                      "ratio": speeds[SCORER] / speeds[rule]})
+        (scorer, scorer_se), (best, best_se) = speeds[SCORER], speeds[rule]
+        found.append({"drop": drop, "scorer": scorer, "scorer_drop_se": scorer_se, "best_rule": rule, "rule": best,
+                      "rule_drop_se": best_se, "ratio": scorer / best})
     return found
 
 
-def show(found: Sequence[dict[str, object]], title: str) -> Table:
+def show(found: Sequence[dict[str, Any]], title: str) -> Table:
     """The comparison as people read it."""
-    table = Table("drop, points", "scorer", "best rule", "", "ratio", title=title)
+    table = Table("drop, points", "scorer", "its drop, 95 %", "best rule", "its drop, 95 %", "", "ratio", title=title)
     for row in found:
-        table.add_row(f"{100 * row['drop']:.1f}", f"{row['scorer']:.2f}", f"{row['rule']:.2f}", str(row["best_rule"]),
-                      f"{row['ratio']:.2f}")
+        spans = [_interval(row["drop"], row[f"{who}_drop_se"]) for who in ("scorer", "rule")]
+        table.add_row(f"{100 * row['drop']:.1f}", f"{row['scorer']:.2f}", spans[0], f"{row['rule']:.2f}", spans[1],
+                      str(row["best_rule"]), f"{row['ratio']:.2f}")
     return table
+
+
+def _interval(drop: float, error: float) -> str:
+    """Up to `drop`, with the 95 % interval around it, in points."""
+    return f"{100 * (drop - 1.96 * error):+.1f} to {100 * (drop + 1.96 * error):+.1f}"
+
+
+def verdicts(found: Sequence[dict[str, Any]]) -> list[str]:
+    """What the scorer is to show, and whether it does."""
+    (near,) = (row["ratio"] for row in found if row["drop"] == NEAR)
+    worst = min(found, key=lambda row: row["ratio"])
+    return [
+        f"{_met(near >= WANTED)}: at a drop of {100 * NEAR:g} points {near:.2f} times the best rule; {WANTED:g} wanted",
+        f"{_met(worst['ratio'] >= 1.0)}: nowhere fewer than the best rule; least {worst['ratio']:.2f} times, at a drop "
+        f"of {100 * worst['drop']:.1f} points ({worst['best_rule']})",
+    ]
+
+
+def _met(wanted: bool) -> str:
+    return "met" if wanted else "missed"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -148,11 +172,15 @@ def main(argv: list[str] | None = None) -> int:
         found = compare(rows)
         questions = args.questions * len(args.seeds)
         console.print(show(found, f"Accepted draft tokens per target forward, u = {softness:g}, {questions} questions"))
+        for line in verdicts(found):
+            console.print(line)
         picture = args.out / f"frontier-u{softness:g}.png"
         save_plot(rows, questions, picture)
         console.print(f"picture {picture}")
-        result[f"u={softness:g}"] = {"questions": questions, "seeds": args.seeds, "comparison": found,
-                                     "rows": [asdict(row) for row in rows]}
+        result[f"u={softness:g}"] = {
+            "questions": questions, "seeds": args.seeds, "comparison": found, "verdicts": verdicts(found),
+            "rows": [asdict(row) for row in rows],
+        }  # fmt: skip
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1))
     return 0
 

@@ -11,6 +11,7 @@ from loguru import logger
 
 from verl.protocol import DataProto
 from verl.trainer.ppo import batching
+from verl.trainer.ppo.batching import DropCounts
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.groupwise import as_torch_index
@@ -31,6 +32,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         super().__init__(*args, **kwargs)
         self.filter = self.config.algorithm.filter_groups
         self.surplus: list[dict[str, Any]] = []  # {"item": place in the data set, "uid"} of each prompt
+        self.keeps_surplus = self.filter.keep_surplus
 
     def _gather_batch(self) -> DataProto:
         if not self.filter.enable:
@@ -53,6 +55,12 @@ class RayDAPOTrainer(RayPPOTrainer):
             logger.debug(f"step {self.global_steps}: generation {len(found)} brings {prompts} of {wanted} prompts")
         self.metrics = before | _merged(found)
         return self._cut(DataProto.concat(kept), wanted, filtered)
+
+    def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:
+        """Lost samples alone: what the ranks share evenly is cut from the whole batch, not from each generation."""
+        if not self.filter.enable:
+            return super()._drop_lost(samples)
+        return batching.drop_lost(samples, self.n, 1, self._keeps_groups_whole())
 
     def _stop_at_limit(self, generations: int, prompts: int) -> None:
         limit = self.filter.max_num_gen_batches
@@ -113,13 +121,17 @@ class RayDAPOTrainer(RayPPOTrainer):
         return columns[name].astype(float)
 
     def _cut(self, samples: DataProto, wanted: int, filtered: int) -> DataProto:
-        """The first `wanted` prompts; the others wait for the next batch, where that is asked for."""
+        """The first `wanted` prompts, or as many of them as the ranks share; the others wait for the next batch."""
         groups = batching.group_rows(samples)
-        rows = np.sort(np.concatenate(groups[:wanted]))
-        over = [group[0] for group in groups[wanted:]]
-        if self.filter.keep_surplus:
-            columns = samples.non_tensor_batch
-            self.surplus = [{"item": int(columns["sample_index"][i]), "uid": str(columns["uid"][i])} for i in over]
+        sizes = [len(group) for group in groups[:wanted]]
+        count = batching.shareable(sizes, self.n, self.ranks, self._keeps_groups_whole())
+        if not count:
+            raise ValueError(
+                f"data.train_batch_size={wanted} with lost samples gives {self.ranks} ranks no even share: groups that "
+                f"are not full stay on one rank. Use data.train_batch_size={self.ranks} or more."
+            )
+        rows = np.sort(np.concatenate(groups[:count]))
+        self._keep_surplus(samples, [group[0] for group in groups[count:]])
         surplus = len(samples) - len(rows)
         metrics = self.metrics
         metrics["training/dropped_samples/filtered"] = filtered
@@ -130,11 +142,27 @@ class RayDAPOTrainer(RayPPOTrainer):
             raise RuntimeError(f"{metrics['training/scored_samples']} samples are counted, {len(rows)} are trained on")
         return samples.select_idxs(torch.from_numpy(rows))
 
+    def _keep_surplus(self, samples: DataProto, rows: list[int]) -> None:
+        """Note the prompts of these rows, by their places in the data set, for the next batch."""
+        columns = samples.non_tensor_batch
+        if rows and self.keeps_surplus and "sample_index" not in columns:
+            logger.warning(
+                "algorithm.filter_groups.keep_surplus has no effect: the data set (data.custom_cls) gives no column "
+                "'sample_index', the number of the row, by which a prompt is found again"
+            )
+            self.keeps_surplus = False
+        if self.keeps_surplus:
+            self.surplus = [{"item": int(columns["sample_index"][i]), "uid": str(columns["uid"][i])} for i in rows]
+
     def variant_state(self) -> dict[str, Any]:
         return {"surplus": self.surplus}
 
-    def load_variant_state(self, state: dict[str, Any]) -> None:
-        self.surplus = state["surplus"]
+    def load_variant_state(self, state: dict[str, Any], same_data: bool) -> None:
+        surplus = state["surplus"] if "surplus" in state else []  # none in a checkpoint of the plain trainer
+        if surplus and not same_data:
+            logger.warning(f"{len(surplus)} surplus prompts of the checkpoint are let go: they are rows of other data")
+            surplus = []
+        self.surplus = surplus
 
 
 def _merged(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -110,9 +110,10 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
 
 @register_check
 def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
-    """The scorer's settings, and the saved scorer that training starts from: whole files, made for this target."""
-    from recipe.spd.scoring_config import ScoringModelConfig, folder_fingerprint
-    from recipe.spd.scoring_model import check_trained
+    """The scorer's settings, and the saved scorer that training starts from: whole files, made for this model."""
+    from recipe.spd.fingerprint import folder_fingerprint, model_folder
+    from recipe.spd.scoring_config import ScoringModelConfig
+    from recipe.spd.trained import check_trained, described_backbone
 
     model = config.actor_rollout_ref.model
     if model.loader.name != "spd_scorer":
@@ -127,12 +128,14 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
         return
     if not adapter or findings.hf_config is None:
         return
-    folder = Path(model.path).expanduser()
     scorer.hidden_size = findings.hf_config.get_text_config().hidden_size
-    if scorer.backbone == "target" and folder.is_dir():
-        scorer.target_fingerprint = folder_fingerprint(folder, findings.hf_config) or ""
+    backbone = None
     try:
-        check_trained(Path(adapter), scorer)
+        if scorer.backbone == "own":
+            backbone = described_backbone(findings.hf_config, scorer, model.trust_remote_code)
+        if (scorer.backbone == "target" or scorer.lora_rank) and (folder := model_folder(model.path)):
+            scorer.base_fingerprint = folder_fingerprint(folder, findings.hf_config) or ""
+        check_trained(Path(adapter), scorer, backbone)
     except (OSError, ValueError, TypeError) as e:
         yield wrong("spd.adapter_path", f"spd.adapter_path={adapter}: {e}")
 
@@ -142,7 +145,7 @@ def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     """The scorer's sizes: no logits over a vocabulary, and of a `target` scorer only the head trains."""
     import torch
 
-    from recipe.spd.scoring_model import head_of
+    from recipe.spd.heads import head_of
 
     spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)

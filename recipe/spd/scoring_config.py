@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-from torch import nn
-from transformers import AutoModel, PretrainedConfig
-
 from verl.utils.registry import nearest
-from verl.utils.weight_files import safetensors_of
 
 CONFIG_FILE = "spd_config.json"
 BACKBONES = ("own", "target")
@@ -49,8 +41,8 @@ class ScoringModelConfig:
     mismatch_logit_value: float = 50.0
     # Seed of the head's first weights: every rank must draw the same.
     seed: int = 0
-    # Fingerprint of the target that a `target` head was trained on; filled when the model is built.
-    target_fingerprint: str = ""
+    # Fingerprint of the model that a `target` head or adapters were trained on; filled when the scorer is built.
+    base_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         for name, known in (("backbone", BACKBONES), ("attention", ATTENTIONS), ("head_inputs", HEAD_INPUTS)):
@@ -91,45 +83,7 @@ class ScoringModelConfig:
             raise ValueError(f"{file} is torn ({error}); save the scorer again.") from error
         if not isinstance(values, dict):
             raise ValueError(f"{file} is no object of keys and values; save the scorer again.")
+        values.pop("target_fingerprint", None)  # of before base_fingerprint: samples of the weights, too few to tell
         if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
         return cls(**values)
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Hash of a transformers model's names, shapes and weight samples, the same in float32 and bfloat16.
-
-    The language-model head does not count, so that a model with and without it agree.
-    """
-    prefix = f"{model.base_model_prefix}."
-    return _fingerprint({n.removeprefix(prefix): p.detach() for n, p in model.named_parameters()})
-
-
-def folder_fingerprint(folder: str | Path, hf_config: PretrainedConfig) -> str | None:
-    """`model_fingerprint` of the model in a folder, by a glance into its safetensors files.
-
-    None where they do not hold the model's own names and shapes: such a model must be loaded to be known.
-    """
-    with torch.device("meta"):
-        model = AutoModel.from_config(hf_config)
-    prefix, found = f"{model.base_model_prefix}.", {}
-    for file in safetensors_of(folder):
-        with safe_open(file, "pt") as opened:  # maps the file: what is not looked at is not read
-            found.update({name.removeprefix(prefix): opened.get_tensor(name) for name in opened.keys()})
-    named = {n.removeprefix(prefix): p.shape for n, p in model.named_parameters()}
-    if any(name not in found or found[name].shape != shape for name, shape in named.items()):
-        return None
-    return _fingerprint({name: found[name] for name in named})
-
-
-def _fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(weights.items()):
-        if name.startswith("lm_head."):
-            continue
-        flat = weight.reshape(-1)
-        step = max(1, flat.numel() // 64)
-        sample = flat[::step][:64].to(torch.bfloat16).view(torch.int16).cpu().numpy()
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        digest.update(sample.tobytes())
-    return digest.hexdigest()[:32]

@@ -9,56 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from recipe.spd.features import FeatureStore
+from recipe.spd.fingerprint import model_fingerprint
+from recipe.spd.heads import make_head
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
-from recipe.spd.scoring_config import ScoringModelConfig, model_fingerprint
-from verl.utils.weight_files import safetensors_of, tensor_shapes
-
-HEAD_FILE = "score_head.safetensors"
-ADAPTER_DIR = "adapter"
-BACKBONE_DIR = "backbone"
-
-
-class ScoreHead(nn.Module):
-    """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's state over t_i."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden_size)
-        self.inner = nn.Linear(hidden_size, hidden_size // 4)
-        self.out = nn.Linear(hidden_size // 4, 1)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, g, H] -> [B, g]."""
-        hidden = hidden.to(self.norm.weight.dtype)
-        return self.out(F.gelu(self.inner(self.norm(hidden)))).squeeze(-1)
-
-
-class PairHead(nn.Module):
-    """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state over the token before d_i (in the target
-    the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states.
-
-    With tied embeddings the product sums to the logit of d_i over t_i, which a sum of layers learns slowly.
-    """
-
-    def __init__(self, hidden_size: int, width: int, more: int = 0) -> None:
-        super().__init__()
-        self.first = nn.Linear((4 + more) * hidden_size, width)
-        self.second = nn.Linear(width, width)
-        self.out = nn.Linear(width, 1)
-
-    def forward(
-        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor
-    ) -> torch.Tensor:
-        """Three or more of [B, g, H] -> [B, g]. Each part at unit scale: embeddings may be far smaller than states."""
-        dtype = self.first.weight.dtype
-        h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more))
-        read = torch.cat([h, d, t, h * (d - t), *rest], dim=-1)
-        return self.out(F.gelu(self.second(F.gelu(self.first(read))))).squeeze(-1)
+from recipe.spd.scoring_config import ScoringModelConfig
+from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
+from verl.utils.peft_weights import without_adapters
+from verl.workers.policy.packing import make_packable, pack_rows, whole_mask
 
 
 class ScoringActor(nn.Module):
@@ -68,6 +30,7 @@ class ScoringActor(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = backbone
+        self.packs = False
         self.features: FeatureStore | None = None  # set by the training's loader, for the `target` backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -84,13 +47,15 @@ class ScoringActor(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        spd_layout: torch.Tensor,
+        spd_layout: torch.Tensor, remove_padding: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """input_ids, attention_mask (1 = text), position_ids [B, P]; spd_layout [B, 5] -> z [B, gamma] float32.
 
         gamma is the longest draft of the batch; matches and the padding of shorter drafts get mismatch_logit_value.
-        `spd` and `hybrid` attention count their own positions, `target` those of context and draft alone.
+        `spd` and `hybrid` attention count their own positions, `target` those of context and draft alone. With
+        `remove_padding` the backbone sees one flat row of tokens, where its attention is transformers' own.
         """
+        self.packs = remove_padding and make_packable(without_adapters(self.backbone))
         if self.config.context_tokens:
             input_ids, attention_mask, position_ids, spd_layout = cut_context(
                 input_ids, attention_mask, spd_layout, self.config.context_tokens
@@ -137,14 +102,26 @@ class ScoringActor(nn.Module):
         spd_layout: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """[B, P, H]: the own backbone's last hidden states."""
-        mask = attention_mask
+        mask = None
         if self.config.attention != "causal":
             makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
             mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
             position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
-        return self.backbone(
-            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
+        return self._states(input_ids, attention_mask, position_ids, mask)
+
+    def _states(
+        self, ids: torch.Tensor, text: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The backbone's last hidden states [B, P, H]; ids, text (1 = no padding), position_ids [B, P], mask as
+        masks.py makes it, None: causal.
+        """
+        if not self.packs:
+            inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": text if mask is None else mask}
+            return self.backbone(**inputs, use_cache=False).last_hidden_state
+        packing = pack_rows(text, None if mask is None else mask[:, 0] == 0)
+        inputs = {"input_ids": packing.flat(ids), "position_ids": packing.flat(position_ids), "packing": packing}
+        states = self.backbone(**inputs, attention_mask=whole_mask(ids.device), use_cache=False).last_hidden_state
+        return packing.spread(states, *ids.shape)
 
     def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
         """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma.
@@ -181,9 +158,7 @@ class ScoringActor(nn.Module):
         text = position >= 0
         ids = input_ids.gather(1, torch.where(text, column, 0))
         with torch.no_grad():
-            output = self.backbone(
-                input_ids=ids, attention_mask=text.long(), position_ids=position.clamp(min=0), use_cache=False
-            ).last_hidden_state
+            output = self._states(ids, text.long(), position.clamp(min=0))
         # The state over the token before d_i predicted t_i.
         return _rows_at(output, first + context_len - 1 + torch.arange(gamma, device=input_ids.device))
 
@@ -192,98 +167,44 @@ class ScoringActor(nn.Module):
 
         `state_dict` takes the place of the module's own one where that is sharded (names as in `self.state_dict()`).
         """
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
         state = self.state_dict() if state_dict is None else state_dict
-        parts = {name: {} for name in ("head", "backbone")}
-        for name, tensor in state.items():
-            part, rest = name.split(".", 1)
-            parts[part][rest] = tensor.detach().cpu().contiguous()
-        save_file(parts["head"], directory / HEAD_FILE, metadata={"format": "pt"})
+        self._save_head(Path(directory), state)
         config = self.config
         if config.backbone == "own":
-            config = self._save_backbone(directory, parts["backbone"])
-        config.save(directory)
+            backbone = {name.removeprefix("backbone."): t for name, t in state.items() if name.startswith("backbone.")}
+            config = self._save_backbone(Path(directory), _on_cpu(backbone))
+        config.save(Path(directory))
+
+    def save_beside_adapters(self, directory: str | Path, *, state_dict: dict[str, torch.Tensor]) -> None:
+        """Make a folder of adapters in peft's format one that `adapter_path` takes: the head and spd_config.json.
+
+        `state_dict`: what is trained beside the adapters, by this module's names.
+        """
+        self._save_head(Path(directory), state_dict)
+        self.config.save(Path(directory))
+
+    def _save_head(self, directory: Path, state: dict[str, torch.Tensor]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        head = {name.removeprefix("head."): tensor for name, tensor in state.items() if name.startswith("head.")}
+        save_file(_on_cpu(head), directory / HEAD_FILE, metadata={"format": "pt"})
 
     def _save_backbone(self, directory: Path, state: dict[str, torch.Tensor]) -> ScoringModelConfig:
         """Adapters in peft's format, or a whole backbone: also where `state` has the adapters merged in."""
         if self.config.lora_rank and any(".lora_" in name for name in state):
-            self.backbone.save_pretrained(str(directory / ADAPTER_DIR), state_dict=state)
+            folder = str(directory / ADAPTER_DIR)
+            self.backbone.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
             return self.config
         plain = self.backbone.get_base_model() if self.config.lora_rank else self.backbone
         plain.save_pretrained(str(directory / BACKBONE_DIR), state_dict=state)
         return replace(self.config, lora_rank=0)
 
     def load_trained(self, directory: str | Path) -> None:
-        """Read the trained part that `save_pretrained` wrote into this model; a foreign target is refused."""
-        directory = Path(directory)
-        saved = check_trained(directory, self.config)
-        self.head.load_state_dict(load_file(directory / HEAD_FILE))
-        if saved.backbone == "own":
-            _load_backbone(self.backbone, directory, saved)
+        """Read the trained part that was saved in `directory` into this model; one that does not fit is refused."""
+        load_trained(Path(directory), self.config, self.head, self.backbone)
 
 
-def check_trained(directory: Path, config: ScoringModelConfig) -> ScoringModelConfig:
-    """The config of the scorer saved in `directory`; an OSError or ValueError unless it fits into one of `config`.
-
-    Reads the heads of the files, no weights. An empty config.target_fingerprint leaves the target unchecked.
-    """
-    saved = ScoringModelConfig.load(directory)
-    kind = ("backbone", "lora_rank", "head_inputs")
-    held, wanted = ({name: getattr(c, name) for name in kind} for c in (saved, config))
-    if held != wanted:
-        held, wanted = (", ".join(f"{name}={value!r}" for name, value in it.items()) for it in (held, wanted))
-        raise ValueError(
-            f"{directory} holds a scorer with {held}; this one has {wanted}. Set spd.backbone, spd.head_inputs and the "
-            "LoRA rank alike."
-        )
-    if saved.backbone == "target" and config.target_fingerprint not in ("", saved.target_fingerprint):
-        raise ValueError(
-            f"the head in {directory} belongs to the target {saved.base_model_path!r} (fingerprint "
-            f"{saved.target_fingerprint}); the target here, {config.base_model_path!r}, has "
-            f"{config.target_fingerprint}. A head reads the states of its own target only: name that one."
-        )
-    with torch.device("meta"):
-        needed = {name: tuple(tensor.shape) for name, tensor in make_head(config).state_dict().items()}
-    found = tensor_shapes([directory / HEAD_FILE])
-    if odd := sorted(name for name in {*found, *needed} if found.get(name) != needed.get(name)):
-        raise ValueError(
-            f"{directory / HEAD_FILE} has {odd[0]} of shape {found.get(odd[0])}; with hidden_size={config.hidden_size} "
-            f"and spd.head_size={config.head_size} it is {needed.get(odd[0])}. Set spd.head_size={saved.head_size}, or "
-            "train the head anew."
-        )
-    if saved.backbone == "own":
-        files = [directory / ADAPTER_DIR / "adapter_model.safetensors"]
-        if not saved.lora_rank:
-            files = safetensors_of(directory / BACKBONE_DIR) or [directory / BACKBONE_DIR / "model.safetensors"]
-        tensor_shapes(files)
-    return saved
-
-
-def make_head(config: ScoringModelConfig) -> nn.Module:
-    """A head of the kind and widths that `config` names."""
-    return head_of(config.backbone, config.head_inputs, config.hidden_size, config.head_size)
-
-
-def head_of(backbone: str, inputs: str, hidden_size: int, width: int) -> nn.Module:
-    """The head of a backbone (own, target) that reads `inputs` (state, pair)."""
-    if backbone == "target":
-        return PairHead(hidden_size, width)
-    return PairHead(hidden_size, width, more=1) if inputs == "pair" else ScoreHead(hidden_size)
-
-
-def _load_backbone(backbone: nn.Module, directory: Path, saved: ScoringModelConfig) -> None:
-    if saved.lora_rank:
-        from peft import set_peft_model_state_dict
-
-        result = set_peft_model_state_dict(backbone, load_file(directory / ADAPTER_DIR / "adapter_model.safetensors"))
-        if result.unexpected_keys:
-            raise ValueError(
-                f"{directory / ADAPTER_DIR} has weights this backbone lacks: {result.unexpected_keys[:5]}."
-            )
-        return
-    trained = AutoModel.from_pretrained(directory / BACKBONE_DIR, dtype=torch.float32)
-    backbone.load_state_dict(trained.state_dict())
+def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
 def cut_context(
@@ -345,16 +266,12 @@ class AutoModelForSPDScoring:
                 "Leave hidden_size at 0, or name the right model."
             )
         config.hidden_size = width
-        if config.backbone == "target":
-            config.target_fingerprint = model_fingerprint(backbone)
+        if config.backbone == "target" or config.lora_rank:
+            given = base_model is not None
+            config.base_fingerprint = model_fingerprint(base_model if given else backbone, just_loaded=not given)
         if config.lora_rank:
-            from peft import LoraConfig, get_peft_model
-
             torch.manual_seed(config.seed)
-            rank, alpha, modules = config.lora_rank, config.lora_alpha, config.lora_target_modules
-            lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, bias="none")
-            backbone = get_peft_model(backbone, lora)
-        return ScoringActor(config, backbone)
+        return ScoringActor(config, with_adapters(backbone, config))
 
     @staticmethod
     def from_pretrained(

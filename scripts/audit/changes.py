@@ -1,16 +1,23 @@
-"""Checks what CHANGES.md says of this tree: files, keys, metrics and make targets that it names are there."""
+"""Checks what CHANGES.md says of this tree: all that it names in backticks is there, and each departure is shown."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from scripts.audit.keys import FAMILIES
 from verl.utils.metric.names import unknown_metrics
 
 CODE = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"(?:[\w\-.]+/)*[\w\-.]+(?:/|\.(?:py|yaml|md|sh|jinja|txt))")
-KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+(?:=\S+)?")
-METRIC = re.compile(r"(?:actor|critic|training|spd|perf|val-core|val-aux|rollout_corr)/[\w/@*]+")
+FILE = re.compile(r"(?:[\w\-.]+/)*[\w\-.]+(?:/|\.(?:py|yaml|md|sh|jinja|txt|html))")
+KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
+METRIC = re.compile(rf"(?:{'|'.join([*FAMILIES, 'spd'])})/[\w/@*]+")
+WORD = re.compile(r"-{0,2}[A-Za-z_][\w\-]*")
+SOURCES = ("verl", "recipe", "dllm_reasoning", "scripts", "examples")
+ADDED, DEPARTURES = "### What the fork adds", "### Where it departs"
+AUDIT, LEFT_OUT = "### The audit", "### Left out on purpose"
 
 
 def named(text: str) -> list[str]:
@@ -22,23 +29,78 @@ def named(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def unfounded(changes: Path, known_keys: set[str]) -> list[str]:
-    """What CHANGES.md names and this tree has not: paths, make targets, configuration keys of known sections."""
-    root, wrong = changes.parent, []
-    targets = set(re.findall(r"^([a-z\-]+):", (root / "Makefile").read_text(), re.M))
-    sections = {key.split(".")[0] for key in known_keys}
-    files = {p.name for p in root.rglob("*.py") if ".venv" not in p.parts} | {p.name for p in root.glob("*")}
-    tails = {tuple(key.split(".")[i:]) for key in known_keys for i in range(key.count(".") + 1)}
-    for piece in named(changes.read_text(encoding="utf-8")):
+def section(text: str, heading: str) -> str:
+    """The lines under the first heading that begins like this, up to the next heading; empty without one."""
+    return re.split(r"^##", text.partition(heading)[2], maxsplit=1, flags=re.M)[0]
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Of each table the cells of each row, without its head."""
+    found = re.findall(r"(?:^\|.*\n)+", f"{text}\n", re.M)
+    return [[[cell.strip() for cell in row.strip("|").split(" | ")] for row in t.splitlines()[2:]] for t in found]
+
+
+class Tree:
+    """What a piece of code may name: paths, make targets, configuration keys, and words of the code."""
+
+    def __init__(self, root: Path, known_keys: set[str]) -> None:
+        self.root = root
+        self.targets = set(re.findall(r"^([a-z\-]+):", (root / "Makefile").read_text(), re.M))
+        sources = [*root.glob("*.py"), *(f for folder in SOURCES for f in (root / folder).rglob("*.py"))]
+        self.files = {p.name for p in [*sources, *root.glob("*")]}
+        self.sections = {key.split(".")[0] for key in known_keys}
+        parts = [tuple(key.split(".")) for key in known_keys]
+        self.runs = {p[i:j] for p in parts for i in range(len(p)) for j in range(i + 1, len(p) + 1)}
+        self.words = {part for key in parts for part in key}
+        self.words.update(name for f in sources for name in (f.stem, f.parent.name))
+        for file in sources:
+            self.words.update(_words(ast.parse(file.read_text(encoding="utf-8"))))
+
+    def lacks(self, piece: str) -> str:
+        """What is wrong with a piece of code; empty where it is there."""
+        name, _, value = piece.partition("=")
         if piece.startswith("make "):
-            wrong += [] if piece.split()[1] in targets else [f"`{piece}`: the Makefile has no such target"]
-        elif METRIC.fullmatch(piece):
-            wrong += [f"`{piece}`: no such metric" for _ in unknown_metrics([piece])]
-        elif FILE.fullmatch(piece):
-            alone = "/" not in piece and (piece in files or piece.endswith((".html", ".txt")))  # written by a run
-            there = (root / piece).exists() or alone
-            wrong += [] if there else [f"`{piece}`: no such file"]
-        elif KEY.fullmatch(piece) and piece.split(".")[0] in sections:
-            key = tuple(piece.split("=")[0].split("."))
-            wrong += [] if key in tails or any(t[: len(key)] == key for t in tails) else [f"`{piece}`: no such key"]
+            return "" if piece.split()[1] in self.targets else "the Makefile has no such target"
+        if piece.startswith("python -m "):
+            place = self.root / piece.split()[2].replace(".", "/")
+            return "" if place.is_dir() or place.with_suffix(".py").is_file() else "no such module"
+        if METRIC.fullmatch(metric := piece.replace("...", "*")):
+            return "no such metric" if unknown_metrics([metric]) else ""
+        if FILE.fullmatch(piece):
+            there = (self.root / piece).exists() or piece in self.files | self.words  # a run writes the last kind
+            return "" if there else "no such file"
+        if KEY.fullmatch(name) and name.split(".")[0] in self.sections and tuple(name.split(".")) not in self.runs:
+            return "no such key"
+        return self._strange(name, value)
+
+    def _strange(self, name: str, value: str) -> str:
+        parts = WORD.findall(f"{name} {value}")
+        if not parts:
+            return "neither a file, key, metric, command nor a name of the code"
+        unknown = [part for part in parts if part not in self.words and not self._is_end(part)]
+        return f"the code has no {unknown[0]!r}" if unknown else ""
+
+    def _is_end(self, part: str) -> bool:
+        return part.startswith("_") and any(word.endswith(part) for word in self.words)
+
+
+def _words(tree: ast.AST) -> Iterator[str]:
+    """Names of a syntax tree, and texts that are one word."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from [node.value] if re.fullmatch(r"[\w\-.]+", node.value) else []
+        else:
+            names = (getattr(node, field, None) for field in ("id", "attr", "arg", "name"))
+            yield from (name for name in names if isinstance(name, str))
+
+
+def unfounded(changes: Path, known_keys: set[str]) -> list[str]:
+    """What CHANGES.md names and this tree has not, what it says is left out and is there, additions without a place."""
+    text, tree = changes.read_text(encoding="utf-8"), Tree(changes.parent, known_keys)
+    left_out = section(text, LEFT_OUT)
+    wrong = [f"`{piece}`: {lack}" for piece in named(text.replace(left_out, "")) if (lack := tree.lacks(piece))]
+    wrong += [f"`{piece}` is left out, and the code has it" for piece in named(left_out) if not tree.lacks(piece)]
+    for what, *where in (row for rows in tables(section(text, ADDED)) for row in rows):
+        if not any(FILE.fullmatch(piece) for piece in named(" ".join(where))):
+            wrong.append(f"{what[:60]!r} stands nowhere: name its file or folder")
     return wrong

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import verl.trainer.config
 from scripts.audit.names import Finding
 from scripts.audit.sources import flat, yaml_of
 from verl.utils.metric.names import METRICS
@@ -25,6 +24,11 @@ TREES = {
     f"{CONFIG}/generation.yaml": "generation",
     f"{CONFIG}/evaluation.yaml": "evaluation",
 }
+#: composed tree of ours -> the module of its yaml files
+OURS = {
+    **dict.fromkeys(TREES.values(), "verl.trainer.config"), "dapo_trainer": "recipe.dapo.config",
+    "spd_trainer": "recipe.spd.config", "iterative_refine": "dllm_reasoning.config",
+}  # fmt: skip
 FAMILIES = (
     "actor", "critic", "response_length", "response_length_non_aborted", "response", "prompt_length", "num_turns",
     "tool_call_counts", "global_seqlen", "training", "timing_s", "timing_per_token_ms", "perf", "rollout_corr",
@@ -35,29 +39,43 @@ METRIC = re.compile(rf"(?:{'|'.join(FAMILIES)})/[\w@./()*\-]+")
 
 def compare_keys(release: dict[str, str], file: str, tree: str) -> list[Finding]:
     """Keys of one tree: same default, another default, missing, ours alone."""
-    theirs = flat(_resolved(OmegaConf.create(yaml_of(release, file))))
-    theirs = {k: v for k, v in theirs.items() if not _machinery(k)}
-    if not (Path(verl.trainer.config.__file__).parent / f"{tree}.yaml").is_file():
-        return [Finding(tree, key, "missing", "no such tree") for key in theirs]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        ours = {k: v for k, v in flat(_resolved(compose(tree))).items() if not _machinery(k)}
+    theirs, ours = upstream_keys(release, file), our_keys(tree)
     found = []
     for key, value in theirs.items():
-        if key not in ours and not any(k.startswith(f"{key}.") for k in ours):
-            found.append(Finding(tree, key, "missing", f"default {_shown(value)}"))
-        elif key in ours and ours[key] != value:
-            found.append(Finding(tree, key, "differs", f"default {_shown(value)}, ours {_shown(ours[key])}"))
+        if key not in ours:
+            found.append(Finding(tree, key, "missing", f"default {shown(value)}"))
+        elif not _equal(value, ours[key]):
+            found.append(Finding(tree, key, "differs", f"default {shown(value)}, ours {shown(ours[key])}"))
         else:
             found.append(Finding(tree, key, "same"))
-    alone = [k for k in ours if k not in theirs and not any(t.startswith(f"{k}.") for t in theirs)]
-    return found + [Finding(tree, key, "ours alone", f"default {_shown(ours[key])}") for key in alone]
+    return found + [Finding(tree, k, "ours alone", f"default {shown(v)}") for k, v in ours.items() if k not in theirs]
 
 
-def _machinery(key: str) -> bool:
-    return key.startswith(("hydra.", "defaults")) or key.endswith("_target_")
+def upstream_keys(release: dict[str, str], file: str) -> dict[str, object]:
+    """{key: default} of a tree of the release."""
+    return _plain_keys(yaml_of(release, file))
 
 
-def _shown(value: object) -> str:
+@functools.cache
+def our_keys(tree: str) -> dict[str, object]:
+    """{key: default} of a composed tree of ours."""
+    with initialize_config_module(OURS[tree], version_base=None):
+        return _plain_keys(compose(tree))
+
+
+def _plain_keys(config: DictConfig) -> dict[str, object]:
+    machinery = ("hydra.", "defaults")
+    keys = flat(_resolved(config))
+    return {k: v for k, v in keys.items() if not k.startswith(machinery) and not k.endswith("_target_")}
+
+
+def _equal(theirs: object, ours: object) -> bool:
+    """Numbers as numbers (1 is 1.0), but true is not 1."""
+    return theirs == ours and isinstance(theirs, bool) == isinstance(ours, bool)
+
+
+def shown(value: object) -> str:
+    """A value as yaml writes it on one line."""
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import textwrap
@@ -11,18 +12,30 @@ from typing import Any
 
 OPERATORS = ("__init__", "__call__", "__getitem__", "__len__", "__iter__")
 EXPRESSION = "<expression>"
+EITHER, BY_POSITION, BY_NAME = "by position or name", "by position only", "by name only"
+PASSED = {
+    inspect.Parameter.POSITIONAL_ONLY: BY_POSITION, inspect.Parameter.POSITIONAL_OR_KEYWORD: EITHER,
+    inspect.Parameter.KEYWORD_ONLY: BY_NAME,
+}  # fmt: skip
+REST = {inspect.Parameter.VAR_POSITIONAL: "*args", inspect.Parameter.VAR_KEYWORD: "**kwargs"}
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a signature; `default` is None without one, else its text (or EXPRESSION)."""
+    """A parameter of a signature: how it is passed, and its default (None without one, else its text or EXPRESSION)."""
 
     name: str
     default: str | None
+    passed: str = EITHER
 
 
-Signature = tuple[Parameter, ...] | None  # None: no function
+@dataclass(frozen=True)
+class Signature:
+    """What a call may pass, and whether its result is awaited (or iterated with `async for`)."""
+
+    parameters: tuple[Parameter, ...]
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,12 +53,12 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
-def upstream_names(text: str, is_package: bool) -> dict[str, Signature]:
-    """Public functions, classes with their public methods and fields, and constants that a module defines."""
-    found: dict[str, Signature] = {}
+def upstream_names(text: str, is_package: bool) -> dict[str, Signature | None]:
+    """Public functions, classes with their public methods and fields, and constants of a module; None: no function."""
+    found: dict[str, Signature | None] = {}
     for node in _statements(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _public(node.name):
-            found[node.name] = _signature(node.args, bound=False)
+            found[node.name] = _signature(node, bound=False)
         elif isinstance(node, ast.ClassDef) and _public(node.name):
             found.update(_class_names(node))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -68,14 +81,14 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def _class_names(node: ast.ClassDef) -> dict[str, Signature]:
-    found: dict[str, Signature] = {node.name: None}
+def _class_names(node: ast.ClassDef) -> dict[str, Signature | None]:
+    found: dict[str, Signature | None] = {node.name: None}
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and (_public(item.name) or item.name in OPERATORS):
             decorators = {d.id for d in item.decorator_list if isinstance(d, ast.Name)}
             accessor = any(isinstance(d, ast.Attribute) for d in item.decorator_list) and len(item.args.args) < 3
             plain = None if "property" in decorators or (accessor and f"{node.name}.{item.name}" in found) else (
-                _signature(item.args, bound="staticmethod" not in decorators)
+                _signature(item, bound="staticmethod" not in decorators)
             )  # fmt: skip
             found.setdefault(f"{node.name}.{item.name}", plain)
         elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _public(item.target.id):
@@ -91,13 +104,17 @@ def _constant(name: str) -> bool:
     return _public(name) and name.isupper()
 
 
-def _signature(args: ast.arguments, bound: bool) -> tuple[Parameter, ...]:
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> Signature:
+    args = node.args
     positional = args.posonlyargs + args.args
+    passed = [BY_POSITION] * len(args.posonlyargs) + [EITHER] * len(args.args)
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    found = [Parameter(a.arg, _default(d)) for a, d in zip(positional, defaults, strict=True)][1 if bound else 0 :]
+    found = [Parameter(a.arg, _default(d), p) for a, d, p in zip(positional, defaults, passed, strict=True)]
+    found = found[1:] if bound else found
     found += [Parameter("*args", None)] if args.vararg else []
-    found += [Parameter(a.arg, _default(d)) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    return tuple(found + ([Parameter("**kwargs", None)] if args.kwarg else []))
+    found += [Parameter(a.arg, _default(d), BY_NAME) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    found += [Parameter("**kwargs", None)] if args.kwarg else []
+    return Signature(tuple(found), isinstance(node, ast.AsyncFunctionDef))
 
 
 def _default(node: ast.expr | None) -> str | None:
@@ -109,7 +126,7 @@ def _default(node: ast.expr | None) -> str | None:
         return EXPRESSION
 
 
-def our_names(module: str, wanted: set[str]) -> dict[str, Signature] | None:
+def our_names(module: str, wanted: set[str]) -> dict[str, Signature | None] | None:
     """The same of a module of ours, names that it makes when asked included; None where there is no such module."""
     try:
         found = importlib.import_module(module)
@@ -117,7 +134,7 @@ def our_names(module: str, wanted: set[str]) -> dict[str, Signature] | None:
         if error.name and module.startswith(error.name):
             return None
         raise
-    names: dict[str, Signature] = {}
+    names: dict[str, Signature | None] = {}
     for name in {*filter(_public, dir(found)), *wanted}:
         value = getattr(found, name, _ABSENT)
         if value is _ABSENT:
@@ -128,8 +145,8 @@ def our_names(module: str, wanted: set[str]) -> dict[str, Signature] | None:
     return names
 
 
-def _inspected_class(name: str, value: type) -> dict[str, Signature]:
-    found: dict[str, Signature] = {}
+def _inspected_class(name: str, value: type) -> dict[str, Signature | None]:
+    found: dict[str, Signature | None] = {}
     items = {*dir(value), *_annotations(value), *_of_instances(value)}
     items |= {item for base in value.__mro__ for item in vars(base)}  # an enumeration's dir() leaves its methods out
     for item in items:
@@ -154,23 +171,27 @@ def _of_instances(value: type) -> set[str]:
     return {t.attr for t in targets if isinstance(t.ctx, ast.Store) and isinstance(t.value, ast.Name)}
 
 
-def _inspected(value: Any, bound: bool) -> Signature:
-    if not inspect.isroutine(value):
+def _inspected(value: Any, bound: bool) -> Signature | None:
+    value = getattr(value, "_function", value)  # of a Ray task
+    if not (inspect.isroutine(value) or isinstance(value, functools.partial) or hasattr(value, "__wrapped__")):
         return None
     try:
         parameters = list(inspect.signature(value).parameters.values())[1 if bound else 0 :]
     except (ValueError, TypeError):
         return None
-    return tuple(_parameter(p) for p in parameters)
+    plain = inspect.unwrap(value)
+    is_async = inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)
+    return Signature(tuple(_parameter(p) for p in parameters), is_async)
 
 
 def _parameter(p: inspect.Parameter) -> Parameter:
-    if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-        return Parameter("*args" if p.kind is p.VAR_POSITIONAL else "**kwargs", None)
+    if p.kind in REST:
+        return Parameter(REST[p.kind], None)
     if p.default is p.empty:
-        return Parameter(p.name, None)
+        return Parameter(p.name, None, PASSED[p.kind])
     plain = isinstance(p.default, bool | int | float | str | type(None) | tuple | list | dict | set)
-    return Parameter(p.name, repr(p.default) if plain and type(p.default).__module__ == "builtins" else EXPRESSION)
+    default = repr(p.default) if plain and type(p.default).__module__ == "builtins" else EXPRESSION
+    return Parameter(p.name, default, PASSED[p.kind])
 
 
 def compare_module(path: str, text: str) -> list[Finding]:
@@ -185,7 +206,7 @@ def compare_module(path: str, text: str) -> list[Finding]:
         if name not in ours:
             found.append(Finding(module, name, "missing"))
             continue
-        detail = difference(signature, ours[name]) if signature is not None and ours[name] is not None else ""
+        detail = difference(signature, ours[name]) if signature else ""
         found.append(Finding(module, name, "differs" if detail else "same", detail))
     own = sorted(n for n in ours if "." not in n and n not in theirs and _defined_here(module, n))
     return found + [Finding(module, name, "ours alone") for name in own]
@@ -196,17 +217,28 @@ def _defined_here(module: str, name: str) -> bool:
     return (inspect.isroutine(value) or isinstance(value, type)) and value.__module__ == module
 
 
-def difference(theirs: tuple[Parameter, ...], ours: tuple[Parameter, ...]) -> str:
-    """In words how our parameters differ from theirs; empty where they do not."""
-    here, there = {p.name: p for p in ours}, {p.name: p for p in theirs}
-    told = [f"lacks {n}" for n in there if n not in here and not n.startswith("*")]
-    told += [f"adds {n}" for n in here if n not in there and not n.startswith("*")]
-    for name, p in there.items():
-        if name in here and p.default != here[name].default and EXPRESSION not in (p.default, here[name].default):
-            told.append(f"default of {name}: {p.default or 'none'}, ours {here[name].default or 'none'}")
-    shared = [n for n in there if n in here]
-    if not told and shared != [n for n in here if n in there]:
+def difference(theirs: Signature, ours: Signature | None) -> str:
+    """In words how our signature differs from theirs; empty where it does not."""
+    if ours is None:
+        return "a function, ours is none"
+    here, there = {p.name: p for p in ours.parameters}, {p.name: p for p in theirs.parameters}
+    told = [f"lacks {n}" for n in there if n not in here] + [f"adds {n}" for n in here if n not in there]
+    shared = [(p, here[name]) for name, p in there.items() if name in here]
+    for p, own in shared:
+        if p.passed != own.passed:
+            told.append(f"{p.name} is passed {p.passed}, ours {own.passed}")
+        if _other_default(p.default, own.default):
+            told.append(f"default of {p.name}: {p.default or 'none'}, ours {own.default or 'none'}")
+    by_place = [p.name for p, own in shared if BY_NAME not in (p.passed, own.passed)]
+    if by_place != [n for n in here if n in by_place]:
         told.append("another order")
-    if "**kwargs" in there and "**kwargs" not in here:
-        told.append("lacks **kwargs")
+    if theirs.is_async != ours.is_async:
+        told.append("is awaited, ours not" if theirs.is_async else "is not awaited, ours is")
     return "; ".join(told)
+
+
+def _other_default(theirs: str | None, ours: str | None) -> bool:
+    """Whether defaults differ; of an expression no more is known than that it is one."""
+    if EXPRESSION in (theirs, ours):
+        return None in (theirs, ours)
+    return theirs != ours

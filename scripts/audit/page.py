@@ -14,7 +14,7 @@ STATUSES = ("same", "differs", "missing", "ours alone")
 
 @dataclass(frozen=True)
 class Row:
-    """A finding with its reason (empty: none) and whether it must have one."""
+    """A finding with its reason (empty: none) and whether it must be there: importers rely on it, or it is a key."""
 
     finding: Finding
     reason: str
@@ -27,8 +27,12 @@ def counts(rows: list[Row]) -> Counter[str]:
 
 
 def unexplained(rows: list[Row]) -> list[Row]:
-    """Missing names and keys that need a reason and have none."""
-    return [r for r in rows if r.required and r.finding.status == "missing" and not r.reason]
+    """What has no reason: everything that differs, and what is missing where it is relied on."""
+    return [r for r in rows if _needs_reason(r) and not r.reason]
+
+
+def _needs_reason(row: Row) -> bool:
+    return row.finding.status == "differs" or (row.finding.status == "missing" and row.required)
 
 
 def markdown(parts: dict[str, list[Row]]) -> str:
@@ -48,7 +52,7 @@ def reasons_table(parts: dict[str, list[Row]]) -> str:
     places: dict[str, Counter[str]] = {}
     for rows in parts.values():
         for row in rows:
-            if row.reason and row.required:
+            if row.reason and _needs_reason(row):
                 places.setdefault(row.reason, Counter())[row.finding.module] += 1
     lines = ["| why | where, and how many names or keys |", "|---|---|"]
     for reason, modules in places.items():

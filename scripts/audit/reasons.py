@@ -40,8 +40,8 @@ class Reasons:
                 raise ValueError(f"{file}: {reason.pattern!r} is {reason.text!r}, which may not be planned only.")
 
     def of(self, finding: Finding) -> str:
-        """The first reason that fits; empty without one."""
-        for reason in self.reasons:
+        """The first reason that fits; empty without one, or where there is nothing to excuse."""
+        for reason in self.reasons if finding.status in ("missing", "differs") else ():
             if reason.fits(finding):
                 self.used.add(reason.pattern)
                 return reason.text

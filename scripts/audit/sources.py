@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import yaml
+from omegaconf import DictConfig, OmegaConf
 
 
 def read_release(path: Path) -> dict[str, str]:
@@ -22,11 +22,6 @@ def read_release(path: Path) -> dict[str, str]:
     return {f.relative_to(root).as_posix(): f.read_text(encoding="utf-8") for f in files}
 
 
-def version_of(release: dict[str, str]) -> str:
-    """What the release calls itself, as far as a text says it."""
-    return release.get("verl/version/version", "").strip() or "unknown version"
-
-
 def flat(tree: object, prefix: str = "") -> dict[str, object]:
     """{dotted key: value} of nested mappings; an empty mapping is a value."""
     if not isinstance(tree, dict) or not tree:
@@ -37,8 +32,8 @@ def flat(tree: object, prefix: str = "") -> dict[str, object]:
     return found
 
 
-def yaml_of(release: dict[str, str], path: str) -> dict:
-    """A yaml file of the release."""
+def yaml_of(release: dict[str, str], path: str) -> DictConfig:
+    """A yaml file of the release, read as Hydra reads it (1e-5 is a number)."""
     if path not in release:
         raise FileNotFoundError(f"the release has no {path}")
-    return yaml.safe_load(release[path])
+    return OmegaConf.create(release[path])

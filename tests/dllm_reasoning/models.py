@@ -1,7 +1,12 @@
-"""Small random models of two architectures, and right-padded samples."""
+"""Small random models of two architectures, right-padded samples, and the warnings that are heard."""
+
+from contextlib import contextmanager
 
 import torch
+from loguru import logger
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dllm_reasoning.utils.telling import warn_once
 
 VOCABULARY, EOS, PAD = 48, 2, 0
 
@@ -32,3 +37,15 @@ def samples(instructions, responses, seed: int = 0):
         answers[i, a : a + b] = 1
     positions = torch.arange(width).expand_as(ids)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "response_mask": answers}
+
+
+@contextmanager
+def warnings_heard():
+    """A list that fills with the texts of warnings; those said once a process may be said again."""
+    warn_once.cache_clear()
+    heard = []
+    sink = logger.add(lambda message: heard.append(message.record["message"]), level="WARNING")
+    try:
+        yield heard
+    finally:
+        logger.remove(sink)

@@ -52,7 +52,7 @@ def compose(model, train, folder, *overrides):
 def trainer_of(config, cls=IterativeRefineTrainer):
     tokenizer = cls.build_tokenizer(config)
     train = cls.build_dataset(config.data.train_files, config, tokenizer)
-    val = cls.build_dataset(config.data.val_files, config, tokenizer) if config.data.val_files else None
+    val = cls.build_val_dataset(config.data.val_files, config, tokenizer) if config.data.val_files else None
     return cls(config, None, None, tokenizer, train, val)
 
 

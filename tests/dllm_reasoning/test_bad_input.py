@@ -5,12 +5,18 @@ import sys
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from dllm_reasoning.config import IterativeRefineConfig
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
+from tests.dllm_reasoning.models import warnings_heard
+from tests.helpers.models import make_tokenizer
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.trainer.fsdp_sft_trainer import run_sft
+from verl.trainer.sft.data import cut
+from verl.trainer.sft.plan import refuse_bad_input
+from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.dataset.rl_dataset import DatasetError
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -41,6 +47,10 @@ def said_by(config) -> str:
      (["iterative.noise_schedule=sine"], "iterative.noise_schedule='sine' is unknown"),
      (["iterative.num_iterations=0"], "iterative.num_iterations=0 is too small; use 1 or more"),
      (["iterative.noise_token=mask"], "iterative.noise_token=mask, but the tokenizer"),
+     (["iterative.self_generate.enable=true", "iterative.self_generate.reward_function.path=nowhere.py"],
+      "iterative.self_generate.reward_function: no Python file at 'nowhere.py'"),
+     (["iterative.self_generate.enable=true", "iterative.self_generate.reward_function.path=pkg://math"],
+      "iterative.self_generate.reward_function: 'pkg://math' has no 'compute_score'"),
      (["iterative.self_generate.enable=true"], "needs iterative.self_generate.reward_function.path"),
      (["+iterative.nois_min=0.1"], "iterative.nois_min"),
      (["data.prompt_key=question"], "has no column 'question' (columns: instruction, output). Set data.prompt_key"),
@@ -113,11 +123,21 @@ def test_a_checkpoint_of_another_model_is_refused(place, tmp_path):
     runs.leave_group()
     other = runs.save_model(tmp_path / "other", "qwen3")
     told = said_by(runs.compose(other, place[1], tmp_path / "run"))
-    assert "does not fit the model" in told and "Check model.path" in told
+    assert "does not fit the model" in told
+    assert "Check the model's path (model.path; in SFT model.partial_pretrain), model.lora_rank and" in told
     runs.leave_group()
     wider = runs.save_model(tmp_path / "wider", hidden_size=64)
     told = said_by(runs.compose(wider, place[1], tmp_path / "run"))
-    assert "does not fit the model" in told and "is (48, 32) there, (48, 64) here" in told
+    assert "does not fit the model" in told and "is (48, 32) there, (48, 64) here. Check the model's path" in told
+
+
+def test_a_checkpoint_of_plain_sft_is_refused(place, tmp_path):
+    run = tmp_path / "run"
+    runs.trainer_of(runs.compose(*place, run, "trainer.total_training_steps=1"), FSDPSFTTrainer).fit()
+    runs.leave_group()
+    told = said_by(runs.compose(*place, run))
+    assert f"trainer.resume_mode=auto, trainer.default_local_dir={run}) was not left by iterative refinement" in told
+    assert "Name another trainer.default_local_dir, with" in told and "KeyError" not in told
 
 
 def test_dry_run_prints_a_plan_and_trains_nothing(place, tmp_path, capsys):
@@ -125,6 +145,48 @@ def test_dry_run_prints_a_plan_and_trains_nothing(place, tmp_path, capsys):
         run_sft(runs.compose(*place, tmp_path / "run", "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
     assert ended.value.code == 0 and not (tmp_path / "run").exists()
     assert "steps in all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("iterative.noise_token=mask", "iterative.noise_token=mask, but the tokenizer"),
+     ("iterative.noise_token=nosuch", "iterative.noise_token='nosuch' is no token of"),
+     ("iterative.self_generate={enable:true,reward_function:{path:nowhere.py}}", "no Python file at 'nowhere.py'")],
+)  # fmt: skip
+def test_dry_run_finds_what_a_start_would_refuse(place, tmp_path, capsys, override, said):
+    with pytest.raises(SystemExit) as ended:
+        run_sft(runs.compose(*place, tmp_path, "trainer.dry_run=true", override), trainer_class=IterativeRefineTrainer)
+    assert ended.value.code == 1 and said in capsys.readouterr().out
+
+
+def test_packed_is_refused_for_layers_of_mixed_kinds(place, tmp_path, capsys):
+    shape = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, sliding_window=6, eos_token_id=2)  # fmt: skip
+    Gemma2ForCausalLM(Gemma2Config(**shape)).save_pretrained(tmp_path / "model")
+    make_tokenizer(runs.WORDS).save_pretrained(tmp_path / "model")
+    packed = (tmp_path / "model", place[1], tmp_path / "run", "iterative.noise_pattern=packed")
+    said = "iterative.noise_pattern=packed is not for the model of model.partial_pretrain, which has layers that attend"
+    assert said in said_by(runs.compose(*packed))
+    with pytest.raises(SystemExit):
+        run_sft(runs.compose(*packed, "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
+    assert said in capsys.readouterr().out
+
+
+UNREAD = ("data.use_shm=true", "data.multiturn.messages_key=turns", "data.packing=true", "use_remove_padding=true",
+          "data.custom_cls.path=pkg://json")  # fmt: skip
+
+
+def test_keys_without_effect_are_named_and_have_none(place, tmp_path, capsys):
+    config = runs.compose(*place, tmp_path, *UNREAD)
+    with warnings_heard() as heard:
+        refuse_bad_input(config, IterativeRefineTrainer)
+    assert [any(f"{key} has no effect in this version: " in text for text in heard) for key in UNREAD] == [True] * 5
+    trainer = runs.trainer_of(config)
+    assert not trainer.policy.remove_padding and len(cut(trainer._draw(), trainer.config.data)) == 2
+    with pytest.raises(SystemExit):
+        run_sft(runs.compose(*place, tmp_path, *UNREAD, "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
+    told = capsys.readouterr().out
+    assert all(f"{key} has no effect in this version: " in told for key in UNREAD)
 
 
 def test_yaml_and_dataclasses_agree_key_by_key():

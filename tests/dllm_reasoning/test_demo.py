@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_reasoning.inference import demo
-from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference.generator import GenerationResult, GenerationStats, iterative_generate
 from dllm_reasoning.losses import layouts
 from dllm_reasoning.scripts import verify_label_alignment
 from tests.dllm_reasoning import runs
@@ -52,8 +52,7 @@ def test_one_prompt_with_the_defaults(model_path, tmp_path, capsys):
      (["--temperature", "1.1", "--top_k", "9", "--top_p", "0.8", "--seed", "4"],
       {"temperature": 1.1, "top_k": 9, "top_p": 0.8, "seed": 4}),
      (["--refine_iter", "slide", "--confidence_threshold", "0.2"],
-      {"refine_iter": "slide", "confidence_threshold": 0.2}),
-     (["--no_cache", "--dtype", "float32", "--device", "cpu"], {"use_cache": False})],
+      {"refine_iter": "slide", "confidence_threshold": 0.2})],
 )  # fmt: skip
 def test_options_reach_the_generator(model_path, tmp_path, options, settings):
     file = tmp_path / "prompts.txt"
@@ -61,6 +60,42 @@ def test_options_reach_the_generator(model_path, tmp_path, options, settings):
     code, rows = run(model_path, tmp_path, "--prompts_file", str(file), "--batch_size", "3", *options)
     wanted, _ = tokens_of(model_path, PROMPTS, **settings)
     assert code == 0 and [r["response"] for r in rows] == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "wanted"),
+    [([], "cache", True), (["--no_cache"], "cache", False), ([], "dtype", torch.float32),
+     (["--dtype", "bfloat16"], "dtype", torch.bfloat16), (["--device", "meta"], "device", "meta"),
+     (["--device", "cpu"], "device", "cpu")],
+)  # fmt: skip
+def test_how_the_model_is_read_reaches_it(model_path, tmp_path, monkeypatch, options, name, wanted):
+    seen = {}
+
+    def generate(model, prompts, *_, use_cache, **__):
+        seen.update(cache=use_cache, dtype=model.dtype, device=model.device.type)
+        return GenerationResult([[5]], GenerationStats([1], [1], [[]], 1, 0.1))
+
+    monkeypatch.setattr(demo, "iterative_generate", generate)
+    assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options)[0] == 0 and seen[name] == wanted
+
+
+def test_draws_do_not_hang_on_the_batch_size(model_path, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    sampled = ("--prompts_file", str(file), "--temperature", "1.3", "--seed", "4", "--refine_iter", "slide")
+    wanted, _ = tokens_of(model_path, PROMPTS, temperature=1.3, seed=4, refine_iter="slide")
+    for size in ("1", "2", "3"):
+        _, rows = run(model_path, tmp_path, *sampled, "--batch_size", size)
+        assert [row["response"] for row in rows] == wanted
+    assert len(set(wanted)) == 3
+
+
+def test_every_prompt_is_checked_before_the_first_is_answered(model_path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "iterative_generate", lambda *_, **__: pytest.fail("answered"))
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join([*PROMPTS, "a " * 30]))
+    code, _ = run(model_path, tmp_path, "--prompts_file", str(file), "--max_length", "20")
+    assert code == 1 and "prompt 3 has 30 tokens; it needs at least one, and fewer than" in capsys.readouterr().err
 
 
 def test_batches_display_and_columns(model_path, tmp_path, capsys):

@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
+import transformers
 
 from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, Verify, commit_rule, settled
 from dllm_reasoning.inference.generator import iterative_generate
-from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny
+from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny, warnings_heard
 
 LIMIT = 24
 
@@ -106,6 +107,15 @@ def test_sampling_draws_the_same_in_every_lossless_mode(mode):
     assert other.tokens != plain.tokens
 
 
+def test_draws_hang_on_the_number_of_the_row_not_on_its_batch():
+    options = dict(temperature=1.3, seed=7, add_eos_length=3, refine_iter="slide")
+    asked = prompts()[:5]
+    whole = generate("llama", asked, **options).tokens
+    parts = [generate("llama", asked[i : i + 2], first_row=i, **options).tokens for i in (0, 2, 4)]
+    assert sum(parts, []) == whole != greedy("llama")[:5]
+    assert generate("llama", prompts()[2:4], **options).tokens != whole[2:4]
+
+
 def test_sampling_follows_the_probabilities():
     model, prompt = tiny("llama", seed=1, initializer_range=0.05), list(prompts()[0])
     with torch.no_grad():
@@ -160,20 +170,29 @@ def test_max_length_counts_the_prompt_and_several_end_tokens_end():
     assert several == greedy("llama")[0][: greedy("llama")[0].index(first) + 1]
 
 
-def test_the_window_of_the_model_is_the_default_and_a_longer_one_warns(caplog):
-    from loguru import logger
-
+def test_the_window_of_the_model_is_the_default_and_a_longer_one_warns_once():
     model = tiny("llama", seed=1)
-    heard = []
-    sink = logger.add(heard.append, level="WARNING")
-    try:
-        model.config.dllm_window, model.config.dllm_noise_token_id = 4, 7
+    model.config.dllm_window, model.config.dllm_noise_token_id = 4, 7
+    with warnings_heard() as heard:
         found = iterative_generate(model, prompts()[:1], EOS, PAD, refine_iter=0, max_new_tokens=12)
         assert len(found.stats.rounds[0]) == -(-len(found.tokens[0]) // 4) and not heard
-        iterative_generate(model, prompts()[:1], EOS, PAD, 15, 0, 12)
-        assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in heard[0]
-    finally:
-        logger.remove(sink)
+        for _ in range(2):
+            iterative_generate(model, prompts()[:1], EOS, PAD, 15, 0, 12)
+        [told] = heard
+    assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in told
+
+
+def test_rounds_are_those_of_blocks_refined_in_place():
+    prompt = [list(prompts()[0])]
+    new = greedy("llama")[0]
+    fixed = generate("llama", prompt, add_eos_length=3, refine_iter=1).stats
+    assert len(fixed.rounds[0]) == -(-fixed.tokens[0] // 4) and set(fixed.rounds[0]) <= {0, 1}
+    assert fixed.forwards[0] == len(fixed.rounds[0]) + sum(fixed.rounds[0])
+    converged = generate("llama", prompt, add_eos_length=3, refine_iter="converge").stats
+    assert len(converged.rounds[0]) == -(-len(new) // 4) and converged.rounds_per_block > 1
+    for mode in ("slide", "verify"):
+        stats = generate("llama", prompt, add_eos_length=3, refine_iter=mode).stats
+        assert stats.rounds == [[]] and stats.rounds_per_block == 0
 
 
 @pytest.mark.parametrize(
@@ -196,15 +215,59 @@ def test_commit_rule_by_name():
     assert isinstance(commit_rule("verify", 8, 2, None), Verify) and commit_rule("converge", 8, 2, None).times is None
 
 
-def test_layers_with_a_sliding_window_are_read_without_a_cache():
-    from transformers import MistralConfig, MistralForCausalLM
-
+def made(kind, **shape):
+    """A small model of another architecture, its matrices wide enough that the next token hangs on all before it."""
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=6, initializer_range=0.35, pad_token_id=PAD, eos_token_id=EOS,
-    )).eval()  # fmt: skip
-    prompt = list(prompts()[3])
-    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
-    found = iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 16).tokens[0]
-    assert found == (wanted[: wanted.index(EOS) + 1] if EOS in wanted else wanted)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, pad_token_id=PAD, eos_token_id=EOS, **shape)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, 0, 0.35)
+    return model
+
+
+WINDOWED = {
+    "Mistral": dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, sliding_window=6),
+    "GPTNeo": dict(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, window_size=6,
+                   attention_types=[[["global", "local"], 1]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_layers_with_a_window_are_read_without_a_cache_and_warn_once(kind):
+    model = made(kind, **WINDOWED[kind])
+    with warnings_heard() as heard:
+        for prompt in prompts()[2:5]:
+            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+            wanted = wanted.tolist()
+            found = iterative_generate(model, [list(prompt)], EOS, PAD, 4, "slide", 16).tokens[0]
+            assert found == (wanted[: wanted.index(EOS) + 1] if EOS in wanted else wanted)
+        [told] = [text for text in heard if "full attention" in text]
+    assert told.startswith(f"{kind}ForCausalLM has layers without full attention")
+
+
+UNCACHED = {
+    "Bloom": (dict(hidden_size=32, n_layer=2, n_head=4), "takes no position_ids, so"),
+    "Falcon": (dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True), "makes a bias of its own"),
+    "Mamba": (dict(hidden_size=32, state_size=4, num_hidden_layers=2), "takes no position_ids and no past_key_values"),
+    "RecurrentGemma": (dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                            lru_width=32, attention_window_size=6), "carries a state from token to token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNCACHED)
+def test_a_model_that_the_cache_is_not_for_is_refused_and_read_without_one(kind):
+    shape, said = UNCACHED[kind]
+    model, prompt = made(kind, **shape), list(prompts()[3])
+    with pytest.raises(ValueError, match=f"{kind}ForCausalLM {said}.*; set use_cache=False .--no_cache in the demo."):
+        iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 8)
+    plain = iterative_generate(model, [prompt], EOS, PAD, 0, 0, 8, use_cache=False).tokens
+    assert iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 8, use_cache=False).tokens == plain
+
+
+def test_a_ragged_batch_near_its_limit_has_room_for_what_it_reads():
+    slide = {"refine_iter": "slide", "confidence_threshold": 0.2}
+    found = generate("llama", prompts()[70:80], add_eos_length=7, **slide)
+    alone = [generate("llama", [prompt], add_eos_length=7, **slide).tokens[0] for prompt in prompts()[70:80]]
+    assert found.tokens == alone

@@ -3,18 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
+from dllm_reasoning.losses import iterative_loss
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
 from dllm_reasoning.losses.layouts import IGNORED, NoiseSettings, build_layout
-from tests.dllm_reasoning.models import samples, tiny
+from tests.dllm_reasoning.models import VOCABULARY, samples, tiny, warnings_heard
 
 BATCH = samples([6, 3, 9], [5, 8, 4])
 SEEDS = [11, 12, 13]
 
 
-def layout_of(pattern, split):
+def layout_of(pattern, split, batch=BATCH):
     noise = NoiseSettings(pattern, "uniform", 0.2, 0.8, width=4, windows=3, token=2)
-    return build_layout(BATCH, SEEDS, noise, progress=0.0, split=split)
+    return build_layout(batch, SEEDS[: len(batch["input_ids"])], noise, progress=0.0, split=split)
 
 
 def gradients(model, layout, *, rounds=2, share=False, ar=0.5, weights=None, at_once=True, warm_up=0):
@@ -89,6 +91,70 @@ def test_shared_keys_give_the_gradients_of_repeated_ones(architecture, pattern):
     assert furthest(shared, repeated) < 1e-4
 
 
+def test_instructions_of_one_token_share_as_they_repeat():
+    model, batch = tiny("llama", initializer_range=0.1), samples([1, 1], [5, 3])
+    one, repeated = gradients(model, layout_of("iid", False, batch))
+    two, shared = gradients(model, layout_of("iid", True, batch), share=True)
+    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5) and one.counted == two.counted
+    assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(shared, repeated) < 1e-5
+
+
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, initializer_range=0.2, sliding_window=6, pad_token_id=0,
+             eos_token_id=2)  # fmt: skip
+
+
+def windowed():
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SHAPE)).eval()
+
+
+def test_rounds_that_share_keep_the_models_sliding_window():
+    model = windowed()
+    one, repeated = gradients(model, layout_of("block", False), rounds=2)
+    for share in (False, True):
+        two, found = gradients(model, layout_of("block", True), rounds=2, share=share)
+        assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
+        assert furthest(found, repeated) < 1e-5
+    model.config.sliding_window = None
+    far, _ = gradients(model, layout_of("block", False), rounds=2)
+    assert abs(float(far.rounds[0]) - float(one.rounds[0])) > 1e-2  # the window does hide something here
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_windows_beside_the_text_keep_the_models_sliding_window(share):
+    model, layout = windowed(), layout_of("packed", True)
+    told, found = gradients(model, layout, rounds=1, share=share, ar=0.5)
+    model.zero_grad()
+    losses, ids, starts = [], BATCH["input_ids"], layout.tail.positions[:, ::4]
+    for row in range(len(ids)):  # each window behind its own text, under the model's own mask
+        for window, start in enumerate(starts[row].tolist()):
+            block = slice(4 * window, 4 * window + 4)
+            text = torch.cat([ids[row, :start], layout.tail.ids[row, block]])[None]
+            logits = model(input_ids=text).logits[0, -4:]
+            losses.append(F.cross_entropy(logits, layout.tail.labels[row, block], reduction="sum"))
+    logits = model(input_ids=ids, attention_mask=BATCH["attention_mask"]).logits.flatten(0, 1)
+    clean = F.cross_entropy(logits, layout.prefix.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    (0.1 * sum(losses) + 0.5 * 0.05 * clean).backward()
+    assert float(told.rounds[0]) == pytest.approx(float(sum(losses)), rel=1e-5)
+    assert float(told.ar) == pytest.approx(float(clean), rel=1e-5)
+    assert max(float((found[name] - p.grad).abs().max()) for name, p in model.named_parameters()) < 1e-5
+
+
+def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
+    model = Gemma2ForCausalLM(Gemma2Config(**SHAPE)).eval()
+    with warnings_heard() as heard:
+        assert [sharing(model, "auto", 2, False) for _ in range(3)] == [False] * 3
+        assert not sharing(model, "off", 2, False)
+        [said] = heard
+    assert "a window of 6 tokens, full attention): every round computes the instruction anew" in said
+    with pytest.raises(ValueError, match="iterative.noise_pattern=packed is not for the model of model.partial_pretr"):
+        sharing(model, "off", 2, True)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that attend in ways .*: rounds cannot look at"):
+        gradients(model, layout_of("block", True))
+    gradients(model, layout_of("block", False))
+
+
 def test_the_clean_text_counts_once_in_packed():
     model = tiny("llama")
     layout = layout_of("packed", True)
@@ -100,12 +166,42 @@ def test_the_clean_text_counts_once_in_packed():
     assert float(told.ar) == pytest.approx(float(wanted), rel=1e-5) and told.ar_counted == 17
 
 
+def test_a_micro_batch_that_counts_nothing_makes_the_forwards_of_others(monkeypatch):
+    calls, inner = [], iterative_loss._call
+    monkeypatch.setattr(iterative_loss, "_call", lambda *given, **more: (calls.append(1), inner(*given, **more))[1])
+    filler = {**BATCH, "response_mask": torch.zeros_like(BATCH["response_mask"])}
+    for pattern, split in (("iid", False), ("iid", True), ("packed", True)):
+        made = []
+        for batch in (BATCH, filler):
+            calls.clear()
+            told = IterativeLoss([1.0, 1.0], 0.5, share=split).run(
+                tiny("llama"), layout_of(pattern, split, batch), None, scale=1.0, ar_scale=1.0
+            )
+            made.append(len(calls))
+        assert made[0] == made[1] and told.counted == 0 and float(sum(told.rounds)) == float(told.ar) == 0
+
+
 def test_warm_up_rounds_start_from_the_models_own_guesses():
     model = tiny("llama")
     layout = layout_of("block", False)
     plain, _ = gradients(model, layout, rounds=2)
     warmed, _ = gradients(model, layout, rounds=1, warm_up=1)
     assert float(warmed.rounds[0]) == pytest.approx(float(plain.rounds[1]), rel=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["trajectory", "packed"])
+def test_warm_up_rounds_share_the_instruction(pattern, monkeypatch):
+    model = tiny("llama", initializer_range=0.1)
+    one, repeated = gradients(model, layout_of(pattern, pattern == "packed"), rounds=2, warm_up=2)
+    layout, widths = layout_of(pattern, True), []
+    inner = iterative_loss._call
+    monkeypatch.setattr(iterative_loss, "_call", lambda model, tokens, *rest, **more: (
+        widths.append(tokens.ids.shape[1]), inner(model, tokens, *rest, **more))[1])  # fmt: skip
+    two, shared = gradients(model, layout, rounds=2, share=True, warm_up=2)
+    forwards = 4 + (pattern != "packed")  # two of warm-up, two rounds, the clean text where it is not the prefix
+    assert widths == [layout.prefix.ids.shape[1]] + [layout.tail.ids.shape[1]] * forwards
+    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
+    assert furthest(shared, repeated) < 1e-4
 
 
 def test_measuring_leaves_no_gradient():
@@ -136,7 +232,13 @@ def test_sharing_where_it_pays_and_not_under_gradient_checkpointing():
     assert sharing(model, "auto", 2, False) and sharing(model, "auto", 1, True) and sharing(model, "on", 1, False)
     assert not sharing(model, "auto", 1, False) and not sharing(model, "off", 4, True)
     model.gradient_checkpointing_enable()
-    assert not sharing(model, "on", 4, True)
+    with warnings_heard() as heard:
+        assert [sharing(model, "on", 4, True) for _ in range(2)] == [False, False]
+        [said] = heard
+        assert said.startswith("model.enable_gradient_checkpointing=true drops the cache")
+    with warnings_heard() as heard, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RANK", "1")
+        assert not sharing(model, "on", 4, True) and not heard
     model.train()
     layout = layout_of("packed", True)
     _, checkpointed = gradients(model, layout, rounds=2)

@@ -84,6 +84,32 @@ def test_labels_are_counted_without_a_layout():
         assert layouts.count_labels(batch, seeds, noise) == layout.tail.count()
 
 
+def test_a_row_that_fills_a_batch_up_counts_nothing_and_changes_nothing():
+    batch = samples([3, 4], [5, 2])
+    filled = {**batch, "response_mask": batch["response_mask"] * torch.tensor([[1], [0]])}
+    alone = {key: value[:1] for key, value in batch.items()}
+    for pattern in ("iid", "suffix", "block", "trajectory", "packed"):
+        for split in (False, True):
+            layout = build_layout(filled, [5, 6], settings(pattern), progress=0.0, split=split)
+            wanted = build_layout(alone, [5], settings(pattern), progress=0.0, split=split)
+            assert layout.tail.count() == wanted.tail.count() == layouts.count_labels(filled, [5, 6], settings(pattern))
+            assert layout.noised == wanted.noised and layout.tail.labels[1].eq(IGNORED).all()
+            assert torch.equal(layout.tail.ids[:1, : wanted.tail.ids.shape[1]], wanted.tail.ids)
+            only = {key: value[1:] for key, value in filled.items()}
+            alone_too = build_layout(only, [6], settings(pattern), progress=0.0, split=split)
+            shape = alone_too.tail.ids.shape
+            assert alone_too.tail.count() == 0 and alone_too.region.shape == alone_too.clean.shape == shape
+            assert alone_too.seen is None or alone_too.seen.shape[1:] == (
+                shape[1], alone_too.prefix.ids.shape[1] + shape[1])  # fmt: skip
+
+
+def test_instructions_of_one_token_leave_a_prefix_that_nothing_sees():
+    layout = build_layout(samples([1, 1], [4, 2]), [0, 1], settings("iid"), progress=0.0, split=True)
+    assert layout.prefix.valid.tolist() == [[False], [False]] and layout.prefix.count() == 0
+    assert bits(layout.seen[0]) == ["0" + "1000", "0" + "1100", "0" + "1110", "0" + "1111"]
+    assert layout.tail.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+
+
 def test_split_of_ragged_rows_hides_padding():
     layout = build_layout(samples([1, 4], [5, 2]), [0, 1], settings("iid"), progress=0.0, split=True)
     assert layout.prefix.valid.sum(1).tolist() == [0, 3] and layout.tail.valid.sum(1).tolist() == [5, 2]

@@ -66,6 +66,12 @@ def test_schedules_rise_with_the_run(schedule, progress, wanted):
     assert nu.noise_level(schedule, 0.1, 0.9, progress, nu.row_generator(0)) == pytest.approx(wanted)
 
 
+def test_an_empty_response_has_no_noise_and_windows_at_0():
+    for pattern in ("iid", "suffix", "block"):
+        assert [len(t) for t in nu.PATTERNS[pattern].places(0, 0.5, 4, nu.row_generator(0))] == [0, 0]
+    assert nu.window_starts(0, 3, nu.row_generator(0)) == [0, 0, 0]
+
+
 def test_seeds_of_rows_follow_the_generator():
     one, two = (torch.Generator().manual_seed(5) for _ in range(2))
     first = nu.draw_seeds(one, 4)
@@ -82,5 +88,8 @@ def test_noise_token_by_name_and_its_errors():
     assert nu.noise_token_of("<sep>", tokenizer) == 3
     with pytest.raises(ValueError, match="iterative.noise_token=mask, but the tokenizer .* has no mask token"):
         nu.noise_token_of("mask", tokenizer)
+    tokenizer.eos_token = None  # another noise token would not mend it: responses end in EOS
+    with pytest.raises(ValueError, match="has no eos token; add one to its tokenizer_config.json.$"):
+        nu.noise_token_of("eos", tokenizer)
     with pytest.raises(ValueError, match="iterative.noise_token='<nope>' is no token"):
         nu.noise_token_of("<nope>", tokenizer)

@@ -40,3 +40,11 @@ async def later(ground_truth, **kwargs):
         raise KeyError("boom")
     await asyncio.sleep(0.25)
     return 1.0
+
+
+async def blocking(ground_truth, **kwargs):
+    """1 after a quarter of a second, but for the truth 'hang', which lets nobody else run."""
+    while ground_truth == "hang":
+        pass
+    await asyncio.sleep(0.25)
+    return 1.0

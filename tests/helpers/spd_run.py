@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
-from tests.helpers.models import save_tiny_llama
+from tests.helpers.models import save_answering_llama
 from verl.workers.rollout.spd.server import LocalVllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ QUICK = (f"spd.rollout.timeout_s={TIMEOUT_S}", "spd.rollout.prompts_per_request=
 
 
 def write_blocks(directory: Path, blocks: int = 16) -> None:
-    """Blocks of random words with one to four mismatches; answers are never right or wrong by design."""
+    """Blocks of random words with one to four mismatches; the truth is what a fifth of the completions say."""
     rng = random.Random(0)
     with open(directory / "blocks.jsonl", "w") as out, open(directory / "meta.jsonl", "w") as meta:
         for i in range(blocks):
@@ -41,7 +41,7 @@ class SPDRuns:
 
     def __init__(self, directory: Path, urls: list[str] | None = None, steps: int = 4, blocks: int = 16):
         self.directory, self.urls, self.steps = directory, urls or [], steps
-        self.model = save_tiny_llama(directory / "target")
+        self.model = save_answering_llama(directory / "target")
         write_blocks(directory, blocks)
 
     def start(self, name: str, *more: str, store: str = "store.sqlite3") -> subprocess.Popen:
@@ -57,8 +57,8 @@ class SPDRuns:
         with log:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
-    def run(self, name: str, *more: str) -> None:
-        code = self.start(name, *more).wait(300)
+    def run(self, name: str, *more: str, store: str = "store.sqlite3") -> None:
+        code = self.start(name, *more, store=store).wait(300)
         assert code == 0, self.log(name)[-3000:]
 
     def log(self, name: str) -> str:

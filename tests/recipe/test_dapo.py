@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, _merged
 from tests.helpers.models import make_tokenizer
@@ -34,11 +35,24 @@ class AllAlike(FakeGroup):
         return output
 
 
-def dapo(directory, group_class=OddPromptsAlike, **more):
+def dapo_config(directory, **more):
     settings = {"algorithm__filter_groups__enable": "true", "algorithm__filter_groups__metric": "seq_reward",
                 "data__train_batch_size": 4, "data__gen_batch_size": 6,
                 "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "trainer__total_training_steps": 3, **more}
-    return fake_trainer(compose_run(directory, "unused", TREE, **settings), group_class, RayDAPOTrainer)
+    return compose_run(directory, "unused", TREE, **settings)
+
+
+def dapo(directory, group_class=OddPromptsAlike, **more):
+    return fake_trainer(dapo_config(directory, **more), group_class, RayDAPOTrainer)
+
+
+@pytest.fixture
+def told():
+    """What is logged as a warning."""
+    lines = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    yield lines
+    logger.remove(sink)
 
 
 def test_batches_are_filled_with_groups_that_differ(tmp_path):
@@ -87,6 +101,88 @@ def test_surplus_prompts_survive_a_resume(tmp_path):
     assert again.actor_rollout_wg.generated == whole.actor_rollout_wg.generated[2:]
     assert torch.equal(again.actor_rollout_wg.updates[0].batch["input_ids"],
                        whole.actor_rollout_wg.updates[2].batch["input_ids"])
+
+
+def test_surplus_prompts_of_other_data_are_let_go(tmp_path, told):
+    dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1).fit()  # leaves 4 and 5 over
+    config = dapo_config(tmp_path, trainer__allow_data_change="true", trainer__total_training_steps=2)
+    rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:8]))
+    again = fake_trainer(config, FakeGroup, RayDAPOTrainer)
+    again.fit()
+    assert again.actor_rollout_wg.generated == [["6", "7", "8", "9", "10", "11"]]
+    assert [line for line in told if "surplus" in line] == [
+        "2 surplus prompts of the checkpoint are let go: they are rows of other data\n"
+    ]
+
+
+def test_a_run_of_the_plain_trainer_goes_on_as_dapo(tmp_path):
+    plain = {"trainer__save_freq": 1, "trainer__total_training_steps": 1, "data__gen_batch_size": 4}
+    fake_trainer(dapo_config(tmp_path, **plain), FakeGroup).fit()
+    again = dapo(tmp_path, FakeGroup, data__gen_batch_size=4, trainer__total_training_steps=2)
+    again.fit()
+    assert again.actor_rollout_wg.generated == [["4", "5", "6", "7"]]
+
+
+UNNUMBERED = """
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+class Unnumbered(RLHFDataset):
+    def __getitem__(self, item):
+        return {name: value for name, value in super().__getitem__(item).items() if name != "sample_index"}
+"""
+
+
+def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_path, told):
+    (tmp_path / "own.py").write_text(UNNUMBERED)
+    own = {"data__custom_cls__path": tmp_path / "own.py", "data__custom_cls__name": "Unnumbered"}
+    trainer = dapo(tmp_path, FakeGroup, **own)
+    trainer.fit()
+    assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
+    (line,) = [line for line in told if "keep_surplus" in line]
+    assert "no column 'sample_index'" in line
+
+
+def test_several_small_generations_fill_a_batch_and_lose_nothing_to_the_ranks(tmp_path):
+    """3 prompts whose samples stay together are no even share of 2 ranks; the batch of 4 is."""
+    shared = {"actor_rollout_ref__actor__share_prompt_forward": "true", "trainer__total_training_steps": "null"}
+    trainer = dapo(tmp_path, FakeGroup, data__gen_batch_size=3, **shared)
+    # 24 prompts are 8 draws, 2 epochs 16 draws of 3, a batch takes 4
+    assert trainer.total_training_steps == 12
+    trainer.total_training_steps = 2
+    trainer.fit()
+    asked = [generated[:-1] for generated in trainer.actor_rollout_wg.generated]  # the last one fills up the ranks
+    assert asked == [["0", "1", "2"], ["3", "4", "5"], ["4", "5", "6", "7", "8"]]
+    rows = metrics_rows(tmp_path)
+    assert [row["train/num_gen_batches"] for row in rows] == [2, 1]
+    assert [row["training/dropped_samples/uneven"] for row in rows] == [0, 0]
+    assert [row["training/dropped_samples/surplus"] for row in rows] == [8, 4]
+    assert [len(update) for update in trainer.actor_rollout_wg.updates] == [16, 16]
+
+
+class LosingOne(FakeGroup):
+    lost_rows = (0,)
+
+
+def test_a_lost_sample_of_an_odd_batch_leaves_an_even_one(tmp_path):
+    odd = {"data__train_batch_size": 5, "actor_rollout_ref__actor__ppo_mini_batch_size": 5}
+    trainer = dapo(tmp_path, LosingOne, trainer__total_training_steps=2, **odd)
+    trainer.fit()
+    # A group of three stays on one rank, so that 2 ranks share 4 prompts; the fifth waits with the sixth.
+    assert trainer.actor_rollout_wg.generated == [["0", "1", "2", "3", "4", "5"],
+                                                  ["4", "5", "6", "7", "8", "9", "10", "11"]]
+    for row, update, surplus in zip(metrics_rows(tmp_path), trainer.actor_rollout_wg.updates, (8, 16), strict=True):
+        assert row["training/scored_samples"] == 15 and row["training/dropped_samples/lost"] == 1
+        assert row["training/dropped_samples/surplus"] == surplus
+        assert len(update) == 16 and (update.batch["response_mask"].sum(-1) == 0).sum() == 1
+        halves = [set(update.batch["group_index"][half].tolist()) for half in (slice(8), slice(8, 16))]
+        assert [len(half) for half in halves] == [2, 2] and not halves[0] & halves[1]
+
+
+def test_a_batch_that_ranks_cannot_share_once_a_sample_is_lost_is_named(tmp_path):
+    one = {"data__train_batch_size": 1, "actor_rollout_ref__actor__ppo_mini_batch_size": 1}
+    with pytest.raises(StepFailed, match="batch_size=1 with lost samples gives 2 ranks no even share.*=2 or more"):
+        dapo(tmp_path, LosingOne, **one).fit()
 
 
 def test_the_limit_ends_a_run_whose_groups_are_all_alike(tmp_path):
@@ -143,6 +239,32 @@ def test_a_filter_on_final_rewards_subtracts_the_kl_before_it_and_not_twice(tmp_
     # k1 = old - ref = 0.1 on each of 6 tokens, times 0.5
     assert row["critic/rewards/mean"] == pytest.approx(row["critic/score/mean"] - 0.5 * 0.1 * 6, rel=1e-4)
     assert row["actor/reward_kl_penalty"] == pytest.approx(0.1, rel=1e-4)
+
+
+class Shares(WithLogProbs):
+    """Ranks that take whole groups of 4 rows, as many each."""
+
+    def compute_log_prob(self, data):
+        assert len(data) % 8 == 0 and all(len(rows.unique()) == 1 for rows in data.batch["group_index"].split(4))
+        output = super().compute_log_prob(data)
+        output.batch["old_log_probs"] += data.batch["group_index"][:, None]
+        return output
+
+
+def test_ranks_share_the_forward_of_a_generation_that_is_no_even_share(tmp_path):
+    config = dapo_config(
+        tmp_path, algorithm__filter_groups__metric="seq_final_reward", algorithm__use_kl_in_reward="true",
+        algorithm__kl_ctrl__kl_coef=0.5, data__gen_batch_size=3, trainer__total_training_steps=1,
+        actor_rollout_ref__actor__share_prompt_forward="true",
+    )  # fmt: skip
+    trainer = fake_trainer(config, Shares, RayDAPOTrainer, {Role.RefPolicy: FakeGroup})
+    samples = trainer._gather_from(trainer._next_prompts())
+    trainer._reward_with_penalty(samples)
+    assert len(samples) == 12
+    # old log-probs 0, 1, 2 by group, reference -0.1, 6 tokens
+    penalty = (samples.batch["token_level_scores"] - samples.batch["token_level_rewards"]).sum(-1)
+    wanted = [0.5 * 6 * (group + 0.1) for group in range(3) for _ in range(4)]
+    assert penalty.tolist() == pytest.approx(wanted, rel=1e-4)
 
 
 def answers(lengths):

@@ -1,15 +1,18 @@
 """The audit of an upstream release: on a small made-up one, and its reasons file."""
 
+import functools
+import re
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
-from scripts.audit import changes, keys, names, page
+from scripts.audit import changes, departures, keys, names, page
 from scripts.audit.reasons import FILE, Reasons
 from scripts.audit.sources import flat, read_release
-from scripts.audit_upstream import known_keys, main
+from scripts.audit_upstream import check_changes, known_keys, main
 from verl.utils.metric.names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,14 +62,52 @@ def test_names_are_the_same_differ_are_missing_or_ours_alone():
 
 def test_signatures_are_compared_by_name_order_and_default():
     def told(theirs, ours):
-        parse = lambda text: names.upstream_names(f"def f({text}): ...", False)["f"]  # noqa: E731
-        return names.difference(parse(theirs), parse(ours))
+        return names.difference(parsed(f"def f({theirs}): ..."), parsed(f"def f({ours}): ..."))
 
-    assert told("a, b=1", "a, b=1") == told("a, b=X", "a, b=2") == told("a, *args", "a") == ""
+    assert told("a, b=1", "a, b=1") == told("a, b=X", "a, b=2") == told("a, *x, **y", "a, *args, **kwargs") == ""
     assert told("a, b=1", "a, b=2") == "default of b: 1, ours 2"
     assert told("a, b=None", "a, b") == "default of b: None, ours none"
-    assert told("a, b", "b, a") == "another order"
-    assert told("a, **kw", "a, c=3") == "adds c; lacks **kwargs"
+    assert told("a, b=X", "a, b") == "default of b: <expression>, ours none"
+    assert told("a, b", "b, a") == "another order" and told("*, a, b", "*, b, a") == ""
+    assert told("a, **kw", "a, c=3") == "lacks **kwargs; adds c"
+    assert told("a", "a, **kw") == "adds **kwargs" and told("a", "a, *x") == "adds *args"
+    assert told("a, *args", "a") == "lacks *args"
+    assert told("a, b", "a, *, b") == "b is passed by position or name, ours by name only"
+    assert told("a, /", "a") == "a is passed by position only, ours by position or name"
+
+
+def test_a_function_is_compared_as_it_is_called():
+    plain, awaited = parsed("def f(a): ..."), parsed("async def f(a): ...")
+    assert names.difference(awaited, plain) == "is awaited, ours not"
+    assert names.difference(plain, awaited) == "is not awaited, ours is"
+    assert names.difference(awaited, awaited) == "" and names.difference(plain, None) == "a function, ours is none"
+
+
+def parsed(text):
+    return names.upstream_names(text, False)["f"]
+
+
+async def positional(a, /, b, *args, c=1, **kwargs):
+    """Of ours."""
+
+
+@functools.cache
+def cached(a, b=2): ...
+
+
+async def stream(a):
+    yield a
+
+
+def test_signatures_of_ours_are_read_as_those_of_a_text():
+    ours = names.our_names(__name__, set())
+    assert ours["positional"] == parsed("async def f(a, /, b, *x, c=1, **y): ...")
+    assert ours["cached"] == ours["rebound"] == parsed("def f(a, b=2): ...")
+    assert ours["stream"] == parsed("async def f(a): yield a")
+    assert ours["ROOT"] is None
+
+
+rebound = functools.partial(cached.__wrapped__)
 
 
 def test_inherited_lazy_and_instance_names_of_ours_count():
@@ -77,15 +118,23 @@ def test_inherited_lazy_and_instance_names_of_ours_count():
 
 
 def test_keys_and_defaults_are_compared_in_our_composed_tree():
-    theirs = "data:\n  path: x\n  prompt_key: prompt\n  gone: 1\nray: {}\n"
+    theirs = "data:\n  path: x\n  prompt_key: prompt\n  gone: 1\nray: {}\ntrainer:\n  dry_run: 0\n"
     found = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "evaluation")}
     assert found["data.prompt_key"].status == "same"
     assert (found["data.path"].status, found["data.path"].detail) == (
         "differs", "default x, ours outputs/generation.parquet"
     )  # fmt: skip
     assert found["data.gone"].status == found["ray"].status == "missing"
+    assert found["trainer.dry_run"].status == "differs"  # no number
     assert found["custom_reward_function.path"].status == "ours alone"
     assert flat({"a": {"b": 1, "c": {}}}) == {"a.b": 1, "a.c": {}}
+
+
+def test_numbers_are_compared_as_numbers():
+    theirs = "optim:\n  lr: 1e-5\n  weight_decay: 1e-1\n  clip_grad: 1\n"
+    found = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "sft_trainer")}
+    assert found["optim.lr"].status == found["optim.clip_grad"].status == "same"
+    assert found["optim.weight_decay"].detail == "default 0.1, ours 0.01"
 
 
 def test_metric_names_are_found_in_texts_and_formats():
@@ -107,12 +156,13 @@ def test_a_release_is_read_as_text_and_never_run(release, tmp_path, monkeypatch,
     listed = {"modules": ["verl/utils/device.py"], "reasons": {"verl.utils.device:Gone*": "Not needed.", "*:a": "Old."}}
     reasons.write_text(yaml.safe_dump(listed))
     monkeypatch.setattr("scripts.audit_upstream.Reasons", lambda: Reasons(reasons))
-    monkeypatch.setattr(changes, "unfounded", lambda *_: [])
+    monkeypatch.setattr("scripts.audit_upstream.check_changes", lambda *_: [])
     given = ["--upstream", str(tmp_path / "verl-9.9-py3-none-any.whl"), "--html", str(tmp_path / "out" / "audit.html")]
     assert main(given) == 1
     told = capsys.readouterr().out
     assert "missing without a reason: verl.utils.device:LIMIT" in told and "Gone.walk" not in told
-    listed["reasons"]["verl.utils.device:LIMIT"] = "Not needed."
+    assert "differs without a reason: verl.utils.device:get_device_id  lacks device" in told
+    listed["reasons"] |= dict.fromkeys(("verl.utils.device:LIMIT", "verl.utils.device:get_device_id"), "Not needed.")
     reasons.write_text(yaml.safe_dump(listed))
     assert main(given) == 0
     assert "| names importers rely on | 2 | 1 | 6 | 0 |" in capsys.readouterr().out
@@ -145,17 +195,79 @@ def test_what_changes_md_names_is_in_the_tree():
 
 def test_changes_md_is_read_with_care(tmp_path):
     (tmp_path / "Makefile").write_text("demo: env\n")
-    (tmp_path / "there.py").write_text("")
-    (tmp_path / "CHANGES.md").write_text(
-        "`make demo` `make gone` `there.py` `gone/there.py` `trainer.{device,gone}` `actor/pg_loss` `actor/gone` `x.y`"
+    (tmp_path / "there.py").write_text("def here(for_seconds): return {'cpu': 'page.html', 'two words': 1}\n")
+    right = (
+        "`make demo` `there.py` `trainer.device` `device` `trainer.device=cpu` `trainer.retry=3` `actor/pg_loss` "
+        "`timing_s/...` `python -m there` `there.here` `here(for_seconds)` `page.html` `_seconds` `{'device': 'cpu'}`"
     )
-    assert changes.unfounded(tmp_path / "CHANGES.md", {"trainer.device"}) == [
-        "`make gone`: the Makefile has no such target", "`gone/there.py`: no such file",
-        "`trainer.gone`: no such key", "`actor/gone`: no such metric",
+    wrong = {
+        "make gone": "the Makefile has no such target", "gone/there.py": "no such file", "gone.html": "no such file",
+        "trainer.{device,gone}": "no such key", "actor/gone": "no such metric", "python -m gone": "no such module",
+        "there.her": "the code has no 'her'", "x.y": "the code has no 'x'",
+        "trainer.device=gpu": "the code has no 'gpu'", "two": "the code has no 'two'",
+        "_minutes": "the code has no '_minutes'",
+        "3": "neither a file, key, metric, command nor a name of the code",
+    }  # fmt: skip
+    file = tmp_path / "CHANGES.md"
+    file.write_text(" ".join([right, *(f"`{piece}`" for piece in wrong)]))
+    told = [f"`{piece.replace('{device,gone}', 'gone')}`: {lack}" for piece, lack in wrong.items()]
+    assert changes.unfounded(file, {"trainer.device", "trainer.retry"}) == told
+
+
+def test_additions_have_a_place_and_what_is_left_out_is_not_there(tmp_path):
+    (tmp_path / "Makefile").write_text("demo: env\n")
+    (tmp_path / "there.py").write_text("def here(): ...\n")
+    (tmp_path / "CHANGES.md").write_text(
+        "### What the fork adds\n\n| what | where |\n|---|---|\n| a | `there.py` |\n| b | somewhere |\n\n"
+        "### Left out on purpose\n\nMegatron, `here`, `gone`.\n"
+    )
+    assert changes.unfounded(tmp_path / "CHANGES.md", set()) == [
+        "`here` is left out, and the code has it", "'b' stands nowhere: name its file or folder",
     ]  # fmt: skip
 
 
-def test_a_missing_name_counts_only_where_importers_rely_on_it():
-    gone = names.Finding("m", "f", "missing")
-    rows = [page.Row(gone, "", True), page.Row(gone, "why", True), page.Row(gone, "", False)]
-    assert page.unexplained(rows) == rows[:1]
+def audit_of_changes_md():
+    """({part: counts by status}, [(reason, {module, tree or "metrics": how many})]) as CHANGES.md's tables say."""
+    counted, reasons = changes.tables(changes.section((ROOT / "CHANGES.md").read_text(), changes.AUDIT))
+    head = ("same", "differs", "missing", "unexplained", "ours alone")
+    parts = {part: dict(zip(head, map(int, numbers), strict=True)) for part, *numbers in counted}
+    return parts, [(why, dict(re.findall(r"([\w.]+) \((\d+)\)", where))) for why, where in reasons]
+
+
+@pytest.mark.parametrize("tree", keys.TREES.values())
+def test_changes_md_counts_our_keys(tree):
+    """What can be known without upstream's wheel; `make audit` compares the tables whole."""
+    part = audit_of_changes_md()[0][f"keys of {tree}"]
+    assert part["same"] + part["differs"] + part["ours alone"] == len(keys.our_keys(tree))
+
+
+def test_changes_md_has_a_reason_for_every_difference():
+    parts, reasons = audit_of_changes_md()
+    assert {why for why, _ in reasons} <= {reason.text for reason in Reasons().reasons}
+    trees, told = set(keys.TREES.values()), Counter()
+    for _, places in reasons:
+        for place, number in places.items():
+            told["metrics" if place == "metrics" else f"keys of {place}" if place in trees else "names"] += int(number)
+    differences = {part: count["differs"] + count["missing"] for part, count in parts.items()}
+    relied = differences.pop("names importers rely on")
+    del differences["names of other modules"]  # what is missing there needs no reason
+    assert told == Counter(differences, names=relied + parts["names of other modules"]["differs"])
+    assert all(count["unexplained"] == 0 for count in parts.values())
+
+
+def test_old_tables_in_changes_md_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(changes, "unfounded", lambda *_: ["a"])
+    monkeypatch.setattr(departures, "unfounded", lambda *_: ["b"])
+    row = page.Row(names.Finding("m", "f", "differs", "adds a"), "A reason.", True)
+    file = tmp_path / "CHANGES.md"
+    file.write_text(f"Told:\n\n{page.markdown({'names': [row]})}\n{page.reasons_table({'names': [row]})}")
+    assert check_changes(file, {}, {"names": [row]}) == ["a", "b"]
+    (old,) = check_changes(file, {}, {"names": [row, row]})[2:]
+    assert old == "the tables of the audit are old; --markdown writes new ones to put there"
+
+
+def test_what_differs_has_a_reason_and_what_is_missing_where_importers_rely_on_it():
+    gone, other = names.Finding("m", "f", "missing"), names.Finding("m", "g", "differs", "adds a")
+    rows = [page.Row(f, why, required) for f in (gone, other) for why in ("", "Why.") for required in (True, False)]
+    assert page.unexplained(rows) == [rows[0], rows[4], rows[5]]
+    assert page.reasons_table({"names": rows}).splitlines()[2:] == ["| Why. | m (3) |"]

@@ -16,11 +16,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoModel, AutoModelForCausalLM
 
 import recipe.spd.config
 import train_spd_scorer as entry
-from recipe.spd.scoring_config import folder_fingerprint, model_fingerprint
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.configs import compose_ppo
 from tests.helpers.models import make_tokenizer, save_tiny_llama
@@ -280,16 +278,21 @@ def test_a_scorer_of_another_target_or_width_is_refused(bed, monkeypatch):
     assert "has first.bias of shape (128,)" in told and "Set spd.head_size=128" in told
 
 
-def test_a_folder_s_fingerprint_is_that_of_the_loaded_model(bed, tmp_path):
-    model = AutoModel.from_pretrained(bed.target)
-    found = folder_fingerprint(bed.target, model.config)
-    assert found == model_fingerprint(model) == model_fingerprint(model.bfloat16())
-    whole = AutoModelForCausalLM.from_pretrained(bed.target)
-    whole.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    assert folder_fingerprint(tmp_path / "shards", whole.config) == found
-    whole.config.hidden_size = 32  # such as a config that was overridden: only the loaded model can tell
-    assert folder_fingerprint(bed.target, whole.config) is None
+def test_adapters_of_another_model_or_mask_are_refused(bed, monkeypatch, tmp_path):
+    config = ScoringModelConfig(base_model_path=bed.target, backbone="own", attention="hybrid", lora_rank=2)
+    AutoModelForSPDScoring.from_config(config).save_pretrained(tmp_path)
+    own = {"spd__adapter_path": tmp_path, "spd__backbone": "own", "actor_rollout_ref__model__lora_rank": 2}
+    told = one_problem(refusal(monkeypatch, bed, **own))
+    assert told == (
+        f"  - spd.adapter_path={tmp_path}: {tmp_path} holds a scorer with attention='hybrid'; this one has "
+        "attention='causal'. Set spd.attention=hybrid."
+    )
+    own |= {"spd__attention": "hybrid", "spd__target_path": bed.target}
+    with pytest.raises(Started):
+        refusal(monkeypatch, bed, **own)
+    told = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__path=f"{bed.directory}/other", **own))
+    assert told.startswith(f"  - spd.adapter_path={tmp_path}: the adapters in {tmp_path} belong to the model ")
+    assert told.endswith("Adapters fit the weights they were trained on only: name that one.")
 
 
 def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_path):

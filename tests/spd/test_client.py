@@ -11,6 +11,7 @@ from aiohttp import web
 
 from verl.workers.rollout.spd.client import (
     ClientSettings,
+    Health,
     RequestRefused,
     VllmEngineServer,
     WrongModelError,
@@ -198,3 +199,34 @@ def test_servers_of_environment_config_and_rank(monkeypatch):
     assert preferred_first(["x", "y", "z"], rank=0) == ["z", "x", "y"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert preferred_first(["x", "y", "z"], rank=1) == ["y", "z", "x"]
+
+
+def test_a_server_that_failed_rests_and_is_asked_again():
+    health = Health(first_rest_s=10.0)
+    assert health.order(["a", "b"], 0.0) == ["a", "b"]
+    health.failed("a", 100.0)
+    health.failed("a", 101.0)  # was under way: no second failure
+    assert health.order(["a", "b"], 109.9) == ["b", "a"] and health.order(["a", "b"], 110.0) == ["a", "b"]
+    health.failed("a", 110.0)
+    assert health.order(["a", "b"], 129.9) == ["b", "a"] and health.order(["a", "b"], 130.0) == ["a", "b"]
+    health.failed("b", 131.0)  # both failed: the one whose rest ends first comes first
+    health.failed("a", 131.0)
+    assert health.order(["a", "b"], 132.0) == ["b", "a"]
+    assert health.answered("a") and not health.answered("a") and health.order(["a", "b"], 132.0) == ["a", "b"]
+    for k in range(20):
+        health.failed("b", 1e6 * (k + 1))
+    assert health.rests_until["b"] == 2e7 + 600
+
+
+def test_the_preferred_server_serves_again_after_its_rest():
+    async def fail_once(count):
+        if count == 1:
+            raise web.HTTPInternalServerError()
+
+    first, second = FakeServer(fail_once), FakeServer()
+    quick = ClientSettings(timeout_s=0.3, attempts=3, backoff_s=0.01, prompts_per_request=10, concurrency=1)
+    with first.running() as a, second.running() as b, client(a, b, settings=quick) as c:
+        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
+        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
+        time.sleep(0.35)
+        assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)

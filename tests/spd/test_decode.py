@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from verl.workers.rollout.spd import decode
 from verl.workers.rollout.spd.decode import (
     FROM_MATCH,
     FROM_MISMATCH,
@@ -250,3 +253,23 @@ def test_wrong_input_is_named():
         greedy_generate(target, [[3] * 8], max_new_tokens=90, eos_token_id=None)
     with pytest.raises(TypeError, match="the judge returned torch.float32"):
         speculative_generate(target, draft, [[3]], lambda b: b.mismatch.float(), max_new_tokens=2, eos_token_id=None)
+
+
+def test_a_finished_batch_leaves_no_cache_behind(monkeypatch):
+    made = []
+
+    class Watched(decode.RowCache):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(decode, "RowCache", Watched)
+    model = tiny_llama(0)
+    gc.disable()  # a cycle of references would wait for it
+    try:
+        speculative_generate(
+            model, model, [[5, 6], [7]], lambda block: block.mismatch, gamma=2, max_new_tokens=4, eos_token_id=2
+        )
+        assert len(made) == 2 and [ref() for ref in made] == [None, None]
+    finally:
+        gc.enable()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from examples.spd_arithmetic.frontier import SCORER, compare, pool, speed_at
+from examples.spd_arithmetic.frontier import SCORER, compare, pool, speed_at, verdicts
 from scripts.spd_evaluation.measures import EvaluationRow
 
 
@@ -26,15 +26,18 @@ def test_seeds_are_averaged_where_all_of_them_have_the_threshold():
 
 
 def test_speed_at_a_drop_lies_on_the_straight_line_between_thresholds():
-    curve = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.01, 4.0), row("margin", 4.0, 0.03, 6.0)]
-    assert speed_at(curve, 0.0) == 2.0
-    assert speed_at(curve, 0.005) == pytest.approx(3.0)
-    assert speed_at(curve, 0.02) == pytest.approx(5.0)
-    assert speed_at(curve, 0.5) == 6.0
-    assert speed_at(curve[1:], 0.001) == -math.inf
+    curve = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.01, 4.0, 0.004), row("margin", 4.0, 0.03, 6.0)]
+    assert speed_at(curve, 0.0) == (2.0, 0.003)
+    assert speed_at(curve, 0.005) == pytest.approx((3.0, 0.004))
+    assert speed_at(curve, 0.02) == pytest.approx((5.0, 0.004))
+    assert speed_at(curve, 0.5)[0] == 6.0
+    assert speed_at(curve[1:], 0.001)[0] == -math.inf
+    # A slow threshold between two others does not bind: the coin may pass it by.
+    dented = [*curve[:1], row("margin", 3.5, 0.005, 2.1), *curve[2:]]
+    assert speed_at(dented, 0.015)[0] == pytest.approx(4.0)
     # A curve that falls and rises again: the faster point within the drop counts.
     bent = [row("exact", None, 0.0, 2.0), row("scorer", 2.0, 0.02, 3.0), row("scorer", 0.0, 0.004, 5.0)]
-    assert speed_at(bent, 0.004) == 5.0 and speed_at(bent, 0.0) == 2.0
+    assert speed_at(bent, 0.004)[0] == 5.0 and speed_at(bent, 0.0)[0] == 2.0
 
 
 def test_the_best_rule_is_named_beside_the_scorer():
@@ -44,3 +47,13 @@ def test_the_best_rule_is_named_beside_the_scorer():
     assert at[0.005]["scorer"] == 4.5 and at[0.005]["rule"] == 3.0 and at[0.005]["ratio"] == 1.5
     assert "typical" in at[0.005]["best_rule"] and at[0.005]["best_rule"] != SCORER
     assert at[0.0]["ratio"] == 1.0
+
+
+def test_the_verdicts_name_the_drop_where_the_scorer_is_weakest():
+    rows = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005, 3.0), row("divergence", 0.1, 0.02, 6.0),
+            row("scorer_sweep", 0.0, 0.004, 4.5)]
+    near, everywhere = verdicts(compare(rows))
+    assert near.startswith("met: at a drop of 0.5 points 1.50 times")
+    assert everywhere.startswith("missed") and "0.75 times, at a drop of 2.0 points (divergence" in everywhere
+    rows.append(row("scorer_sweep", -1.0, 0.02, 6.0))
+    assert verdicts(compare(rows))[1].startswith("met")

@@ -11,6 +11,7 @@ from recipe.spd.scoring_model import AutoModelForSPDScoring
 from tests.helpers.engines import leave_group, make_engine, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.protocol import DataProto
+from verl.utils.peft_weights import full_weights
 from verl.workers.actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, PluginConfig
 from verl.workers.policy import get_policy
@@ -80,6 +81,9 @@ def trained(rank: int, world_size: int, path: str, kind: str, folder: str | None
         exported = AutoModelForSPDScoring.from_pretrained(f"{folder}/huggingface", base_model_path=path).state_dict()
         assert exported.keys() == at_save.keys()
         assert all(np.array_equal(exported[name].numpy(), value) for name, value in at_save.items())
+        if kind == "adapters":
+            going_on = AutoModelForSPDScoring.from_pretrained(f"{folder}/lora_adapter", base_model_path=path)
+            assert all(np.array_equal(value, at_save[name]) for name, value in full_weights(going_on))
     again = build(path, kind)
     again.load_checkpoint(folder)
     assert step(again, rank, world_size, 3) == metrics[-1]

@@ -145,6 +145,9 @@ def test_further_rounds_write_on_before_the_completion_is_asked(tiny_llama, tmp_
         model = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
     for info, actions in zip(out.non_tensor_batch["extra_info"], out.batch["responses"].tolist(), strict=True):
         b, length = info["index"], info["effective_len"]
+        if length == 0:  # the target's own next token: its own answer
+            assert not info["asked"] and info["is_correct_hybrid"] == CORRECT[b]
+            continue
         hybrid = [*CONTEXTS[b], *DRAFTS[b][:length], TARGETS[b][length]]
         new = model.generate(
             torch.tensor([hybrid]), do_sample=False, max_new_tokens=GAMMA + 1, eos_token_id=sorted(made.eos),
@@ -178,7 +181,7 @@ def test_a_lost_completion_is_no_wrong_answer(tiny_llama, tmp_path):
     with AnsweringServer(fail).running() as url:
         with rollout(tiny_llama, url, tmp_path / "c", lost_share_max=1.0) as made:
             out = made.generate_sequences(prompts())
-        lost = out.non_tensor_batch["__lost__"]
+        lost = out.non_tensor_batch["__lost__"] == "lost"
         infos = out.non_tensor_batch["extra_info"]
         assert lost.any() and all(lost[k] == (infos[k]["is_correct_hybrid"] is None) for k in range(32))
         assert out.meta_info["metrics"]["spd/dropped_samples"] == lost.sum()
@@ -194,9 +197,39 @@ def test_masked_zero_lengths_leave_the_batch_and_baselines_are_asked_for_a_penal
     with server.running() as url, rollout(tiny_llama, url, tmp_path / "c", reward=reward) as made:
         out = made.generate_sequences(prompts())
     infos = out.non_tensor_batch["extra_info"]
-    assert [bool(x) for x in out.non_tensor_batch["__lost__"]] == [i["effective_len"] == 0 for i in infos]
+    assert list(out.non_tensor_batch["__lost__"]) == ["masked" if i["effective_len"] == 0 else "" for i in infos]
     assert all(i["baseline_length"] == 3 for i in infos) and tuple(CONTEXTS[0]) in server.asked
     assert out.meta_info["metrics"]["spd/output_length_ratio"] > 1
+
+
+def test_answers_in_the_question_are_not_read(tiny_llama, tmp_path):
+    class Silent(AnsweringServer):
+        async def completions(self, request):
+            body = await request.json()
+            choices = [{"index": i, "token_ids": [40, 2], "finish_reason": "stop"} for i in range(len(body["prompt"]))]
+            return web.json_response({"choices": choices})
+
+    data = prompts()
+    example = [ANSWER, IS, 5 + 4]  # a worked example whose answer happens to be the truth
+    for info in data.non_tensor_batch["extra_info"]:
+        info["context_ids"] = [*example, *info["context_ids"]]
+    verdicts = {}
+    for length in (None, 3):
+        for info in data.non_tensor_batch["extra_info"]:
+            info["question_len"] = length
+        with Silent().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
+            infos = made.generate_sequences(data).non_tensor_batch["extra_info"]
+        verdicts[length] = {i["is_correct_hybrid"] for i in infos if i["asked"]}
+    assert verdicts == {None: {1}, 3: {0}}
+
+
+def test_the_store_tells_its_size_and_how_often_it_knew(tiny_llama, tmp_path):
+    with AnsweringServer().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
+        first, second = (made.generate_sequences(prompts()).meta_info["metrics"] for _ in range(2))
+    assert first["spd/completions/hit_rate"] == 0 and second["spd/completions/hit_rate"] == 1
+    files = [tmp_path / "c", tmp_path / "c-wal"]
+    assert 0 < second["spd/store/mib"] <= sum(f.stat().st_size for f in files if f.exists()) / 2**20 + 4
+    assert first["spd/store/mib"] == second["spd/store/mib"]  # nothing was added
 
 
 def test_colours_of_a_block_for_the_report(tiny_llama, tmp_path):

@@ -324,8 +324,8 @@ def test_harm_is_counterfactual():
 
     object.__setattr__(scripted, "greedy", complete)
     draft, target = encoder.encode("she twice half pens".split()), encoder.encode("kim twice twice pens so".split())
-    rows = [blocks.DraftedBlock("b", "q", [10], draft, target, True, 7),
-            blocks.DraftedBlock("never right", "q", [10], draft, target, False, 7)]
+    rows = [blocks.DraftedBlock("b", "q", [10], draft, target, True, 7, 1),
+            blocks.DraftedBlock("never right", "q", [10], draft, target, False, 7, 1)]
     labels = blocks.harm_labels(scripted, rows, {"q": question}, lambda *_: None)
     assert calls == [[10, *draft[:1]], [10, *draft[:3]]]
     assert [(x.block_id, x.position, x.harmful, x.already_broken) for x in labels] == [

@@ -18,6 +18,7 @@ from verl.trainer import main_eval, main_generation
 from verl.trainer.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
+from verl.workers.config import RolloutConfig
 from verl.workers.reward_manager.rows import RewardError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,15 @@ def generate(prompts, model, out, *overrides):
     given = (f"model.path={model}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *overrides)
     run_generation(compose_ppo(*given, config_name="generation"))
     return pq.read_table(out).to_pylist()
+
+
+def test_an_engine_of_its_own_keeps_the_weights_it_started_with(monkeypatch):
+    """Asleep it would lose them, and nothing hands them over again."""
+    made = []
+    monkeypatch.setattr(main_generation, "get_rollout_class", lambda *name: lambda config, *parts: made.append(config))
+    settings = RolloutConfig(name="vllm", load_format="auto")
+    main_generation.make_rollout(None, settings, None)
+    assert settings.enable_sleep_mode and not made[0].enable_sleep_mode
 
 
 def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp_path):
@@ -163,6 +173,20 @@ def test_the_yaml_says_what_the_dataclasses_say():
         assert set(tree["data"]) == set(made) - {"_target_"}
 
 
+def test_answers_that_are_programs_are_confined_as_in_training(tmp_path):
+    """By the same keys, with the same defaults; what they say is done."""
+    evaluation = OmegaConf.to_container(compose_ppo(config_name="evaluation"))["reward_model"]
+    training = OmegaConf.to_container(compose_ppo())["reward_model"]
+    assert {**evaluation, "num_workers": None} == {key: training[key] for key in evaluation} | {"num_workers": None}
+    assert {"sandbox", "sandbox_fusion"} <= set(evaluation)
+    code = "```python\nimport time\ntime.sleep(1)\nprint('x' * int(input()))\n```"
+    tests = {"inputs": ["3", "2000"], "outputs": ["xxx", "x" * 2000]}
+    given = ("custom_reward_function.path=null", "reward_model.sandbox.unconfined=true")
+    for more, share in (((), 1.0), (("output_kb=1",), 0.5), (("seconds=0.5",), 0.0)):
+        limits = [f"reward_model.sandbox.{limit}" for limit in more]
+        assert scored(tmp_path, [answer("taco", tests, [code])], *given, *limits) == {"test_score/taco": share}
+
+
 def test_a_misspelt_key_of_an_offline_entry_is_named(tmp_path):
     command = [sys.executable, "-m", "verl.trainer.main_eval", "reward_modl.error=drop", "data.pth=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -185,6 +209,8 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     wrong = (f"data.path={tmp_path}/none.jsonl", "custom_reward_function.path=nowhere.py")
     code, said = planned(capsys, main_eval.main, "evaluation", *wrong)
     assert code == 1 and "none.jsonl" in said and "nowhere.py" in said
+    code, said = planned(capsys, main_eval.main, "evaluation", f"data.path={answers}", "reward_model.item_timeout=9")
+    assert code == 1 and "reward_model.sandbox.seconds=10 must be below reward_model.item_timeout=9" in said
     code, said = planned(capsys, main_eval.main, "evaluation", "+data.pth=x")
     assert code == 1 and "data.pth" in said and "No plan" in said
     out = tmp_path / "out.parquet"

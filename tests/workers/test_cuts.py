@@ -1,6 +1,7 @@
 """The loss and the gradient of a batch are the same however it is cut: micro-batches, token budgets, ranks, packing.
 
-Not covered: clip_cov, kl_cov (they choose tokens within a micro-batch, as published) and CUDA ranks.
+Not covered: clip_cov, kl_cov (they choose tokens within a micro-batch, as published), rollout_is_batch_normalize in
+bypass_mode with loss_type=reinforce (the mean weight is that of the micro-batch) and CUDA ranks.
 """
 
 import dataclasses
@@ -160,6 +161,26 @@ def same(found, expected):
 def test_the_actors_step_does_not_depend_on_the_cut(of_one, mode, cut):
     made, whole = of_one
     same(actor_step(made["actor"], ragged_batch(), mode, cut), whole["actor", mode])
+
+
+def log_probs(engine, cut):
+    """(log-probs, entropies) of the batch without an update, each [16, 5]."""
+    settings, packed, shared = CUTS[cut]
+    policy = get_policy("causal_lm", chunk_tokens=7)
+    policy.set_forward(remove_padding=packed, share_prompt=shared)
+    config = FSDPActorConfig(**{
+        "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N,
+        "share_prompt_forward": shared, **settings,
+    })  # fmt: skip
+    return DataParallelPPOActor(config, engine, policy).compute_log_prob(ragged_batch(), calculate_entropy=True)
+
+
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "whole"])
+def test_log_probs_do_not_depend_on_the_cut(of_one, cut):
+    engine = of_one[0]["actor"]
+    for found, expected in zip(log_probs(engine, cut), log_probs(engine, "whole"), strict=True):
+        assert expected.abs().sum() > 10
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -136,6 +136,21 @@ def test_rollout_log_probs_are_the_actors(tiny_llama, temperature):
     assert torch.allclose(out["rollout_log_probs"], log_probs.detach() * mask, atol=1e-4)
 
 
+def test_with_filters_the_log_probs_are_those_of_what_was_drawn_from(tiny_llama):
+    made = rollout(tiny_llama, calculate_log_probs=True, top_k=5, top_p=0.6)
+    out = made.generate_sequences(prompts(n=3, temperature=0.7)).batch
+    with torch.no_grad():
+        inputs = {key: out[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        probs = (made.engine.module(**inputs).logits[:, 5:-1].float() / 0.7).softmax(-1)
+    ordered, words = probs.sort(-1, descending=True)
+    ordered[..., 5:] = 0.0
+    ordered[ordered.cumsum(-1) - ordered >= 0.6] = 0.0
+    allowed = torch.zeros_like(probs).scatter(-1, words, ordered / ordered.sum(-1, keepdim=True))
+    drawn = allowed.gather(-1, out["responses"].unsqueeze(-1)).squeeze(-1)
+    kept = out["response_mask"].bool()
+    assert kept.sum() > 20 and torch.allclose(out["rollout_log_probs"][kept].exp(), drawn[kept], atol=1e-4)
+
+
 def test_validation_uses_its_own_settings(tiny_llama):
     made = rollout(tiny_llama, temperature=0.7, val_kwargs=SamplingConfig(temperature=0.3, top_k=4, top_p=0.9))
     assert sampling_of(made.config, {"temperature": 0.7}) == Sampling(False, 0.7, -1, 1.0)
@@ -165,6 +180,20 @@ def test_choice_inverts_the_cumulative_distribution(uniform, sampling, token):
     assert log_prob.item() == pytest.approx(LOGITS[0, token].item(), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "sampling, token, share",
+    [
+        (Sampling(False, 1.0, 2, 1.0), 1, 0.3 / 0.8),
+        (Sampling(False, 1.0, -1, 0.9), 2, 0.15 / 0.95),  # the first three reach 0.9
+        (Sampling(False, 1.0, -1, 1.0), 3, 0.05),
+        (Sampling(True, 1.0, 2, 1.0), 0, 0.5),  # greedy ignores the filters
+    ],
+)
+def test_the_log_prob_among_the_allowed_tokens(sampling, token, share):
+    got, log_prob = choose(LOGITS, torch.tensor([0.999]), sampling, filtered=True)
+    assert got.item() == token and log_prob.exp().item() == pytest.approx(share, rel=1e-5)
+
+
 def test_frequencies_follow_the_tempered_distribution():
     uniform = torch.rand(20000, generator=torch.Generator().manual_seed(0))
     tokens, _ = choose(LOGITS.expand(20000, 4), uniform, Sampling(False, 0.5, -1, 1.0))
@@ -192,6 +221,12 @@ def test_registry_names_the_nearest_and_the_modes():
             return prompts
 
     assert get_rollout_class("test_hf_rollout_own", "sync") is Own
+    with pytest.raises(TypeError, match=r"Late.update_weights is `async def`"):
+
+        @register_rollout("test_hf_rollout_late", "sync")
+        class Late(Own):
+            async def update_weights(self, weights, **kwargs):
+                return None
 
 
 def on_ranks(rank, world_size, path):

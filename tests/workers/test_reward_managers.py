@@ -23,6 +23,7 @@ from verl.workers.reward_manager import (
     PrimeRewardManager,
     RewardError,
     get_reward_manager_cls,
+    naive,
     register,
 )
 
@@ -369,6 +370,50 @@ def test_async_functions_share_the_time_and_fail_alone():
     result = dropping(truths("", "", "hang", "raise", "", "", "", ""), return_dict=True)
     assert result["reward_extra_info"]["__lost__"] == ["", "", "timeout", "error", "", "", "", ""]
     assert result["reward_tensor"].sum(-1).tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
+
+
+def test_an_async_function_that_blocks_fails_alone(monkeypatch):
+    monkeypatch.setattr(naive, "_GRACE_S", 0.5)
+    made = manager("blocking", num_workers=2, item_timeout=1.5)
+    said = r"^row 2 \(.*index=12\): .* 1 of 6 rows have no score \(1 took too long\)"
+    with pytest.raises(RewardError, match=said):
+        made(truths("", "", "hang", "", "", ""))
+    assert made._pool.restarts == 2 and made(truths("", "", "", "")).sum().item() == 4
+
+
+def test_where_every_row_blocks_the_search_ends(monkeypatch):
+    monkeypatch.setattr(naive, "_GRACE_S", 0.1)
+    monkeypatch.setattr(naive, "_MOST_GUILTY", 2)
+    dropping = manager("blocking", error="drop", num_workers=1, item_timeout=0.2)
+    assert dropping(truths(*["hang"] * 6), return_dict=True)["reward_extra_info"]["__lost__"] == ["timeout"] * 6
+    assert dropping._pool.restarts == 3  # the share, then two rows
+
+
+HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
+
+
+@pytest.mark.parametrize(
+    "source, settings, right",
+    [
+        ("lighteval/MATH", {"seconds": 3.0}, 1.0),
+        pytest.param("hiyouga/geometry3k", {}, 0.9, marks=pytest.mark.slow),  # the rule's own limit, 10 s
+    ],
+)
+def test_mathematics_without_end_is_a_wrong_answer_and_no_fault(source, settings, right, monkeypatch):
+    texts = ["\\boxed{2+2}", HOSTILE, "\\boxed{\\frac{8}{2}}", "\\boxed\\frac{8}{2}"]
+    made = NaiveRewardManager(TOKENIZER, 0, **settings)
+    monkeypatch.setattr(made, "text", lambda row: texts[row.index])
+    sources = np.array([source] * 4, dtype=object)
+
+    def asked(truth):
+        given = np.array([{"ground_truth": truth}] * 4, dtype=object)
+        return made(batch(answers=("1",) * 4, reward_model=given, data_source=sources), return_dict=True)
+
+    result = asked("4")
+    assert result["reward_tensor"].sum(-1).tolist() == pytest.approx([right, 0, right, 0])
+    assert "__lost__" not in result["reward_extra_info"] and made._pool.restarts == 0
+    with pytest.raises(RewardError, match=r"row 0 .*the ground truth '\$' cannot be read as mathematics"):
+        asked("$")
 
 
 def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):

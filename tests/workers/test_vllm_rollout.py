@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
@@ -11,6 +12,7 @@ from verl.workers.config import RolloutConfig
 from verl.workers.config.rollout import SamplingConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.vllm_rollout import vLLMRollout
 
 PAD, EOS, P, R = 0, 2, 6, 8
 
@@ -29,7 +31,7 @@ class Hybrid:
         self.actor = make_actor(self.engine)
         settings = {"name": "vllm", "prompt_length": P, "response_length": R, "dtype": "float32", "max_num_seqs": 32,
                     "calculate_log_probs": True, "max_model_len": 400,
-                    "max_num_batched_tokens": 400}  # fmt: skip
+                    "max_num_batched_tokens": 400, "disable_log_stats": False}  # fmt: skip
         config = RolloutConfig(**settings, val_kwargs=SamplingConfig(temperature=0, do_sample=False))
         self.rollout = get_rollout_class("vllm", "sync")(config, self.engine.model_config, self.engine.mesh)
         self.policy = get_policy("causal_lm")
@@ -55,7 +57,13 @@ class Hybrid:
 
 @pytest.fixture(scope="module")
 def hybrid(wide_llama):
+    told = []
+    sink = logger.add(told.append, level="INFO", format="{message}")
     made = Hybrid(wide_llama)
+    logger.remove(sink)
+    made.told = [line.strip() for line in told]
+    with pytest.raises(RuntimeError, match="update_weights before generate_sequences"):
+        made.rollout.generate_sequences(prompts())  # before the first hand-over, whichever test runs first
     yield made
     made.rollout.close()
     leave_group()
@@ -75,6 +83,35 @@ def prompts(n=4, seed=0, lengths=(6, 3, 1), **meta):
 def difference(output, log_probs):
     mask = output.batch["response_mask"].bool()
     return (output.batch["rollout_log_probs"] - log_probs)[mask].abs().mean().item()
+
+
+def test_a_hand_over_that_breaks_off_leaves_an_engine_that_does_not_answer(hybrid):
+    def torn():
+        yield next(iter(hybrid.engine.get_per_tensor_param()))
+        raise FloatingPointError("a weight is not finite")
+
+    hybrid.generate(prompts())
+    with pytest.raises(FloatingPointError):
+        hybrid.rollout.update_weights(torn())
+    with pytest.raises(RuntimeError, match="update_weights before generate_sequences"):
+        hybrid.generate(prompts(), sync=False)
+    output = hybrid.generate(prompts())
+    assert difference(output, hybrid.log_probs(output, 1.0)) < 1e-4
+
+
+def test_weights_of_a_start_do_not_serve_an_actor():
+    loaded = object.__new__(vLLMRollout)  # as after load_format=auto
+    loaded.has_weights = True
+    loaded.bind_actor(None, None)
+    with pytest.raises(RuntimeError, match="not given the actor's weights since it started or slept"):
+        loaded.generate_sequences(prompts())
+
+
+def test_what_a_cpu_does_not_do_is_said_at_the_start(hybrid):
+    said = [line for line in hybrid.told if "enable_chunked_prefill" in line]
+    assert said == ["actor_rollout_ref.rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are read "
+                    "whole there"]  # fmt: skip
+    assert not hybrid.rollout.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
 
 
 def test_log_probs_agree_after_every_update_in_between(hybrid):
@@ -159,13 +196,23 @@ def test_greedy_validation_follows_the_argmax(hybrid):
     assert torch.equal(best[kept], ids[:, P:][kept])
 
 
+def counted(hybrid):
+    """(tokens looked up in the prefix cache, tokens found there) since the engine started."""
+    found = {metric.name: metric.value for metric in hybrid.rollout.llm.get_metrics() if hasattr(metric, "value")}
+    return np.array([found[f"vllm:prefix_cache_{what}"] for what in ("queries", "hits")])
+
+
 def test_samples_of_a_prompt_share_its_cache(hybrid):
+    hybrid.rollout.update_weights(hybrid.engine.get_per_tensor_param())
     block = hybrid.rollout.llm.llm_engine.vllm_config.cache_config.block_size
     ids = torch.randint(5, 60, (1, 390))
     ones = torch.ones_like(ids)
     tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
     long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
+    before = counted(hybrid)
     assert len(hybrid.rollout._generate(long, 3)[0].outputs) == 3
+    # The first sample reads the prompt; the other two find all its whole blocks, within this one request.
+    assert (counted(hybrid) - before).tolist() == [3 * 390, 2 * (389 // block * block)]
     (again,) = hybrid.rollout._generate(long, 1)
     assert again.num_cached_tokens == 389 // block * block > 0
     hybrid.rollout.update_weights(hybrid.engine.get_per_tensor_param())

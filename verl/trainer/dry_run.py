@@ -11,7 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from verl.trainer.dry_run_checks import Findings, look_around
-from verl.utils.batch_arithmetic import BatchPlan, plan_batches
+from verl.utils.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
 from verl.utils.config_check import ARITHMETIC, find_problems
 from verl.utils.config_effect import settings_without_effect
 from verl.utils.memory_estimate import ModelSize, estimate_memory, measure_loaded
@@ -70,11 +70,12 @@ def unless_wrong(
 
 def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, int | None]:
     """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
-    batch = config.data.gen_batch_size
-    if prompts is None or not isinstance(batch, int) or not 1 <= batch <= prompts:
+    drawn, wanted = config.data.gen_batch_size, config.data.train_batch_size
+    sound = isinstance(drawn, int) and isinstance(wanted, int)
+    if prompts is None or not sound or not 1 <= drawn <= prompts:
         return None, None
-    per_epoch = prompts // batch
-    return per_epoch, config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
+    steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
+    return prompts // max(drawn, wanted), steps
 
 
 def _print_plan(console: Console, config: DictConfig, found: Findings, problems: list[Problem]) -> None:

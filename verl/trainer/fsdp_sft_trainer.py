@@ -62,7 +62,8 @@ def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer:
     files = config.data[f"{split}_files"]
     if not files:
         return None
-    dataset = trainer_class.build_dataset(files, config, tokenizer, config.data[f"{split}_max_samples"])
+    build = trainer_class.build_dataset if split == "train" else trainer_class.build_val_dataset
+    dataset = build(files, config, tokenizer, config.data[f"{split}_max_samples"])
     refuse_bad_rows(dataset, f"data.{split}_files")
     return dataset
 

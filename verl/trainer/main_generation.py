@@ -5,6 +5,7 @@ Under torchrun the ranks share the prompts.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -97,6 +98,8 @@ def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) 
     own_module = config.name in ROLLOUTS_OF_THE_ACTOR
     if not own_module and config.load_format == "dummy":
         raise ValueError("rollout.load_format=dummy would answer with random weights; set rollout.load_format=auto.")
+    if not own_module:
+        config = dataclasses.replace(config, enable_sleep_mode=False)  # an engine that slept has lost its weights
     rollout = get_rollout_class(config.name, config.mode)(config, model, mesh)
     if own_module:
         settings = FSDPEngineConfig(forward_only=True, dtype=config.dtype, model_dtype=config.dtype)

@@ -48,10 +48,32 @@ def rank_count(config: Mapping[str, Any]) -> int:
     return config["trainer"]["nnodes"] * config["trainer"]["n_gpus_per_node"]
 
 
+def fills_from_several(config: Mapping[str, Any]) -> bool:
+    """Whether a step's batch is filled with the groups that pass a filter (DAPO), of as many draws as that takes."""
+    algorithm = config["algorithm"]
+    filters = algorithm["filter_groups"] if "filter_groups" in algorithm else None
+    return bool(filters and filters["enable"])
+
+
+def prompts_a_step(config: Mapping[str, Any]) -> tuple[str, int]:
+    """(key, its value) that says how many prompts a step trains on: all that are drawn, where none is filtered."""
+    data = config["data"]
+    drawn, wanted = (f"data.{name}" for name in ("gen_batch_size", "train_batch_size"))
+    if fills_from_several(config) or data["gen_batch_size"] <= data["train_batch_size"]:  # fewer are refused
+        return wanted, data["train_batch_size"]
+    return drawn, data["gen_batch_size"]
+
+
+def steps_in_all(draws: int, config: Mapping[str, Any]) -> int:
+    """Steps of trainer.total_epochs of `draws` each: one draw a step, or as many as data.train_batch_size takes."""
+    drawn, wanted = (config["data"][name] for name in ("gen_batch_size", "train_batch_size"))
+    return max(1, draws * config["trainer"]["total_epochs"] * drawn // max(drawn, wanted))
+
+
 def plan_batches(config: Mapping[str, Any]) -> BatchPlan:
     """The plan of a config in which batch_problems finds nothing."""
     actor, n = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]["n"]
-    ranks, prompts, mini = rank_count(config), config["data"]["train_batch_size"], actor["ppo_mini_batch_size"]
+    ranks, prompts, mini = rank_count(config), prompts_a_step(config)[1], actor["ppo_mini_batch_size"]
     samples = min(mini, prompts) * n
     micro = min(micro_batch_size(actor, config, ranks), max(1, samples // ranks))
     return BatchPlan(ranks, prompts, n, math.ceil(prompts / mini), samples, micro, actor["ppo_epochs"])
@@ -69,8 +91,8 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
     """Every batch size that cannot be shared out, with numbers that can. `config`: the resolved tree as plain dicts."""
     roles, data, reward = config["actor_rollout_ref"], config["data"], config["reward_model"]
     actor, rollout, ref, model = roles["actor"], roles["rollout"], roles["ref"], roles["model"]
-    ranks, log_prob, size = rank_count(config), "log_prob_micro_batch_size", data["train_batch_size"]
-    sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": rollout["n"]}
+    ranks, log_prob, (prompts_key, size) = rank_count(config), "log_prob_micro_batch_size", prompts_a_step(config)
+    sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": rollout["n"], "prompts_key": prompts_key}
     found = actor_problems(actor, **sizes)
     found += one_of(rollout, "actor_rollout_ref.rollout", log_prob, ranks, rollout["log_prob_use_dynamic_bsz"])
     if use_reference_policy and model["lora_rank"] == 0 and model["lora_adapter_path"] is None:
@@ -82,33 +104,41 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         found += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
     found += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
     found += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
-    if (drawn := data["gen_batch_size"]) < size:
+    if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):
         key = "data.gen_batch_size"
         rule = f"{key}={drawn} is smaller than data.train_batch_size={size}, which one generation must be able to fill."
-        found.append(wrong(key, f"{rule} Use at least as many."))
+        mend = "Use at least as many, or DAPO with algorithm.filter_groups.enable=true, where several fill it."
+        found.append(wrong(key, f"{rule} {mend}"))
     return found
 
 
-def actor_problems(actor: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int) -> list[Problem]:
-    """Problems of the actor's batch sizes."""
-    grouped = actor["share_prompt_forward"]
-    step = _uneven("data.train_batch_size", train_batch_size, rollout_n, n_gpus, grouped)
-    return step + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, train_batch_size, rollout_n, grouped)
+def actor_problems(
+    actor: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int,
+    prompts_key: str = "data.train_batch_size",
+) -> list[Problem]:
+    """Problems of the actor's batch sizes; `prompts_key` is the key that a step's prompts come from."""
+    grouped, step = actor["share_prompt_forward"], (prompts_key, train_batch_size)
+    found = _uneven(*step, rollout_n, n_gpus, grouped)
+    return found + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, step, rollout_n, grouped)
 
 
-def critic_problems(critic: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int) -> list[Problem]:
-    """Problems of the critic's batch sizes."""
-    return _update_problems(critic, "critic", n_gpus, train_batch_size, rollout_n, grouped=False)
+def critic_problems(
+    critic: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int,
+    prompts_key: str = "data.train_batch_size",
+) -> list[Problem]:
+    """Problems of the critic's batch sizes; `prompts_key` is the key that a step's prompts come from."""
+    return _update_problems(critic, "critic", n_gpus, (prompts_key, train_batch_size), rollout_n, grouped=False)
 
 
 def _update_problems(
-    role: Mapping[str, Any], prefix: str, ranks: int, train_batch_size: int, n: int, grouped: bool
+    role: Mapping[str, Any], prefix: str, ranks: int, step: tuple[str, int], n: int, grouped: bool
 ) -> list[Problem]:
+    prompts_key, prompts = step
     key, mini = f"{prefix}.ppo_mini_batch_size", role["ppo_mini_batch_size"]
     found = _uneven(key, mini, n, ranks, grouped)
-    if mini > train_batch_size:
-        rule = f"{key}={mini} is larger than data.train_batch_size={train_batch_size}, so no step could fill it."
-        found.append(wrong(key, f"{rule} Use {train_batch_size} or less."))
+    if mini > prompts:
+        rule = f"{key}={mini} is larger than {prompts_key}={prompts}, so no step could fill it."
+        found.append(wrong(key, f"{rule} Use {prompts} or less."))
     return found + one_of(role, prefix, "ppo_micro_batch_size", ranks, role["use_dynamic_bsz"])
 
 

@@ -117,7 +117,7 @@ def tree_problems(
         for key, (needed, why) in (fixed or {}).items()
         if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
     ]
-    return found + told_at_the_source(values, raw), plain
+    return found + told_at_the_source(values + grading_problems(plain), raw), plain
 
 
 def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -240,7 +240,7 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
 def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
-    found = []
+    found = algorithm_problems(plain)
     if sampling["do_sample"] and sampling["temperature"] == 0:
         rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
         found.append(wrong(f"{key}.temperature", rule))
@@ -259,6 +259,41 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
         found.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
     return found + resume_problems(plain["trainer"])
+
+
+def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """What an estimator, a KL term or n samples of a prompt need and the config does not give."""
+    algorithm, actor, rollout = plain["algorithm"], plain["actor_rollout_ref"]["actor"], "actor_rollout_ref.rollout"
+    sampling, found = plain["actor_rollout_ref"]["rollout"], []
+    kl_terms = {
+        "algorithm.kl_penalty": algorithm["kl_penalty"] if algorithm["use_kl_in_reward"] else None,
+        "actor_rollout_ref.actor.kl_loss_type": actor["kl_loss_type"] if actor["use_kl_loss"] else None,
+    }
+    for key, estimator in kl_terms.items():
+        if estimator in ("full", "full+"):
+            rule = f"{key}={estimator} needs the log-probs of the whole vocabulary, which are never held here."
+            found.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
+    if algorithm["adv_estimator"] == "gae" and plain["critic"]["enable"] is False:
+        rule = "critic.enable=false with algorithm.adv_estimator=gae, which rests on the critic's values."
+        found.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
+    n, key = sampling["n"], f"{rollout}.n"
+    if algorithm["adv_estimator"] == "grpo_passk" and n < 2:
+        rule = f"{key}={n} with algorithm.adv_estimator=grpo_passk, which compares the best sample with the second."
+        found.append(wrong(key, f"{rule} Set {key} to 2 or more."))
+    if n > 1 and not sampling["do_sample"]:
+        rule = f"{key}={n} samples of {rollout}.do_sample=false would be all the same."
+        found.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
+    return found
+
+
+def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """Whether a program that hangs is stopped before the process that grades it; nothing in a tree without rewards."""
+    key, above = "reward_model.sandbox.seconds", "reward_model.item_timeout"
+    seconds, limit = select(plain, key, None), select(plain, above, None)
+    if not (isinstance(seconds, int | float) and isinstance(limit, int | float)) or seconds < limit:
+        return []
+    rule = f"{key}={seconds:g} must be below {above}={limit:g}, or a program that hangs costs its row"
+    return [wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other.")]
 
 
 def resume_problems(run: Mapping[str, Any]) -> list[Problem]:

@@ -50,6 +50,7 @@ NOT_READ = {
     "data.datagen.*": "no prompts are generated",
     "reward_model.launch_reward_fn_async": "rewards are computed after generation",
     "reward_model.use_reward_loop": "rewards are computed after generation",
+    "reward_model.model.use_remove_padding": "the reward model reads padded rows",
     "trainer.esi_redundant_time": "no instance's expiry is watched",
     "trainer.default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
     "trainer.use_legacy_worker_impl": "there is one worker implementation",

@@ -1,13 +1,9 @@
-"""Helpers over plain Python values: dicts, namespaces, dynamic enums, time limits."""
+"""Helpers over plain Python values: dicts, namespaces, dynamic enums."""
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,70 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-
-def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
-    """Decorator: TimeoutError when the call takes longer than `seconds`.
-
-    use_signals=False runs the call in a forked process that is killed at the limit, so it also stops C code, but the
-    call's side effects stay in that process. use_signals=True interrupts in place and needs the main thread.
-    """
-    if seconds <= 0:
-        raise ValueError(f"timeout_limit: seconds={seconds} must be positive")
-    run = _run_with_alarm if use_signals else _run_in_child
-
-    def decorate(func: Callable) -> Callable:
-        @functools.wraps(func)
-        def limited(*args, **kwargs):
-            return run(func, seconds, args, kwargs)
-
-        return limited
-
-    return decorate
-
-
-def _run_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError(f"{func.__qualname__}: timeout_limit(use_signals=True) works in the main thread only")
-
-    def on_alarm(signum, frame):
-        raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s")
-
-    previous = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
-    context = multiprocessing.get_context("fork")  # closures and lambdas need no pickling
-    receiver, sender = context.Pipe(duplex=False)
-
-    def child() -> None:
-        try:
-            sender.send((True, func(*args, **kwargs)))
-        except Exception as error:
-            sender.send((False, error))
-
-    process = context.Process(target=child, daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(seconds):
-            raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s")
-        ok, value = receiver.recv()
-    except EOFError as error:
-        process.join()
-        raise RuntimeError(f"{func.__qualname__}: its process ended with exit code {process.exitcode}") from error
-    finally:
-        process.kill()
-        process.join()
-        receiver.close()
-    if not ok:
-        raise value
-    return value
+from verl.utils.time_limit import timeout_limit as timeout_limit  # importers know it here
 
 
 def deep_equal(a: Any, b: Any) -> bool:

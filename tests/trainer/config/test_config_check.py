@@ -1,5 +1,6 @@
 """Misspelt keys, values out of range, names of parts, batch sizes: each found, named and mended in the message."""
 
+import functools
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
-from verl.utils.batch_arithmetic import batch_problems
+from verl.utils.batch_arithmetic import batch_problems, plan_batches, steps_in_all
 from verl.utils.config import forced_override, validate_config
 from verl.utils.config_check import find_problems
 from verl.utils.problems import ConfigError
@@ -92,6 +93,8 @@ def test_a_removed_key_is_told():
         ("trainer.resume_mode=resume_path", "global_step_N"),
         ("reward_manager.source=importlib", "reward_manager.module.path"),
         ("actor_rollout_ref.model.external_lib=no_such_module_here", "cannot be imported"),
+        ("reward_model.sandbox.seconds=300", "must be below reward_model.item_timeout=300"),
+        ("reward_model.item_timeout=10", "reward_model.sandbox.seconds=10 must be below reward_model.item_timeout=10"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_mend(override, said):
@@ -159,6 +162,67 @@ def test_a_mini_batch_larger_than_the_batch():
 def test_a_mini_batch_that_ranks_cannot_share():
     found = only("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.n_gpus_per_node=8")
     assert "gives 12 samples, which 8 ranks cannot share evenly. Use a multiple of 8 (8 or 16)." in found.message
+
+
+def test_without_a_filter_a_step_trains_on_all_that_is_drawn():
+    minis = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    drawn = ("data.train_batch_size=32", "data.gen_batch_size=60", f"{minis}=8")
+    found = only(*drawn, "actor_rollout_ref.rollout.n=5")
+    assert "data.gen_batch_size=60 x actor_rollout_ref.rollout.n=5 gives 300 samples" in found.message
+    assert problems("data.train_batch_size=32", "data.gen_batch_size=64", f"{minis}=64") == []
+    found = only("data.train_batch_size=32", "data.gen_batch_size=64", f"{minis}=128")
+    assert "larger than data.gen_batch_size=64" in found.message and "Use 64 or less" in found.message
+    plain = OmegaConf.to_container(compose_ppo(*SOUND, *drawn), resolve=True)
+    assert (plan_batches(plain).prompts, plan_batches(plain).mini_batches) == (60, 8)
+
+
+def test_only_where_groups_are_filtered_may_generations_be_smaller_than_the_batch():
+    def dapo(*overrides):
+        config = functools.partial(compose_ppo, config_dir=CONFIG_DIR.parents[2] / "recipe" / "dapo" / "config",
+                                   config_name="dapo_trainer")  # fmt: skip
+        sizes = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+        made = config(*SOUND, *sizes, *overrides)
+        return [p.message for p in find_problems(made, known=config())], OmegaConf.to_container(made, resolve=True)
+
+    filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc")
+    found, plain = dapo("data.gen_batch_size=24", *filtered)
+    assert found == [] and plan_batches(plain).prompts == 64
+    assert steps_in_all(100, plain) == 100 * 30 * 24 // 64  # 30 epochs of 100 draws, 64 prompts a step
+    found, plain = dapo("data.gen_batch_size=192", *filtered)
+    assert found == [] and plan_batches(plain).prompts == 64 and steps_in_all(100, plain) == 3000
+    ((message,), _) = dapo("data.gen_batch_size=24")
+    assert "data.gen_batch_size=24 is smaller than data.train_batch_size=64" in message
+    assert "algorithm.filter_groups.enable=true" in message
+
+
+REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (("algorithm.kl_penalty=full", "algorithm.use_kl_in_reward=true", REFERENCE), "algorithm.kl_penalty",
+         "Set it to low_var_kl"),
+        (("algorithm.kl_penalty=full+", "algorithm.use_kl_in_reward=true", REFERENCE), "algorithm.kl_penalty",
+         "kl_penalty=full+ needs"),
+        (("actor_rollout_ref.actor.kl_loss_type=full", "actor_rollout_ref.actor.use_kl_loss=true", REFERENCE),
+         "actor_rollout_ref.actor.kl_loss_type", "Set it to low_var_kl"),
+        (("algorithm.adv_estimator=gae", "critic.enable=false"), "critic.enable", "Leave critic.enable out"),
+        (("algorithm.adv_estimator=grpo_passk",), "actor_rollout_ref.rollout.n", "rollout.n to 2 or more"),
+        (("actor_rollout_ref.rollout.do_sample=false", "actor_rollout_ref.rollout.n=4"),
+         "actor_rollout_ref.rollout.do_sample", "rollout.n=4 samples"),
+    ],
+)  # fmt: skip
+def test_what_an_algorithm_cannot_do_without_is_asked_for(overrides, key, said):
+    found = only(*overrides)
+    assert found.key == key and said in found.message
+
+
+def test_what_is_not_used_is_not_asked_for():
+    unused = ("algorithm.kl_penalty=full", "actor_rollout_ref.actor.kl_loss_type=full", "critic.enable=false")
+    assert problems(*unused, "actor_rollout_ref.rollout.do_sample=false") == []
+    assert problems("algorithm.adv_estimator=grpo_passk", "actor_rollout_ref.rollout.n=2") == []
+    assert problems("algorithm.adv_estimator=gae", "critic.enable=true") == []
 
 
 def test_exactly_one_micro_batch_size():

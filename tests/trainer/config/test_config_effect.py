@@ -38,6 +38,7 @@ def test_defaults_and_followers_are_not_told():
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
+        "reward_model.model.use_remove_padding=true",
         "global_profiler.steps=[1]",
     ],
 )

@@ -14,6 +14,7 @@ from verl.trainer.ppo.batching import (
     group_rows,
     rollout_probs_diff,
     share_weights,
+    shareable,
 )
 
 
@@ -68,6 +69,21 @@ def test_prompts_are_cut_to_what_ranks_share_evenly():
     data, counts = drop_lost(samples("aaabbbccc", "x........"), n=3, ranks=2, whole_groups=False)
     assert numbers(data) == [1, 2, 3, 4, 5]
     assert (counts.lost, counts.uneven, counts.scored) == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n", "ranks", "whole", "count"),
+    [
+        ([4, 4, 4, 4, 4], 4, 2, False, 5),  # 20 samples
+        ([4, 4, 4, 4, 4], 4, 2, True, 4),
+        ([4, 4, 3, 4, 4], 4, 2, False, 4),  # a group of three stays on one rank
+        ([2, 2, 2], 2, 4, False, 2),  # 4 samples: 4 / gcd(2, 4) = 2 prompts
+        ([3], 4, 2, False, 0),
+        ([], 4, 2, False, 0),
+    ],
+)
+def test_the_groups_that_ranks_share_evenly(sizes, n, ranks, whole, count):
+    assert shareable(sizes, n, ranks, whole) == count
 
 
 def test_everything_lost_leaves_no_row():

@@ -227,6 +227,28 @@ class WithReference(FakeGroup):
         return DataProto.from_dict({"ref_log_prob": torch.full(data.batch["responses"].shape, -2.05)})
 
 
+@pytest.mark.parametrize(("mini", "passes"), [(8, True), (12, False)])
+def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, passes):
+    config = compose_run(
+        tmp_path, "unused", data__gen_batch_size=12, actor_rollout_ref__actor__ppo_mini_batch_size=mini,
+    )  # fmt: skip
+    trainer = fake_trainer(config, WithReference)
+    trainer.fit()
+    assert [len(update) for update in trainer.actor_rollout_wg.updates] == [48] * 4  # 2 draws an epoch
+    # 12 prompts are two mini-batches of 8, whose second step needs the log-probs of before the first
+    assert all(("old_log_probs" in update.batch) == passes for update in trainer.actor_rollout_wg.updates)
+
+
+def test_the_entropy_of_the_old_policy_is_aggregated_as_the_updates(tmp_path):
+    config = compose_run(
+        tmp_path, "unused", trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_mini_batch_size=4,
+        actor_rollout_ref__actor__loss_agg_mode="seq-mean-token-sum-norm",
+        actor_rollout_ref__actor__loss_scale_factor=24,
+    )  # fmt: skip
+    fake_trainer(config, WithReference).fit()
+    assert metrics_rows(tmp_path)[0]["actor/entropy"] == pytest.approx(6 * 2.0 / 24)  # 6 tokens of 2.0
+
+
 def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
     def start(name, stop_at=None):
         config = compose_run(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -12,7 +13,7 @@ import tenacity
 from tests.helpers.sandbox import refused
 from verl.utils.grading import Slots
 from verl.utils.reward_score import default_compute_score, prime_code, sandbox_fusion
-from verl.utils.reward_score.code_cases import cases_of, extract_code, same_output, same_value
+from verl.utils.reward_score.code_cases import Case, cases_of, extract_code, same_output, same_value
 from verl.utils.sandbox import SandboxConfig
 
 SUMS = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
@@ -137,12 +138,13 @@ frame = sys._getframe()
 while frame:
     values.append(repr(frame.f_globals)); frame = frame.f_back
 values = ''.join(values + [repr(o)[:200] for o in gc.get_objects() if isinstance(o, (list, dict, tuple))])
-wanted = str(45).join(['', '67'])
+wanted = '4567890'.join(['', '1234567'])
 def add(a, b): return int(wanted) if wanted in values else 0
 print(add(0, 0))""",
     "not a number": "def add(a, b): return float('nan')\nprint('nan')",
     "deep nesting": "import sys\nsys.setrecursionlimit(10**6)\ndef add(a, b): return 0\nprint('[' * 100000)",
     "a long number": "def add(a, b): return 0\nprint('9' * 100000)",
+    "nearly a long number": "def add(a, b): return 0\nprint('9' * 400000 + 'x')",
     "the answer of the first case": "def add(a, b): return 3\nprint(3)",
 }
 
@@ -152,11 +154,14 @@ print(add(0, 0))""",
 def test_no_verdict_is_won_without_the_right_output(name, kind, request):
     if refused(request):
         return
-    cases = {"inputs": ["1 2"], "outputs": ["4567"]}
+    expected = 45678901234567  # long: the addresses that a program sees hold any four digits now and then
+    cases = {"inputs": ["1 2"], "outputs": [str(expected)]}
     if kind == "call":
-        cases = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [4567]}
+        cases = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [expected]}
+    started = time.process_time()
     result, told = prime_code.compute_score(answer(CHEATS[name]), cases, continuous=True)
     assert result == 0.0, told
+    assert time.process_time() - started < 1.0  # the judge's own; the program has processes of its own
 
 
 def test_an_unconfined_run_needs_the_word(tmp_path):
@@ -212,16 +217,27 @@ def test_expected_outputs_stay_outside():
         ("1\n2", "1 2", False),
         ("", "", True),
         ("yes", "YES", False),
+        ("1.", "1.0", True),
+        (".5", "0.5", True),
+        ("-1e-1", "-0.1", True),
+        (".", "0.0", False),
+        ("1e", "1.0", False),
+        pytest.param("9" * 400_000 + "x", "0.5", False, id="nearly a long number"),
     ],
 )
 def test_outputs_are_compared_by_lines_and_words(found, expected, same):
+    started = time.process_time()
     assert same_output(found, expected) is same
+    assert time.process_time() - started < 1.0
 
 
 def test_values_are_compared_as_json():
     assert same_value([1, {"a": 0.1 + 0.2}], [1, {"a": 0.3}]) and same_value(1.0, 1)
     for found, expected in ((True, 1), (1, True), ("1", 1), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (None, 0), (0.5, "x")):
         assert not same_value(found, expected)
+    beyond = 10**400  # every float
+    assert not same_value(beyond, 0.5) and not same_value(0.5, beyond) and same_value(beyond, beyond)
+    assert not Case("", "", 0.5, True).passes("9" * 400)
 
 
 class Service(BaseHTTPRequestHandler):
@@ -276,6 +292,10 @@ def test_the_service_runs_programs_and_learns_no_expected_output(service):
     assert all("42" not in json.dumps(body["code"]) for body in service.bodies)
     assert service.bodies[0]["memory_limit_MB"] == 256 and service.bodies[0]["language"] == "python"
     assert default_compute_score("apps", answer(code), SUMS, sandbox_fusion_url=service.url) == 0.5
+    assert service.bodies[-1]["run_timeout"] == 10
+    limits = SandboxConfig(seconds=3.0)
+    assert default_compute_score("apps", answer(code), SUMS, sandbox_fusion_url=service.url, sandbox=limits) == 0.5
+    assert service.bodies[-1]["run_timeout"] == service.bodies[-1]["compile_timeout"] == 3.0
     call = answer("def add(a, b):\n    return a + b")
     assert sandbox_fusion.compute_score(service.url, None, None, call, CALLS)[0] == 1.0
     assert sandbox_fusion.compute_score(service.url, None, None, answer("1/0"), CALLS)[0] == 0.0

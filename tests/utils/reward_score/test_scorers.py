@@ -1,6 +1,9 @@
 """Rule rewards against hand-made answers. Not covered: agreement with the data sets' own judges on real answers."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
 
@@ -45,7 +48,13 @@ def test_another_source_is_refused_with_the_mend():
         ("a \\boxed{1} b \\boxed{\\frac{1}{2}} c", "\\boxed{\\frac{1}{2}}"),
         ("\\fbox{3}", "\\fbox{3}"),
         ("$\\boxed 5$ end", "\\boxed 5"),
+        ("\\boxed {4} or $5$", "\\boxed {4}"),
+        ("\\boxed\n{4}", "\\boxed\n{4}"),
         ("\\boxed{never closed", None),
+        ("\\boxed{4} no, \\boxed\\frac{1}{2}", None),
+        ("\\boxed5, as \\frac{1}{2} shows", None),
+        ("\\boxed\\text{A}", None),
+        ("\\boxed4{}", None),
         ("no box", None),
     ],
 )
@@ -56,8 +65,22 @@ def test_last_box(text, found):
 def test_what_stands_in_a_box():
     assert math_reward.remove_boxed("\\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
     assert math_reward.remove_boxed("\\boxed 5") == "5" and math_reward.remove_boxed("\\fbox{x}") == "x"
-    with pytest.raises(ValueError, match="is no"):
-        math_reward.remove_boxed("5")
+    assert math_reward.remove_boxed("\\boxed {4}") == "4" == math_reward.remove_boxed("\\boxed\n{4}")
+    for text in ("5", "\\boxed5", "\\boxed{5"):
+        with pytest.raises(ValueError, match="is no"):
+            math_reward.remove_boxed(text)
+
+
+BOXED = (MATH, "numina_cn_k12", "hiyouga/geometry3k")
+
+
+@pytest.mark.parametrize("source", BOXED)
+def test_a_box_that_cannot_be_read_is_no_answer(source):
+    for answer in ("\\boxed\\frac{1}{2}", "\\boxed5, as \\frac{1}{2} shows", "\\boxed\\text{A}", "\\boxed4{}"):
+        assert default_compute_score(source, f"\\boxed{{4}} or {answer}", "4") == 0.0
+        assert math_reward.compute_score(answer, "4") == 0.0
+        assert math_dapo.compute_score(answer, "4", strict_box_verify=True)["score"] == -1.0
+    assert default_compute_score(source, "\\boxed {4}", "4") == pytest.approx(0.9 if "geo" in source else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +98,15 @@ def test_what_stands_in_a_box():
         ("-.25", "-0.25"),
         ("k = 7", "7"),
         ("5\\text{ cm}", "5"),
+        ("5\\text{ cm}^2", "5"),
+        ("5\\text{ square units}^{-3}$.", "5"),
+        ("4\\text{ }=5", "4\\text{}=5"),
+        ("4\\text{ or }5", "4\\text{or}5"),
+        ("4\\text{ or 5}", "4\\text{or5}"),
+        ("4=5", "4=5"),
+        ("x1=5", "5"),
+        ("2x=5", "2x=5"),
+        ("9" * 5000 + "/1", "9" * 5000 + "/1"),
         ("90^\\circ", "90"),
         ("90^{\\circ}", "90"),
         ("\\$12", "12"),
@@ -112,11 +144,72 @@ def test_mathematical_equality(answer, truth, score):
     assert default_compute_score(MATH, f"It is \\boxed{{{answer}}}.", truth) == score
 
 
-def test_math_verify_gives_the_time_out_score_to_what_never_ends(monkeypatch):
-    monkeypatch.setattr(math_verify, "_SECONDS", 0.5)
-    hostile = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
-    assert math_verify.compute_score(hostile, "4", timeout_score=0.25) == 0.25
-    assert math_verify.compute_score("\\boxed{4}", "4") == 1.0
+OR_LIKE = [
+    "4\\text{ or }5", "4\\text{ and }5", "4\\text{ cm}\\text{ or }5", "4\\text{ if }5", "4\\text{ (or }5)",
+    "4\\text{or}5", "4\\mathrm{ or }5", "4 or 5", "$4$ or $5$", "4, 5", "4;5", "4\\vee 5", "4\\quad 5", "4<5", "4:5",
+    "4\\pm 1", "\\{4,5\\}",
+]  # fmt: skip
+HEDGES = [
+    "4\\text{ }=5", "4\\text{ cm}=5", "4 \\text{ m} = 5", "4=5", "x=4=5", "4=x=5", "4=5=4", "4==5", "4\\text{ }5",
+    "4 5", "4\\text{ cm or 5 cm}", "4\\text{ cm}, 5\\text{ cm}", "4\\approx 5", "4\\text{ cm}^5", "4\\boxed{5}",
+    "\\text{ 4}=5", "4\\%5",
+]  # fmt: skip
+UNITS = ["5\\text{ cm}", "5\\text{ cm}^2", "5 \\text{ m/s}^{2}", "x=5", "$5\\text{ cm}$.", "2+3=5"]
+
+
+@pytest.mark.parametrize("hedge", OR_LIKE + HEDGES)
+def test_a_hedged_answer_wins_for_one_of_its_truths_at_most(hedge):
+    wins = [truth for truth in ("4", "5", "45") if default_compute_score(MATH, f"\\boxed{{{hedge}}}", truth) == 1.0]
+    assert len(wins) <= (hedge in HEDGES), wins
+
+
+@pytest.mark.parametrize("answer", UNITS)
+def test_units_and_names_are_no_hedge(answer):
+    assert default_compute_score(MATH, f"\\boxed{{{answer}}}", "5") == 1.0
+    assert default_compute_score(MATH, f"\\boxed{{{answer}}}", "4") == 0.0
+
+
+def test_an_answer_of_thousands_of_digits_is_wrong_and_no_fault():
+    for answer in ("9" * 5000 + "/1", "1/" + "9" * 5000, "9" * 1900):
+        for source in BOXED:
+            assert default_compute_score(source, f"\\boxed{{{answer}}}", "4") == 0.0
+
+
+HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
+
+
+def test_what_never_ends_has_the_time_out_score_and_the_next_answer_its_own():
+    assert math_verify.compute_score(HOSTILE, "4", timeout_score=0.25, seconds=1.0) == 0.25
+    assert math_verify.compute_score(HOSTILE, "5", seconds=1.0) == 0.0
+    assert math_verify.compute_score("\\boxed{1+3}", "4") == 1.0
+
+
+def test_a_comparison_that_dies_is_wrong_and_one_that_died_idle_is_made_again(monkeypatch):
+    assert not math_verify.is_equal("7", "4")
+    comparer = math_verify._comparer(os.getpid())
+    os.kill(comparer.child._pid, signal.SIGKILL)
+    assert math_verify.is_equal("\\frac{28}{4}", "7")
+    comparer.child.end()
+    monkeypatch.setattr(math_verify, "_compare", lambda answer, truth: answer != "13" or os._exit(9))
+    assert math_verify.compute_score("\\boxed{13}", "4", timeout_score=0.5) == 0.5
+    assert math_verify.compute_score("\\boxed{14}", "4") == 1.0
+    comparer.child.end()
+
+
+def test_a_ground_truth_that_cannot_be_read_is_named(monkeypatch):
+    with pytest.raises(ValueError, match=r"ground truth '\$' cannot be read as mathematics"):
+        default_compute_score(MATH, "\\boxed{4}", "$")
+    monkeypatch.setattr(math_verify, "_SECONDS", 1.0)
+    with pytest.raises(ValueError, match=r"ground truth '\(\(.* cannot be read as mathematics within 1 s"):
+        math_verify.is_equal("4", "(" * 500 + "4" + ")" * 500)
+
+
+def test_texts_of_tags_are_judged_in_no_time():
+    started = time.process_time()
+    assert default_compute_score("hiyouga/geometry3k", "<think>" + "</think>" * 5000 + "\\boxed{" * 5000, "4") == 0.0
+    assert default_compute_score("searchR1_nq", "<answer>" * 30000, {"target": ["x"]}) == 0.0
+    assert math_reward.strip_string("4\\text{ " + "a" * 300_000) == "4\\text{" + "a" * 300_000
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize("code", ["__import__('os').system('touch FILE')", "open('FILE', 'w').close()", "exec(x)"])

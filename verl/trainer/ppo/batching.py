@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.algos.reweight import compute_pf_ppo_reweight_data
 from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.rows import LOST
+
+MASKED = "masked"
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -31,16 +33,17 @@ class DropCounts:
     small_group: int = 0
     uneven: int = 0
     no_reward: int = 0
+    masked: int = 0
 
     @property
     def dropped(self) -> int:
-        return self.lost + self.small_group + self.uneven + self.no_reward
+        return self.lost + self.small_group + self.uneven + self.no_reward + self.masked
 
     def after_rewards(self, failed: int, later: DropCounts) -> DropCounts:
         """These counts with those of what was left out behind the rewards: rows without one, then `later`."""
         return DropCounts(
             self.requested, later.scored, self.lost, self.small_group + later.small_group, self.uneven + later.uneven,
-            failed,
+            failed, self.masked,
         )
 
     def metrics(self) -> dict[str, int]:
@@ -49,7 +52,7 @@ class DropCounts:
             raise RuntimeError(
                 f"{self.requested} samples were requested, but {self.scored} scored + {self.dropped} dropped "
                 f"(lost {self.lost}, small groups {self.small_group}, uneven {self.uneven}, without reward "
-                f"{self.no_reward}) do not add up to it."
+                f"{self.no_reward}, masked {self.masked}) do not add up to it."
             )
         return {
             "training/requested_samples": self.requested,
@@ -59,21 +62,24 @@ class DropCounts:
             "training/dropped_samples/small_group": self.small_group,
             "training/dropped_samples/uneven": self.uneven,
             "training/dropped_samples/no_reward": self.no_reward,
+            "training/dropped_samples/masked": self.masked,
         }
 
 
 def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[DataProto, DropCounts]:
     """Leave out what cannot be trained on, in three counted stages.
 
-    1. rows marked `__lost__`; 2. groups (equal `uid`) with fewer than min(2, n) samples left, since a group of one has
-    no baseline; 3. the last prompts, until the ranks share the rest evenly: prompts where a group must stay on one
-    rank (`whole_groups`, or some group is no longer full), else samples. The column `__lost__` is taken away.
+    1. rows marked `__lost__` (true or a text; "masked" counts by itself); 2. groups (equal `uid`) with fewer than
+    min(2, n) samples left, since a group of one has no baseline; 3. the last prompts, until the ranks share the rest
+    evenly: prompts where a group must stay on one rank (`whole_groups`, or some group is no longer full), else samples.
+    The column `__lost__` is taken away.
     """
     uid = data.non_tensor_batch["uid"]
     keep = np.ones(len(data), dtype=bool)
     if LOST in data.non_tensor_batch:
         keep &= ~data.non_tensor_batch[LOST].astype(bool)
-    counts = DropCounts(requested=len(data), lost=int((~keep).sum()))
+    masked = int((data.non_tensor_batch[LOST] == MASKED).sum()) if LOST in data.non_tensor_batch else 0
+    counts = DropCounts(requested=len(data), lost=int((~keep).sum()) - masked, masked=masked)
 
     group = as_torch_index(uid).numpy()  # [B]
     sizes = np.bincount(group[keep], minlength=group.max(initial=-1) + 1)
@@ -82,9 +88,7 @@ def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[
     keep &= ~in_small
 
     survivors, left = np.unique(group[keep], return_counts=True)  # in order of the data: numbers follow appearance
-    multiple = ranks if whole_groups or (left < n).any() else ranks // math.gcd(n, ranks)
-    cut = survivors[len(survivors) - len(survivors) % multiple :]
-    in_cut = keep & np.isin(group, cut)
+    in_cut = keep & np.isin(group, survivors[shareable(left, n, ranks, whole_groups) :])
     counts.uneven = int(in_cut.sum())
     keep &= ~in_cut
 
@@ -93,6 +97,15 @@ def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[
         data = data.select_idxs(np.flatnonzero(keep))
     data.non_tensor_batch.pop(LOST, None)
     return data, counts
+
+
+def shareable(sizes: Sequence[int], n: int, ranks: int, whole_groups: bool) -> int:
+    """How many of the first groups the ranks share evenly; `sizes`: samples of each, n where none was lost.
+
+    Whole groups, where one must stay on one rank (`whole_groups`) or some group is no longer full, else samples.
+    """
+    whole = whole_groups or any(size < n for size in sizes)
+    return len(sizes) - len(sizes) % (ranks if whole else ranks // math.gcd(n, ranks))
 
 
 def group_rows(data: DataProto) -> list[np.ndarray]:

@@ -28,6 +28,7 @@ from verl.trainer.ppo.run_keeping import RunKeeping
 from verl.trainer.ppo.steps import step
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.worker_groups import WorkerGroups, actor_role, classes
+from verl.utils.batch_arithmetic import prompts_a_step
 from verl.utils.groupwise import as_torch_index
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
@@ -80,7 +81,7 @@ class RayPPOTrainer(RunKeeping):
         # One update on the whole batch sees ratio 1: its own detached log-probs are the old ones.
         self.needs_old_log_probs = bool(
             actor.ppo_epochs > 1
-            or config.data.train_batch_size > actor.ppo_mini_batch_size
+            or prompts_a_step(config)[1] > actor.ppo_mini_batch_size
             or config.algorithm.use_kl_in_reward
             or rollout.calculate_log_probs
         )
@@ -141,22 +142,24 @@ class RayPPOTrainer(RunKeeping):
 
     def _gather_from(self, prompts: DataProto) -> DataProto:
         baselines = self._greedy_baselines(prompts) if self.needs_greedy_baseline else None
-        samples, counts = batching.drop_lost(
-            self._generate(prompts), self.n, self.ranks, self._keeps_groups_whole()
-        )
+        samples, counts = self._drop_lost(self._generate(prompts))
         if counts.scored:
             samples, counts = self._score(samples, counts)
         self.metrics.update(counts.metrics())
         if not counts.scored:
             raise ValueError(
                 f"none of the {counts.requested} samples can be trained on: {counts.lost} generations failed, "
-                f"{counts.no_reward} have no reward, {counts.small_group} were alone in their group, {counts.uneven} "
-                "gave the ranks no even share."
+                f"{counts.masked} are masked by their rollout, {counts.no_reward} have no reward, "
+                f"{counts.small_group} were alone in their group, {counts.uneven} gave the ranks no even share."
             )
         if baselines is not None:
             own = [baselines[uid] for uid in samples.non_tensor_batch["uid"]]
             samples.batch["reward_baselines"] = torch.tensor(own, dtype=torch.float32)
         return samples
+
+    def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:
+        """The samples that can be trained on, as many as the ranks share evenly."""
+        return batching.drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
 
     @step("gen_max")
     def _greedy_baselines(self, prompts: DataProto) -> dict[str, float]:
@@ -254,7 +257,7 @@ class RayPPOTrainer(RunKeeping):
                 self.metrics[name] = float(samples.non_tensor_batch[key].mean())
         if not failed:
             return samples, counts
-        samples, later = batching.drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
+        samples, later = self._drop_lost(samples)
         return samples, counts.after_rewards(failed.total(), later)
 
     def _add_rm_scores(self, samples: DataProto) -> None:
@@ -301,8 +304,11 @@ class RayPPOTrainer(RunKeeping):
         if not self.needs_old_log_probs or "old_log_probs" in batch.batch:
             return DataProto()
         output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
-        mode = self.config.actor_rollout_ref.actor.loss_agg_mode
-        entropy = core_algos.agg_loss(output.batch["entropys"], batch.batch["response_mask"], mode)
+        actor = self.config.actor_rollout_ref.actor
+        entropy = core_algos.agg_loss(
+            output.batch["entropys"], batch.batch["response_mask"], actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor,
+        )  # fmt: skip
         self.metrics["actor/entropy"] = entropy.item()
         return output.select(batch_keys=["old_log_probs"], meta_info_keys=[])
 
@@ -321,7 +327,9 @@ class RayPPOTrainer(RunKeeping):
 
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
         filled, own = batching.fill_groups(batch, self.n)
-        return method(filled.select(non_tensor_batch_keys=[])).select_idxs(own)
+        even = self.ranks * (self.n if self._keeps_groups_whole() else 1)  # one generation of DAPO may not be
+        padded, pad = pad_dataproto_to_divisor(filled.select(non_tensor_batch_keys=[]), even)
+        return unpad_dataproto(method(padded), pad_size=pad).select_idxs(own)
 
     @step("adv")
     def _assign_token_rewards(self, batch: DataProto) -> None:

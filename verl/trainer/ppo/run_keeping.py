@@ -22,6 +22,7 @@ from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
 from verl.trainer.ppo.run_files import RunFiles, write_jsonl
 from verl.trainer.ppo.steps import step, timed_step
 from verl.trainer.ppo.validation import ValidationPass, dump_rows
+from verl.utils.batch_arithmetic import steps_in_all
 from verl.utils.checkpoint.publish import CheckpointWriter
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.redact import redact, redacted_yaml
@@ -89,7 +90,7 @@ class RunKeeping:
         self.prompt_stream = PromptStream(self.train_dataloader)
         self.fingerprint = data_fingerprint(data.train_files, len(train_dataset))
         wanted = trainer.total_training_steps
-        self.total_training_steps = len(self.train_dataloader) * trainer.total_epochs if wanted is None else wanted
+        self.total_training_steps = steps_in_all(len(self.train_dataloader), self.config) if wanted is None else wanted
         logger.info(
             f"{len(train_dataset)} training prompts, {len(self.train_dataloader)} batches an epoch, "
             f"{self.total_training_steps} steps; {len(val_dataset)} validation prompts"
@@ -192,8 +193,8 @@ class RunKeeping:
         """What a subclass adds to trainer_state.json (plain JSON values)."""
         return {}
 
-    def load_variant_state(self, state: dict[str, Any]) -> None:
-        """Take back what `variant_state` gave."""
+    def load_variant_state(self, state: dict[str, Any], same_data: bool) -> None:
+        """Take back what `variant_state` gave; without `same_data`, numbers of the data set's rows mean others now."""
 
     @step("load_checkpoint")
     def _load_checkpoint(self) -> None:
@@ -203,7 +204,8 @@ class RunKeeping:
         if path is not None:
             logger.info(f"resuming from {path}")
             state, loader_state = checkpointing.read_trainer_state(path)
-            if checkpointing.check_same_data(state.data, self.fingerprint, trainer.allow_data_change):
+            same_data = checkpointing.check_same_data(state.data, self.fingerprint, trainer.allow_data_change)
+            if same_data:
                 self.prompt_stream.resume(state.position, loader_state)
             else:
                 self.prompt_stream.restart(state.position)
@@ -213,7 +215,7 @@ class RunKeeping:
             self.kl_ctrl.load_state_dict(state.kl_controller)
             self.counters, self.best = state.counters, state.best
             self.global_steps = self.saved_step = state.global_step
-            self.load_variant_state(state.variant)
+            self.load_variant_state(state.variant, same_data)
         self.run_files.open(redacted_yaml(self.config), self.global_steps)
 
     def _watch_nonfinite(self) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -74,11 +75,16 @@ def find_problems(config: DictConfig, config_type: type, ranks: int | None, know
 
 
 def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) -> None:
-    """Raise one ConfigError with whatever of config, model and machine would stop this run."""
+    """Raise one ConfigError with whatever of config, model and machine would stop this run; the first rank warns of
+    settings without effect."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     raise_if_any(find_problems(config, trainer_class.config_type, ranks, None))
+    if int(os.environ.get("RANK", "0")) == 0:
+        for problem in without_effect(config, trainer_class):
+            logger.warning("{}", problem.message)
     found = Findings(to_start=True)
     check_models(model_settings(config), found, "model", "model.partial_pretrain")
+    found.problems += trainer_class.problems(config, found)
     if config.trainer.device == "cuda":
         import torch
 
@@ -87,6 +93,12 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
             found.problems.append(wrong("trainer.device", rule))
     if found.problems:
         raise ConfigError(found.problems)
+
+
+def without_effect(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) -> list[Problem]:
+    """One sentence for each key that is set to another value than its default and is not read."""
+    default = trainer_class.config_type()
+    return unread(config, {**NOT_READ, **trainer_class.not_read}, lambda key: select(default, key, None))
 
 
 def refuse_bad_rows(dataset: Any, key: str) -> None:
@@ -102,18 +114,19 @@ def _lacks(row: Mapping[str, Any]) -> str | None:
 
 def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: DictConfig | None = None) -> int:
     """Print config, plan and problems; 1 if anything is wrong on every machine, else 0. `known`: see find_problems."""
-    config_type = trainer_class.config_type
-    problems = find_problems(config, config_type, None, known)
+    problems = find_problems(config, trainer_class.config_type, None, known)
     if not any(p.kind == WRONG for p in problems):
-        problems += unread(config, NOT_READ, lambda key: select(config_type(), key, None))
+        problems += without_effect(config, trainer_class)
 
     def look(console: Console, problems: list[Problem]) -> None:
         found = Findings()
         check_models(model_settings(config), found, "model", "model.partial_pretrain")
+        found.problems += trainer_class.problems(config, found)
         data, tokenizer = config.data, found.tokenizer
 
         def make(files: list[str], split: str) -> Any:
-            return trainer_class.build_dataset(files, config, tokenizer, data[f"{split}_max_samples"])
+            build = trainer_class.build_dataset if split == "train" else trainer_class.build_val_dataset
+            return build(files, config, tokenizer, data[f"{split}_max_samples"])
 
         if check_splits(data, found, ROWS_CHECKED, lambda: get_sft_dataset_class(data), make, _lacks):
             check_fills_a_batch(found, data.train_batch_size, "samples")

@@ -47,6 +47,10 @@ class RunKeeping:
         """Sums over this rank's learned tokens, by name of the metric that is their mean."""
         raise NotImplementedError(f"{type(self).__name__} does not say what a validation step is")
 
+    def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
+        """The metrics of the whole validation set from its sums over all ranks; `tokens`: learned ones."""
+        return {name: value / tokens for name, value in sums.items()}
+
     def variant_state(self) -> dict[str, Any]:
         """What a subclass adds to trainer_state.json (plain JSON values)."""
         return {}
@@ -129,7 +133,7 @@ class RunKeeping:
         tokens = total.pop("tokens")
         if tokens == 0:
             raise ValueError("data.val_files: no row has a learned token within data.max_length; raise it.")
-        found = {name: value / tokens for name, value in total.items()}
+        found = self.validation_means(total, tokens)
         for name, value in found.items():
             if name not in self.best or value < self.best[name]["value"]:
                 self.best[name] = {"value": value, "step": self.global_steps}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from loguru import logger
@@ -19,22 +20,29 @@ from verl.trainer.sft.ranks import summed
 from verl.trainer.sft.run_keeping import RunKeeping
 from verl.trainer.sft.settings import engine_parts
 from verl.utils.fs import copy_to_local
+from verl.utils.problems import Problem
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
+
+if TYPE_CHECKING:
+    from verl.trainer.dry_run_checks import Findings
 
 
 class FSDPSFTTrainer(RunKeeping):
     """Next-token loss on learned tokens (loss_mask 1), divided by their number in the whole batch.
 
     So neither the cut into micro-batches, nor packing, nor the number of ranks changes it. A variant overrides
-    `backward` (what a micro-batch adds to the gradient), `validation_step`, `build_dataset`, or `config_type`.
+    `backward` (what a micro-batch adds to the gradient), `validation_step`, `build_dataset`, `problems`, or
+    `config_type`.
     `device_mesh` (last dimension "fsdp") shards the weights; None makes one by model.fsdp_config.fsdp_size.
     `ulysses_device_mesh` is taken for verl's callers: every rank keeps whole sequences.
     """
 
     #: dataclass of the whole config tree, which checks keys and values
     config_type: type[SFTConfig] = SFTConfig
+    #: settings that this trainer alone does not read: pattern of a key -> what is done instead
+    not_read: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -64,6 +72,12 @@ class FSDPSFTTrainer(RunKeeping):
         self._init_run(train_dataset, val_dataset)
 
     @classmethod
+    def problems(cls, config: DictConfig, found: Findings) -> Iterable[Problem]:
+        """What else stands in the way of this run, at a start and in a dry run; `found` is what is known of its model
+        (tokenizer and hf_config are None where they could not be loaded)."""
+        return ()
+
+    @classmethod
     def build_tokenizer(cls, config: DictConfig) -> Any:
         """The tokenizer of model.partial_pretrain, with data.chat_template where that is set."""
         path = copy_to_local(config.model.partial_pretrain)
@@ -76,6 +90,11 @@ class FSDPSFTTrainer(RunKeeping):
     def build_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """The data set of these files; rows are dicts of tensors, input_ids, attention_mask, loss_mask among them."""
         return create_sft_dataset(files, config.data, tokenizer, max_samples)
+
+    @classmethod
+    def build_val_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
+        """The same for validation."""
+        return cls.build_dataset(files, config, tokenizer, max_samples)
 
     def training_step(self, batch: TensorDict) -> dict[str, float]:
         rate = float(self.engine.lr_scheduler.get_last_lr()[0])

@@ -40,6 +40,13 @@ class SavesPretrained(Protocol):
     def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
 
 
+@runtime_checkable
+class CompletesAdapters(Protocol):
+    """A model around an adapted one that trains more than adapters, and writes the rest of itself beside them."""
+
+    def save_beside_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
+
+
 class FSDPCheckpointManager(BaseCheckpointManager):
     """Frozen parameters are left out: they come from model.path again. Every method is called on all ranks."""
 
@@ -135,6 +142,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 tensors = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
                 save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, home / "adapter_model.safetensors")
                 peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
+        if inside and isinstance(self.model, CompletesAdapters):
+            adapted = tuple(f"{name}." for name in inside)
+            rest = full_params(self.model, lambda n, p: p.requires_grad and not n.startswith(adapted), self.device)
+            state = {name: tensor.cpu() for name, tensor in rest}  # gathered by all ranks together
+            if dist.get_rank() == 0:
+                self.model.save_beside_adapters(str(folder), state_dict=state)
 
     def _save_huggingface(self, folder: Path) -> None:
         """Config and tokenizer; weights too when hf_model is asked for."""
@@ -243,8 +256,8 @@ def _check_names(folder: Path, wanted: set[str], stored: set[str]) -> None:
     missing, unknown = sorted(wanted - stored), sorted(stored - wanted)
     raise ValueError(
         f"{folder} does not fit the model: {len(missing)} trained parameters are not in it (such as {missing[:3]}), "
-        f"{len(unknown)} of its own are not trained here (such as {unknown[:3]}). Check model.path, model.lora_rank "
-        "and what is frozen."
+        f"{len(unknown)} of its own are not trained here (such as {unknown[:3]}). Check the model's path (model.path; "
+        "in SFT model.partial_pretrain), model.lora_rank and what is frozen."
     )
 
 
@@ -254,7 +267,8 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         stored, here = tuple(described[name].size), tuple(tensor.shape)
         if stored != here:
             what = f"{name} is {stored} there, {here} here"
-            raise ValueError(f"{folder} does not fit the model: {what}. Check model.path.")
+            mend = "Check the model's path (model.path; in SFT model.partial_pretrain)."
+            raise ValueError(f"{folder} does not fit the model: {what}. {mend}")
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -20,7 +20,8 @@ from verl.utils.problems import one_line
 
 OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
 IDS = ("context_ids", "draft_ids", "target_ids")
-OPTIONAL = ("is_correct_baseline", "baseline_length")  # of a block; the first then comes from the metadata
+# Of a block; the first then comes from the metadata.
+OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len")
 SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
 
 
@@ -97,9 +98,10 @@ def ids_error(name: str, ids: Any, vocabulary: int) -> str:
 
 
 def facts_error(facts: Mapping[str, Any]) -> str:
-    """What is wrong with is_correct_baseline and baseline_length (None: not known); empty if nothing is."""
+    """What is wrong with a column of OPTIONAL (None: not known); empty if nothing is."""
     for name, low, high, rule in (
-        ("is_correct_baseline", 0, 1, "0 or 1"), ("baseline_length", 0, 2**31 - 1, "a number of tokens"),
+        ("is_correct_baseline", 0, 1, "0 or 1"),
+        *((name, 0, 2**31 - 1, "a number of tokens") for name in ("baseline_length", "question_len")),
     ):  # fmt: skip
         value = facts.get(name)
         if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):

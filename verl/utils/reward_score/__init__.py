@@ -12,14 +12,14 @@ _HERE = "verl.utils.reward_score"
 # data source (a pattern, * for any text) -> module, function of (solution_str, ground_truth, **kwargs)
 _SCORERS: dict[str, tuple[str, str]] = {
     "openai/gsm8k": ("gsm8k", "compute_score"),
-    "lighteval/MATH": ("math_verify", "score"),
-    "DigitalLearningGmbH/MATH-lighteval": ("math_verify", "score"),
-    "HuggingFaceH4/MATH-500": ("math_verify", "score"),
+    "lighteval/MATH": ("math_verify", "compute_score"),
+    "DigitalLearningGmbH/MATH-lighteval": ("math_verify", "compute_score"),
+    "HuggingFaceH4/MATH-500": ("math_verify", "compute_score"),
     "math_dapo": ("math_dapo", "compute_score"),
     "math": ("math_dapo", "compute_score"),
     "math_dapo_reasoning": ("math_dapo", "compute_score"),
     "aime*": ("math_dapo", "compute_score"),
-    "numina_*": ("math_verify", "score"),
+    "numina_*": ("math_verify", "compute_score"),
     "hiyouga/geometry3k": ("geo3k", "compute_score"),
     "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
 }
@@ -39,8 +39,8 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
 
-    Programs run at `sandbox_fusion_url`, else in the local sandbox within `sandbox` (a SandboxConfig). May take for
-    ever on hostile text: `verl.utils.grading` calls it where it can be killed.
+    Programs run at `sandbox_fusion_url`, else in the local sandbox, both within `sandbox` (a SandboxConfig; the service
+    minds its seconds). Hostile text may crash or fill its process: `verl.utils.grading` calls it where that is caught.
     """
     sandbox = kwargs.pop("sandbox", None)
     if data_source in _CODE:
@@ -48,6 +48,8 @@ def default_compute_score(
             from verl.utils.reward_score import sandbox_fusion
 
             where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+            if sandbox is not None:
+                kwargs.setdefault("timeout", sandbox.seconds)
             return sandbox_fusion.compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)[0]
         from verl.utils.reward_score import prime_code
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_DECIMAL = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?|[-+]?\d+\.")
+_DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _TOLERANCE = 1e-6
 # Solutions of function-call problems are written for a judge that has these names at hand.
 _PRELUDE = """\
@@ -117,7 +117,10 @@ def same_value(found: Any, expected: Any) -> bool:
         return found is expected
     if isinstance(found, float) or isinstance(expected, float):
         numbers = isinstance(found, int | float) and isinstance(expected, int | float)
-        return numbers and math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        try:
+            return numbers and math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        except OverflowError:  # a whole number beyond every float
+            return False
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(found, dict) and isinstance(expected, dict):

@@ -6,12 +6,14 @@ import re
 
 from loguru import logger
 
-_BOXES = ("\\boxed", "\\fbox")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)| )")
 # Written without braces: \frac12, \frac{1}2, \frac1{72}; \sqrt3.
 _FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|[^\s{\\])\s*(\{[^{}]*\}|[^\s{\\])")
 _ROOT = re.compile(r"\\sqrt\s*([^\s{\[\\])")
-_QUOTIENT = re.compile(r"(-?\d+)/(-?\d+)")
-_UNIT = re.compile(r"\\text\{ .*", re.DOTALL)
+_QUOTIENT = re.compile(r"(-?\d{1,100})/(-?\d{1,100})")  # Python makes no number of thousands of digits
+# Words at the very end, perhaps to a power; before more of an answer, or with digits, they may part two answers.
+_UNIT = re.compile(r"\\text\{ (?=[^{}]*[^\W\d])[^{}\d=]*\}(?:\^(?:\d|\{-?\d\}))?[\s$.]*$")
+_NAME = re.compile(r"^[^\W\d]\w?=")
 # Marks that change how an answer looks and not what it says.
 _DROPPED = re.compile(r"\\!|\\,|\\;|\\left|\\right|\^\{?\\circ\}?|\\\$|\$|\\?%|\s+")
 _SPELLINGS = (("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"))
@@ -19,8 +21,14 @@ _SPELLINGS = (("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
     """1.0 when the last boxed answer is the ground truth as normalised text, else 0.0."""
-    boxed = last_boxed_only_string(solution_str)
-    return float(boxed is not None and is_equiv(remove_boxed(boxed), ground_truth))
+    answer = boxed_answer(solution_str)
+    return float(answer is not None and is_equiv(answer, ground_truth))
+
+
+def boxed_answer(text: str) -> str | None:
+    """What stands in the last box of a text; None where there is no box, or the last one cannot be read."""
+    box = last_boxed_only_string(text)
+    return None if box is None else remove_boxed(box)
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
@@ -34,27 +42,31 @@ def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed x`, up to a `$`), braces included; None without one."""
-    start = max(string.rfind(box) for box in _BOXES)
-    if start < 0:
+    """The last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed x`, up to a `$`), braces included.
+
+    None without one, and where the last one has no end or holds what LaTeX reads in another way (`\\boxed\\frac12`).
+    """
+    start = max(string.rfind("\\boxed"), string.rfind("\\fbox"))
+    opened = _BOX.match(string, start) if start >= 0 else None
+    if opened is None:
         return None
-    if string.startswith("\\boxed ", start):
+    if string[opened.end() : opened.end() + 1] != "{":
         return string[start:].split("$")[0]
     depth = 0
-    for i in range(start, len(string)):
+    for i in range(opened.end(), len(string)):
         depth += {"{": 1, "}": -1}.get(string[i], 0)
-        if string[i] == "}" and depth <= 0:
+        if depth == 0:
             return string[start : i + 1]
     return None
 
 
 def remove_boxed(s: str) -> str:
-    """What stands in the box of `last_boxed_only_string`."""
-    for box in _BOXES:
-        if s.startswith(f"{box} "):
-            return s[len(box) + 1 :]
-        if s.startswith(f"{box}{{") and s.endswith("}"):
-            return s[len(box) + 1 : -1]
+    """What stands in the box of `last_boxed_only_string`; ValueError where `s` is no box."""
+    opened = _BOX.match(s)
+    if opened is not None and s[opened.end() : opened.end() + 1] != "{":
+        return s[opened.end() :]
+    if opened is not None and s.endswith("}"):
+        return s[opened.end() + 1 : -1]
     raise ValueError(f"{s!r} is no \\boxed{{...}} or \\fbox{{...}}")
 
 
@@ -85,8 +97,5 @@ def strip_string(string: str) -> str:
         string = string.replace(spelling, plain)
     string = _DROPPED.sub("", remove_right_units(string))
     string = re.sub(r"(?<!\d)\.(?=\d)", "0.", string)
-    name, equals, value = string.partition("=")
-    if equals and len(name) <= 2:
-        string = value
-    string = fix_a_slash_b(fix_fracs(fix_sqrt(string)))
+    string = fix_a_slash_b(fix_fracs(fix_sqrt(_NAME.sub("", string))))
     return "\\frac{1}{2}" if string == "0.5" else string

@@ -36,7 +36,8 @@ def _normalized(golden_answers: str | Iterable[str]) -> list[str]:
 
 def extract_solution(solution_str: str) -> str | None:
     """What the last pair of <answer> tags holds; None without one."""
-    found = _ANSWER.findall(solution_str)
+    closed, _, _ = solution_str.rpartition("</answer>")  # tags that nothing closes would each search to the end
+    found = _ANSWER.findall(f"{closed}</answer>")
     return found[-1].strip() if found else None
 
 

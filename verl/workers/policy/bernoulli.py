@@ -23,9 +23,14 @@ class BernoulliPolicy(Policy):
 
     def __init__(self, share: bool = False):
         self.share = share
+        self.remove_padding = False
         self.required_keys = ("responses", "input_ids", "attention_mask", "position_ids", "spd_layout")
         if share:
             self.required_keys += ("group_index",)
+
+    def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
+        """Padding is left out by the model: its forward takes `remove_padding`. Sharing is the policy's own `share`."""
+        self.remove_padding = remove_padding
 
     def scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
         """z [B, gamma] float32: 50.0 where draft and target agree, also at padding.
@@ -39,6 +44,7 @@ class BernoulliPolicy(Policy):
             attention_mask=batch["attention_mask"][:, :width],
             position_ids=batch["position_ids"][:, :width],
             spd_layout=batch["spd_layout"],
+            **({"remove_padding": True} if self.remove_padding else {}),
         ).float()
 
     def log_probs(

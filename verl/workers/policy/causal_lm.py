@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.base import Policy, check_temperature, register_policy
+from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain
 from verl.workers.policy.packing import Packing, make_packable, pack, whole_mask
 
 #: name under which the chunked forward is attached to a sharded model
@@ -26,12 +27,12 @@ class CausalLMPolicy(Policy):
     Where padding is removed or prompts are shared, the decoder sees one flat row of tokens (packing.py).
 
     A chunk's logits are thrown away and computed again in the backward pass, so that no more than
-    [chunk_tokens, vocab] of them exist at any time.
+    [chunk_tokens, vocab] of them exist at any time (chunked_log_probs.py).
     """
 
     required_keys = ("responses", "input_ids", "attention_mask", "position_ids")
 
-    def __init__(self, chunk_tokens: int = 1024):
+    def __init__(self, chunk_tokens: int = 512):
         if chunk_tokens < 1:
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
@@ -105,29 +106,39 @@ def _response_log_probs(
         hidden = causal.get_decoder()(**inputs).last_hidden_state[0][packing.predicted_from[wanted[attended]]]
     labels = responses[wanted]  # hidden [N, H], labels [N]
     head, config = causal.get_output_embeddings(), causal.config
+    compute = chunked_log_probs if is_plain(head) else _checkpointed_log_probs
+    final = FinalLogits.of(config, temperature)
+    log_probs, entropy = compute(head, final, hidden, labels, with_entropy=with_entropy, chunk_tokens=chunk_tokens)
+    empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    return empty.masked_scatter(wanted, log_probs.float()), empty.masked_scatter(wanted, entropy.float())
 
+
+def _checkpointed_log_probs(
+    head: nn.Module,
+    final: FinalLogits,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    with_entropy: bool,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunked_log_probs`, for any head: with adapters, sharded by itself, or of a class of its own."""
     pieces = []
     for chunk, chunk_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-        args = (head, config, chunk, chunk_labels, temperature, with_entropy)
+        args = (head, final, chunk, chunk_labels, with_entropy)
         if torch.is_grad_enabled():
             pieces.append(checkpoint(_chunk_log_probs, *args, use_reentrant=False, preserve_rng_state=False))
         else:
             pieces.append(_chunk_log_probs(*args))
     log_probs, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))
-    empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-    return empty.masked_scatter(wanted, log_probs), empty.masked_scatter(wanted, entropy)
+    return log_probs, entropy
 
 
 def _chunk_log_probs(
-    head: nn.Module,
-    config: PretrainedConfig,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float,
-    with_entropy: bool,
+    head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [N, H], labels [N] -> log-probs [N], entropy [N] (zeros when not asked), float32."""
-    logits = final_logits(head(hidden).float(), config) / temperature  # [N, V]
+    logits = final(head(hidden).float())  # [N, V]
     log_z = torch.logsumexp(logits, dim=-1)
     log_probs = logits.gather(-1, labels[:, None]).squeeze(-1) - log_z
     if not with_entropy:
@@ -137,15 +148,7 @@ def _chunk_log_probs(
 
 def final_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """What some model families do between the output matrix and the softmax. [N, V] -> [N, V]."""
-    described = config.to_dict()
-    cap, scale, divisor = (described.get(key) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
-    if scale is not None:
-        logits = logits * scale
-    if divisor is not None:
-        logits = logits / divisor
-    if cap is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    return FinalLogits.of(config)(logits)
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:

@@ -44,6 +44,11 @@ class Packing:
         """[B, P+R] -> [1, T]."""
         return values.reshape(-1)[self.tokens].unsqueeze(0)
 
+    def spread(self, states: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+        """[1, T, H] -> [rows, width, H], 0 at padding: the way back of `flat`."""
+        empty = states.new_zeros(rows * width, states.shape[-1])
+        return empty.index_copy(0, self.tokens, states[0]).view(rows, width, -1)
+
 
 def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor | None = None) -> Packing:
     """The packing of rows whose last `responses` columns are the answers. attention_mask [B, P+R].
@@ -62,14 +67,38 @@ def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor
     )  # fmt: skip
     tokens, segments, before = layout
     parts = tuple(_part(kind, causal) for causal, kind in segments if kind)
+    predicted = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
+    return _packing(torch.cat(tokens), parts, predicted, device)
+
+
+def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) -> Packing:
+    """The packing of whole rows without answers; nothing is predicted. attention_mask [B, P], its ones side by side.
+
+    seen: bool [B, P, P], which key each query looks at; None: causal.
+    """
+    device, width = attention_mask.device, attention_mask.shape[1]
+    rows = [torch.nonzero(row)[:, 0] for row in attention_mask.bool().cpu()]
+    ends = torch.tensor([len(row) for row in rows]).cumsum(0)
+    places = [torch.arange(int(end) - len(row), int(end)) for row, end in zip(rows, ends, strict=True)]
+    part = _part([(place, place) for place in places], causal=True)
+    if seen is not None:
+        columns = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, W]
+        row = torch.arange(len(rows), device=device)[:, None, None]
+        mask = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & part.valid[:, None, :]
+        mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # padding sees itself: a query that sees nothing is NaN
+        part = Part(part.queries, part.keys, mask.unsqueeze(1), part.valid)
+    tokens = torch.cat([row + i * width for i, row in enumerate(rows)])
+    return _packing(tokens, (part,), torch.empty(0, dtype=torch.int64), device)
+
+
+def _packing(tokens: torch.Tensor, parts: tuple[Part, ...], predicted: torch.Tensor, device: torch.device) -> Packing:
     order = torch.cat([part.queries[part.valid] for part in parts])
     restore = torch.empty_like(order)
     restore[order] = torch.arange(len(order))
-    predicted = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
     moved = tuple(
         Part(*(None if t is None else t.to(device) for t in (p.queries, p.keys, p.mask, p.valid))) for p in parts
     )
-    return Packing(torch.cat(tokens).to(device), moved, restore.to(device), predicted.to(device))
+    return Packing(tokens.to(device), moved, restore.to(device), predicted.to(device))
 
 
 def _groups(group_index: torch.Tensor) -> list[list[int]]:

@@ -15,6 +15,11 @@ from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewar
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.rows import Row, given_scores, log_examples, place_results, rows_of, settle
 
+# Beyond the limit of a row: for a share of rows whose coroutines keep their limits themselves.
+_GRACE_S = 5.0
+# Rows of failed shares that are found to fail alone before the search ends: each may take the whole limit.
+_MOST_GUILTY = 8
+
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
@@ -22,9 +27,9 @@ class NaiveRewardManager(AbstractRewardManager):
 
     A function known by file and name (`custom_reward_function`, the rule rewards) runs in `reward_model.num_workers`
     processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other one, or any with
-    `reward_model.num_workers=0`, runs here, without a limit. A coroutine function is awaited for all rows at once. A
-    row whose function raises or hangs ends the call with a RewardError that names it, or is marked as lost
-    (`reward_model.error`); nothing is scored 0 for it.
+    `reward_model.num_workers=0`, runs here, without a limit. A coroutine function is awaited for all rows at once, and
+    for each alone where one of them blocks or ends its process. A row whose function raises or hangs ends the call with
+    a RewardError that names it, or is marked as lost (`reward_model.error`); nothing is scored 0 for it.
     """
 
     # Whether functions that are not known by file and name go to processes as well.
@@ -80,14 +85,27 @@ class NaiveRewardManager(AbstractRewardManager):
         together = isinstance(self.compute_score, ExternFunction) and self.compute_score.is_async
         if self._pool is None:
             function = Together(self.compute_score, seconds) if together else self.compute_score
-            self._pool = GradingPool(function, workers, seconds + 5.0 if together else seconds)
+            self._pool = GradingPool(function, workers, seconds + _GRACE_S if together else seconds)
         if not together:
             return self._pool.map(items)
         shares = [items[i::workers] for i in range(workers)]
         results: list[Any] = [None] * len(items)
+        blamed: list[int] = []
         for i, found in enumerate(self._pool.map([{"items": share} for share in shares])):
-            results[i::workers] = [found] * len(shares[i]) if isinstance(found, Failure) else found
+            failed = isinstance(found, Failure)
+            results[i::workers] = [found] * len(shares[i]) if failed else found
+            blamed += range(i, len(items), workers) if failed and len(shares[i]) > 1 else []
+        self._ask_alone(items, results, sorted(blamed))
         return results
+
+    def _ask_alone(self, items: list[dict[str, Any]], results: list[Any], blamed: list[int]) -> None:
+        """Put what each row gives by itself in place of the failure of its share; many guilty ones end that."""
+        guilty = 0
+        while blamed and guilty < _MOST_GUILTY:
+            asked, blamed = blamed[: self._pool.workers], blamed[self._pool.workers :]
+            for row, found in zip(asked, self._pool.map([{"items": [items[row]]} for row in asked]), strict=True):
+                results[row] = found if isinstance(found, Failure) else found[0]
+                guilty += isinstance(results[row], Failure)
 
     def text(self, row: Row) -> str:
         """The answer of a row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,17 @@ _ROLLOUTS: Registry[type[BaseRollout]] = Registry(
 
 
 def register_rollout(name: str, mode: str) -> Callable[[type[BaseRollout]], type[BaseRollout]]:
-    """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`."""
-    _KNOWN.add(f"{name}/{mode}")
-    return _ROLLOUTS.register(f"{name}/{mode}")
+    """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`; its methods must not be `async def`."""
+    enter = _ROLLOUTS.register(f"{name}/{mode}")
+
+    def register(rollout: type[BaseRollout]) -> type[BaseRollout]:
+        for method in ("resume", "update_weights", "generate_sequences", "release"):
+            if inspect.iscoroutinefunction(getattr(rollout, method, None)):
+                raise TypeError(f"{rollout.__name__}.{method} is `async def`, but nobody awaits it: make it `def`.")
+        _KNOWN.add(f"{name}/{mode}")
+        return enter(rollout)
+
+    return register
 
 
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:

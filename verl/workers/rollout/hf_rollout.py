@@ -61,7 +61,7 @@ class HFRollout(BaseRollout):
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         for t in range(limit):
-            token, log_prob = choose(logits.float(), uniforms[:, t], sampling)
+            token, log_prob = choose(logits.float(), uniforms[:, t], sampling, filtered=True)
             responses[:, t] = torch.where(done, pad, token)
             log_probs[:, t] = torch.where(done, 0.0, log_prob)
             response_mask[:, t] = (~done).long()
@@ -91,11 +91,13 @@ class HFRollout(BaseRollout):
         return not bool(left)
 
 
-def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling, filtered: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B].
 
     Draws by inverting the cumulative distribution at `uniform`. The log-probability is that of the tempered
-    distribution before top-k and top-p, which is what the actor computes.
+    distribution: before top-k and top-p, or (`filtered`) among the tokens that these leave, from which it was drawn.
     """
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:
@@ -113,6 +115,8 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, sampling: Sampling) -> t
         # Rounding may land behind the last allowed token.
         place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)
         token = order.gather(-1, place).squeeze(-1)
+        if filtered and (sampling.top_k > 0 or sampling.top_p < 1):
+            log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
     return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 

@@ -43,6 +43,7 @@ from verl.workers.rollout.spd.text import spd_segments
 
 __all__ = ["LostCompletionsError", "SPDRollout", "VllmEngineServer"]
 
+LOST, MASKED = "__lost__", "masked"
 SCORER_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
 
 
@@ -64,6 +65,11 @@ class _Sample:
     length: int | None = None  # tokens of the hybrid answer, None where not known
     completion: Completion = Completion((), hit_limit=False)
 
+    def follows_target(self, rounds: int) -> bool:
+        """Whether the answer is the target's own: with L = 0 always; else further rounds may leave its path."""
+        h = self.hybrid
+        return h.on_target_path and (h.ended or rounds == 1 or h.effective_len == 0)
+
 
 @dataclass
 class _Totals:
@@ -71,6 +77,7 @@ class _Totals:
 
     values: dict[str, float]
     longest: int
+    store_bytes: int
     error: str  # why completions were lost; with a "!" in front: why the batch failed
 
 
@@ -152,7 +159,7 @@ class SPDRollout(BaseRollout):
         context_ids, draft_ids, target_ids, is_correct_baseline, ground_truth. Gives [B*n] rows: prompts, input_ids
         [., P], responses (actions 0/1, padding 0), response_mask, rollout_log_probs [., R], attention_mask and
         position_ids [., P+R], spd_layout, sample_index; extra_info (with effective_len, is_correct_hybrid, ...),
-        spd_text, __lost__. R is data.max_response_length.
+        spd_text, __lost__ ("", "lost" or "masked"). R is data.max_response_length.
         """
         if self.engine is None:
             raise RuntimeError("SPDRollout has no scorer to judge with; call bind_actor(engine, policy) first.")
@@ -247,8 +254,7 @@ class SPDRollout(BaseRollout):
         """Set the context that each sample wants completed: its hybrid, and what further rounds write behind it."""
         rounds = self.settings.rollout.rounds
         for sample in samples:
-            # With one round the target's own path ends as its baseline did; further rounds may leave it.
-            if not sample.hybrid.ended and (rounds > 1 or not sample.hybrid.on_target_path):
+            if not (sample.hybrid.ended or sample.follows_target(rounds)):
                 sample.context = (*sample.info["context_ids"], *sample.hybrid.tokens)
         if rounds == 1:
             return
@@ -279,17 +285,19 @@ class SPDRollout(BaseRollout):
         self, sample: _Sample, done: dict[tuple[int, ...], Completion],
         verdicts: dict[tuple[tuple[int, ...], str], bool],
     ) -> None:  # fmt: skip
-        """Whether the sample's answer is right, and how long it is; `verdicts` keeps what was checked in this batch."""
+        """Whether the sample's answer is right, and how long it is; `verdicts` keeps what was checked in this batch.
+
+        The question, where its length is known, is not read: worked examples in it hold answers too.
+        """
         info, hybrid = sample.info, sample.hybrid
-        if hybrid.on_target_path and (hybrid.ended or self.settings.rollout.rounds == 1):
-            # L = 0 too: then H is the target's own next token
+        if sample.follows_target(self.settings.rollout.rounds):
             sample.correct, sample.length = bool(info["is_correct_baseline"]), sample.baseline
             return
         if sample.context is not None:
             sample.completion = done[sample.context]
         tail = (*hybrid.tokens, *sample.further, *sample.completion.token_ids)
         sample.length = len(tail)
-        answer = (*info["context_ids"], *tail)
+        answer = (*info["context_ids"][info.get("question_len") or 0 :], *tail)
         key = (answer, str(info["ground_truth"]))
         if key not in verdicts:
             text = self.tokenizer.decode(list(answer), skip_special_tokens=True)
@@ -311,7 +319,9 @@ class SPDRollout(BaseRollout):
             **{f"completions/{name}": value for name, value in asdict(counts).items()},
             **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
         }  # fmt: skip
-        return self._summary(_gather(_Totals({k: float(v) for k, v in values.items()}, max(lengths, default=0), error)))
+        size = self._completer.store.size if self._completer is not None else 0
+        mine = _Totals({k: float(v) for k, v in values.items()}, max(lengths, default=0), size, error)
+        return self._summary(_gather(mine))
 
     def _summary(self, ranks: Sequence[_Totals]) -> dict[str, float]:
         total = {name: sum(rank.values[name] for rank in ranks) for name in ranks[0].values}
@@ -328,6 +338,9 @@ class SPDRollout(BaseRollout):
             )
         kept = max(1.0, total["kept"])
         metrics = {f"spd/completions/{name}": total[f"completions/{name}"] for name in asdict(CompletionCounts())}
+        if total["completions/requested"]:
+            metrics["spd/completions/hit_rate"] = total["completions/stored"] / total["completions/requested"]
+        metrics["spd/store/mib"] = max(rank.store_bytes for rank in ranks) / 2**20
         metrics |= {
             "spd/dropped_samples": lost, "spd/accepted_len/mean": total["accepted"] / kept,
             "spd/accepted_len/max": float(max(rank.longest for rank in ranks)), "spd/hit_limit": total["limit"] / kept,
@@ -352,7 +365,9 @@ class SPDRollout(BaseRollout):
         columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text")}
         columns["extra_info"][:] = [dict(extra) for extra in extras]
         columns["spd_text"][:] = texts
-        lost = [s.correct is None or (drop_zero and s.hybrid.effective_len == 0) for s in samples]
+        lost = np.full(len(samples), "", dtype=object)
+        lost[[drop_zero and s.hybrid.effective_len == 0 for s in samples]] = MASKED
+        lost[[s.correct is None for s in samples]] = "lost"
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
         positions, is_drafted = tensors["position_ids"], torch.tensor(drafted)
         after = positions[:, -1:] + torch.arange(1, width + 1)
@@ -363,7 +378,7 @@ class SPDRollout(BaseRollout):
         )  # fmt: skip
         if "sample_index" in prompts.batch:
             tensors["sample_index"] = _sample_index(prompts).repeat_interleave(n)
-        return DataProto.from_dict(tensors=tensors, non_tensors={**columns, "__lost__": np.array(lost)})
+        return DataProto.from_dict(tensors=tensors, non_tensors={**columns, LOST: lost})
 
     def _describe(self, sample: _Sample, width: int) -> tuple[list[int], list[int], dict[str, Any], list]:
         """1 where a position counts [R], 1 where it is drafted [R], extra_info, and the coloured text of one sample."""

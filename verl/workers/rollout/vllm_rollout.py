@@ -53,7 +53,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     `resume(["weights"])`, `update_weights`, `resume(["kv_cache"])` wake it, `release` puts it to sleep. Where vLLM
     cannot sleep (CPU) weights and cache stay in memory, which is said once. Log-probs are those of the distribution
-    that was sampled from (`logprobs_mode`; by default behind temperature, top-k and top-p).
+    that was sampled from (`logprobs_mode`; by default behind temperature, top-k and top-p). Without an actor
+    (`bind_actor`) and unless load_format is dummy, the engine answers with the weights it was started with.
     """
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
@@ -63,7 +64,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
         if not self.on_cuda and config.free_cache_engine:
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
-        self.llm = _start_engine(self._engine_arguments(), self.on_cuda)
+        arguments = self._engine_arguments()
+        if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
+            logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are read whole there")
+        self.llm = _start_engine(arguments, self.on_cuda)
+        self.has_weights = config.load_format != "dummy"
         self._warm_up()
         self.release()
 
@@ -98,9 +103,14 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                           use_tqdm=False)  # fmt: skip
         self.llm.reset_prefix_cache()
 
+    def bind_actor(self, engine: Any, policy: Any) -> None:
+        self.has_weights = False  # the actor's are what counts from now on
+
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
+        self.has_weights = False
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         self.llm.reset_prefix_cache()  # what it holds was computed by the weights before
+        self.has_weights = True
 
     def resume(self, tags: list[str]) -> None:
         if self.can_sleep:
@@ -110,6 +120,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if self.can_sleep:
             self.llm.reset_prefix_cache()
             self.llm.sleep(level=2)
+            self.has_weights = False  # this level of sleep throws them away
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -117,6 +128,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         gc.collect()
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
+        if not self.has_weights:
+            raise RuntimeError(
+                f"vLLM ({KEY}.name=vllm) was not given the actor's weights since it started or slept; call "
+                "update_weights before generate_sequences."
+            )
         own, everyone = prompts, self._gathered(prompts)
         n = prompts.meta_info["n"] if "n" in prompts.meta_info else 1
         outputs = self._generate(everyone, n)

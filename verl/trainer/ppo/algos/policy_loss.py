@@ -159,7 +159,10 @@ def compute_policy_loss_cispo(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
     loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """L = -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps a gradient (CISPO, arXiv 2506.13585)."""
+    """The clipped ratio as a constant weight (CISPO, arXiv 2506.13585). All [B, T] -> scalar, metrics.
+
+    L = -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps a gradient.
+    """
     low, high = _clip_range(config)
     log_ratio = _log_ratio(log_prob, old_log_prob)
     ratio = log_ratio.exp().detach()
@@ -251,7 +254,8 @@ def compute_policy_loss_bypass_mode(
     """The loss where old_log_prob [B, T] are the rollout's (algorithm.rollout_correction.bypass_mode).
 
     ppo_clip: the vanilla loss, whose ratio corrects for the rollout; reinforce: -A w log pi with the truncated weight
-    w = pi / pi_rollout. What rejection leaves out counts as a token with loss 0.
+    w = pi / pi_rollout. What rejection leaves out counts as a token with loss 0. The weights are those of the present
+    policy, known only behind its forward: with `rollout_is_batch_normalize` their mean is that of the micro-batch.
     """
     settings = config.policy_loss.rollout_correction
     weights, kept, found = compute_rollout_correction_and_rejection_mask(
@@ -280,7 +284,7 @@ def compute_value_loss(
     vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float,
     loss_agg_mode: str = "token-mean", global_batch_info: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped value loss. All [B, T] -> (loss, share clipped), scalars.
+    """PPO's clipped value loss (arXiv 2005.12729). All [B, T] -> (loss, share clipped), scalars.
 
     L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2. `global_batch_info` are the counts of the whole
     mini-batch that `agg_loss` takes.

@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from loguru import logger
 from verl.workers.rollout.spd.store import Completion, model_dir_fingerprint
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
+_LONGEST_REST_S = 600.0
 
 
 class WrongModelError(RuntimeError):
@@ -37,6 +39,35 @@ class ClientSettings:
     backoff_s: float = 0.5  # first wait; it doubles, with jitter
     prompts_per_request: int = 48
     concurrency: int = 8  # requests in flight
+
+
+@dataclass
+class Health:
+    """When servers that failed are asked again: after one time-out's rest, which doubles with each failure in a row.
+
+    While a server rests it is asked last. What was under way when its rest began makes the rest no longer.
+    """
+
+    first_rest_s: float
+    failures: dict[str, int] = field(default_factory=dict)  # in a row
+    rests_until: dict[str, float] = field(default_factory=dict)
+
+    def order(self, urls: Sequence[str], now: float) -> list[str]:
+        """The servers as they are to be asked at the time `now` (monotonic seconds)."""
+        return sorted(urls, key=lambda url: max(0.0, self.rests_until.get(url, 0.0) - now))
+
+    def failed(self, url: str, now: float) -> None:
+        """A request to it failed."""
+        if now < self.rests_until.get(url, 0.0):
+            return
+        self.failures[url] = self.failures.get(url, 0) + 1
+        rest = self.first_rest_s * 2.0 ** (self.failures[url] - 1)
+        self.rests_until[url] = now + min(rest, max(_LONGEST_REST_S, self.first_rest_s))
+
+    def answered(self, url: str) -> bool:
+        """It works; gives whether it had failed before."""
+        self.rests_until.pop(url, None)
+        return self.failures.pop(url, 0) > 0
 
 
 def server_urls(configured: Sequence[str] | str | None) -> list[str]:
@@ -63,7 +94,7 @@ class VllmEngineServer:
     """Client of one or several servers that serve the same model.
 
     One event loop in a thread of its own keeps a connection pool over the whole training. A request goes to the
-    preferred server and, when that fails or is too slow, to the next; a server that failed is asked last from then on.
+    preferred server and, when that fails or is too slow, to the next; a server that failed rests a while (Health).
     """
 
     def __init__(
@@ -78,7 +109,7 @@ class VllmEngineServer:
         self.eos = frozenset(eos_token_ids)
         self.settings = settings
         self.served_model = served_model
-        self.failures: dict[str, int] = dict.fromkeys(self.urls, 0)
+        self.health = Health(settings.timeout_s)
         self.last_error = ""
         self._names: dict[str, str] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -147,7 +178,7 @@ class VllmEngineServer:
 
     async def _ask_with_retry(self, prompts: list[list[int]]) -> list[Completion]:
         """One request, on the next server after each failure. Raises the last failure, or RequestRefused at once."""
-        order = sorted(self.urls, key=lambda url: self.failures[url])  # stable: preference among equals
+        order = self.health.order(self.urls, time.monotonic())
         retry = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.settings.attempts),
             wait=tenacity.wait_random_exponential(multiplier=self.settings.backoff_s, max=10),
@@ -160,13 +191,14 @@ class VllmEngineServer:
                 try:
                     answers = await self._ask(url, prompts)
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    self.failures[url] += 1
+                    self.health.failed(url, time.monotonic())
                     logger.warning(
                         "SPD server {}: attempt {} of {} failed: {}: {}", url, attempt.retry_state.attempt_number,
                         self.settings.attempts, type(error).__name__, error,
                     )  # fmt: skip
                     raise
-                self.failures[url] = 0
+                if self.health.answered(url):
+                    logger.info("SPD server {} answers again", url)
         return answers
 
     async def _ask(self, url: str, prompts: list[list[int]]) -> list[Completion]:
@@ -241,7 +273,7 @@ class VllmEngineServer:
                 reached += 1
             except (aiohttp.ClientError, TimeoutError) as error:
                 logger.warning("SPD server {} does not answer: {}: {}", url, type(error).__name__, error)
-                self.failures[url] += 1
+                self.health.failed(url, time.monotonic())
                 self.last_error = f"{type(error).__name__}: {error}"
         if not reached:
             raise ConnectionError(

@@ -42,8 +42,8 @@ class Completer:
         counts = CompletionCounts(len(distinct), len(done), len(missing), 0)
 
         def commit(positions: list[int], completions: list[Completion]) -> None:
-            asked = [missing[i] for i in positions]
-            done.update(zip(asked, self.store.put_many(asked, completions), strict=True))
+            for i, completion in zip(positions, completions, strict=True):
+                (done[missing[i]],) = self.store.put_many([missing[i]], [completion])  # a transaction each
 
         if missing:
             if self._before_asking is not None:

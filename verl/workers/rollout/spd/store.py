@@ -89,6 +89,12 @@ class KeyValueStore:
     def __len__(self) -> int:
         return self._execute(f"SELECT count(*) FROM {self._table}", [])[0][0]
 
+    @property
+    def size(self) -> int:
+        """Bytes on disk of everything in the file, what sqlite has yet to move into it included."""
+        files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
     def close(self) -> None:
         """Close the file; the store cannot be used afterwards."""
         self._db.close()
@@ -117,6 +123,11 @@ class CompletionStore:
 
     def __len__(self) -> int:
         return len(self._store)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file on disk."""
+        return self._store.size
 
     def close(self) -> None:
         """Close the file."""

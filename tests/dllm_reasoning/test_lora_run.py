@@ -1,0 +1,53 @@
+"""A whole LoRA run by iterative refinement: checkpoint, resume, export for plain transformers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dllm_reasoning.inference.generator import iterative_generate
+from tests.dllm_reasoning import runs
+from tests.dllm_reasoning.models import EOS, PAD
+from tests.dllm_reasoning.test_trainer import rows_of
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+SETTINGS = ("model.lora_rank=4", "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
+            "trainer.save_checkpoint_steps=2", "optim.lr=3e-2",
+            "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_group():
+    yield
+    runs.leave_group()
+
+
+def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path):
+    place = runs.save_model(tmp_path / "model"), runs.save_rows(tmp_path / "train.parquet", runs.sums(40))
+    whole = runs.trainer_of(runs.compose(*place, tmp_path / "whole", *SETTINGS))
+    whole.fit()
+    wanted, rows = runs.weights(whole), rows_of(tmp_path / "whole")
+    with torch.no_grad(), whole.engine.eval_mode():
+        ours = whole.engine.module(input_ids=IDS, use_cache=False).logits.clone()
+    runs.leave_group()
+
+    by_path = ("trainer.resume_mode=resume_path",
+               f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_2'}")  # fmt: skip
+    again = runs.trainer_of(runs.compose(*place, tmp_path / "again", *SETTINGS, *by_path))
+    again.fit()
+    assert [row[0] for row in rows] == [1, 2, 3, 4] and rows_of(tmp_path / "again") == rows[2:]
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in runs.weights(again).items())
+
+    saved = tmp_path / "whole" / "global_step_4"
+    adapter = load_file(saved / "lora_adapter" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in adapter) and any(t.any() for name, t in adapter.items() if "lora_B" in name)
+    config = json.loads((saved / "huggingface" / "config.json").read_text())
+    assert config["dllm_window"] == 4 and config["dllm_noise_token_id"] == EOS
+    merged, base = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (saved / "huggingface", place[0]))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, ours, atol=1e-5, rtol=0)
+        assert (base(IDS).logits - ours).abs().max() > 1e-2
+    found = iterative_generate(merged, IDS.tolist(), EOS, PAD, refine_iter=0, max_new_tokens=8)  # blocks of the window
+    assert found.stats.forwards == [-(-count // 4) for count in found.stats.tokens]

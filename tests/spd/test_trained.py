@@ -1,0 +1,269 @@
+"""A saved scorer meets another model: refused by the check before a start and by the loader, in one sentence."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loguru import logger
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from recipe.spd.checks import check_scorer
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
+from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.models import save_tiny_llama
+from verl.utils.fsdp_utils import local_tensor
+from verl.utils.model import create_huggingface_actor
+from verl.workers.config import PluginConfig
+
+ADAPTERS = {"backbone": "own", "attention": "hybrid", "lora_rank": 4}
+WHOLE = {"backbone": "own", "attention": "hybrid"}
+ADAPTER_FILE = "adapter/adapter_model.safetensors"
+WHOLE_FILE = "backbone/model.safetensors"
+KINDS = {"adapters": ADAPTERS, "whole": WHOLE, "head": {}}
+PAIR = {**ADAPTERS, "head_inputs": "pair"}
+
+
+def scores(model) -> torch.Tensor:
+    contexts, drafts, targets = [[5, 6, 7], [8, 9]], [[10, 11], [12, 13]], [[20, 21, 22], [23, 24, 25]]
+    blocks = SPDInputData.from_blocks(contexts, drafts, targets, sep_token_id=3, pad_token_id=0)
+    with torch.no_grad():
+        return model.eval()(**blocks.as_kwargs())
+
+
+def randomise(model) -> None:
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.requires_grad and (".lora_" in name or name.startswith("head.")):
+                local_tensor(p).add_(0.1 * torch.randn(p.shape, generator=g))
+
+
+def save(path: str, folder: Path, settings: dict) -> Path:
+    model = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=path, **settings))
+    randomise(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept(tiny_llama, tmp_path_factory) -> dict[str, Path]:
+    """Scorers of tiny_llama, saved once."""
+    root = tmp_path_factory.mktemp("kept")
+    return {kind: save(tiny_llama, root / kind, settings) for kind, settings in KINDS.items()}
+
+
+@pytest.fixture
+def adapters(kept, tmp_path) -> Path:
+    """A copy to change."""
+    return Path(shutil.copytree(kept["adapters"], tmp_path / "adapters"))
+
+
+@pytest.fixture
+def whole(kept, tmp_path) -> Path:
+    return Path(shutil.copytree(kept["whole"], tmp_path / "whole"))
+
+
+def early(folder, path: str, settings: dict) -> str | None:
+    """What the check before a start says."""
+    loader = {"name": "spd_scorer", "kwargs": {**settings, "adapter_path": str(folder)}}
+    model = {"path": path, "trust_remote_code": False, "loader": loader}
+    config = OmegaConf.create({"actor_rollout_ref": {"model": model}})
+    found = list(check_scorer(config, SimpleNamespace(hf_config=AutoConfig.from_pretrained(path))))
+    assert len(found) <= 1 and all(p.kind == "wrong" and p.key == "spd.adapter_path" for p in found)
+    return found[0].message.removeprefix(f"spd.adapter_path={folder}: ") if found else None
+
+
+def load(folder, path: str, settings: dict):
+    return create_huggingface_actor(path, loader="spd_scorer", loader_kwargs={**settings, "adapter_path": str(folder)})
+
+
+@cache
+def built(path: str, **settings):
+    return AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=path, **settings))
+
+
+def refused(folder, path: str, settings: dict) -> str:
+    """What the check before a start says; the loader must say the same."""
+    told = early(folder, path, settings)
+    assert told is not None and "\n" not in told
+    with pytest.raises(ValueError) as error:
+        built(path, **settings).load_trained(folder)
+    assert str(error.value) == told
+    return told
+
+
+def edit_config(folder: Path, **values) -> Path:
+    file = folder / "spd_config.json"
+    held = {**json.loads(file.read_text()), **values}
+    file.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict[str, str]:
+    """Models of the same width as tiny_llama."""
+    root = tmp_path_factory.mktemp("others")
+    return {"seed": save_tiny_llama(root / "seed", seed=1), "deeper": save_tiny_llama(root / "deeper", layers=3)}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_scorer_goes_on_from_its_own_folder(tiny_llama, kept, kind):
+    folder, settings = kept[kind], KINDS[kind]
+    assert early(folder, tiny_llama, settings) is None
+    loaded = AutoModelForSPDScoring.from_pretrained(folder)
+    torch.testing.assert_close(scores(load(folder, tiny_llama, settings)), scores(loaded), rtol=0, atol=1e-6)
+    fresh = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama, **settings))
+    assert (scores(fresh) - scores(loaded)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("which", ["seed", "deeper"])
+def test_adapters_of_another_model_are_refused(tiny_llama, others, kept, which):
+    folder, other = kept["adapters"], others[which]
+    told = refused(folder, other, ADAPTERS)
+    assert told.startswith(f"the adapters in {folder} belong to the model '{tiny_llama}' (fingerprint ")
+    assert f"; the model here, '{other}', has " in told and told.endswith("were trained on only: name that one.")
+    with pytest.raises(ValueError, match="belong to the model"):
+        AutoModelForSPDScoring.from_pretrained(folder, base_model_path=other)
+
+
+def test_adapters_from_before_the_fingerprint_are_refused_by_their_shapes_alone(tiny_llama, others, adapters):
+    folder = edit_config(adapters, base_fingerprint=None, target_fingerprint="")
+    heard = []
+    sink = logger.add(heard.append, level="WARNING", format="{message}")
+    assert load(folder, others["seed"], ADAPTERS).config.base_fingerprint
+    logger.remove(sink)
+    assert any(f"{folder} does not say which model it belongs to" in line for line in heard)
+    told = refused(folder, others["deeper"], ADAPTERS)
+    # 7 linear layers in the third layer, two matrices each
+    assert f"{folder / ADAPTER_FILE} does not fit the model here, '{others['deeper']}': 14 weights differ" in told
+    assert "layers.2.mlp.down_proj.lora_A.weight (missing there, (4, 128) here)" in told
+    assert f"the model that it was trained on, '{tiny_llama}'" in told
+
+
+@pytest.mark.parametrize(
+    "change, mend",
+    [
+        ({"attention": "causal"}, "attention='hybrid'; this one has attention='causal'. Set spd.attention=hybrid."),
+        ({"context_tokens": 8}, "context_tokens=0; this one has context_tokens=8. Set spd.context_tokens=0."),
+        ({"lora_alpha": 4}, "lora_alpha=16; this one has lora_alpha=4. Set actor_rollout_ref.model.lora_alpha=16."),
+        ({"lora_rank": 0}, "lora_rank=4; this one has lora_rank=0. Set actor_rollout_ref.model.lora_rank=4."),
+        ({"head_inputs": "pair"}, "head_inputs='state'; this one has head_inputs='pair'. Set spd.head_inputs=state."),
+    ],
+)
+def test_a_scorer_of_another_kind_is_refused(tiny_llama, kept, change, mend):
+    folder = kept["adapters"]
+    assert refused(folder, tiny_llama, {**ADAPTERS, **change}) == f"{folder} holds a scorer with {mend}"
+
+
+def test_other_target_modules_are_refused(tiny_llama, tmp_path):
+    folder = save(tiny_llama, tmp_path, {**ADAPTERS, "lora_target_modules": ["q_proj", "v_proj"]})
+    told = refused(folder, tiny_llama, ADAPTERS)
+    assert "20 weights differ" in told  # 5 linear layers more in each of 2 layers
+    assert told.endswith("actor_rollout_ref.model.target_modules=['q_proj', 'v_proj'].")
+
+
+@pytest.mark.parametrize("kind, file", [("adapters", ADAPTER_FILE), ("whole", WHOLE_FILE)])
+@pytest.mark.parametrize("change", ["lost", "more", "wider"])
+def test_a_weight_lost_added_or_of_another_shape_is_refused(tiny_llama, request, kind, file, change):
+    folder, settings = request.getfixturevalue(kind), KINDS[kind]
+    weights = load_file(folder / file)
+    name = sorted(weights)[1]
+    weight = weights.pop(name)
+    if change != "lost":
+        weights["another.weight" if change == "more" else name] = torch.cat([weight, weight])
+    if change == "more":
+        weights[name] = weight
+    save_file(weights, folder / file, metadata={"format": "pt"})
+    told = refused(folder, tiny_llama, settings)
+    assert "1 weights differ, such as " + ("another.weight" if change == "more" else name) in told
+    assert str(folder) in told
+
+
+def test_a_renamed_weight_of_a_whole_backbone_is_refused_by_the_loader(tiny_llama, whole):
+    """As many numbers as needed: only loading tells that they are not the model's."""
+    weights = load_file(whole / WHOLE_FILE)
+    weights["layers.0.mlp.other.weight"] = weights.pop("layers.0.mlp.up_proj.weight")
+    save_file(weights, whole / WHOLE_FILE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="is no whole backbone: layers.0.mlp.other.weight is not on both sides"):
+        load(whole, tiny_llama, WHOLE)
+
+
+def test_a_whole_backbone_of_another_depth_or_rope_is_refused(tiny_llama, others, whole):
+    told = refused(whole, others["deeper"], WHOLE)
+    assert told == (
+        f"{whole / 'backbone'} has num_hidden_layers=2; the model here, '{others['deeper']}', has 3. Name the model "
+        "that it was trained from, or another of the same config."
+    )
+    file = whole / "backbone" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}))
+    told = refused(whole, tiny_llama, WHOLE)
+    assert "has rope_parameters={'rope_theta': 500.0}; " in told and "has its default. " in told
+    # Another seed of the same shape is none of its business: it brings all of its weights along.
+    file.write_text(json.dumps(values))
+    torch.testing.assert_close(
+        scores(load(whole, others["seed"], WHOLE)), scores(AutoModelForSPDScoring.from_pretrained(whole)),
+        rtol=0, atol=1e-6,
+    )  # fmt: skip
+
+
+def test_a_head_from_before_the_fingerprint_is_loaded(tiny_llama, kept, tmp_path):
+    folder = Path(shutil.copytree(kept["head"], tmp_path / "head"))
+    edit_config(folder, base_fingerprint=None, target_fingerprint="0123")
+    assert early(folder, tiny_llama, {}) is None
+    loaded, meant = load(folder, tiny_llama, {}), AutoModelForSPDScoring.from_pretrained(kept["head"])
+    assert torch.equal(scores(loaded), scores(meant))
+
+
+# ---- a checkpoint's folders -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_llama, tmp_path_factory):
+    """(scores of a scorer with adapters in an engine, the folder it was saved to)"""
+    folder = tmp_path_factory.mktemp("checkpoint") / "actor"
+    loader = PluginConfig(name="spd_scorer", kwargs=PAIR)
+    engine = make_engine(tiny_llama, loader=loader, contents=("model", "hf_model"))
+    randomise(engine.module)
+    z = scores(engine.module)
+    engine.save_checkpoint(str(folder))
+    yield z, folder
+    leave_group()
+
+
+def test_a_checkpoint_s_adapters_and_head_go_on_as_adapters(tiny_llama, checkpoint):
+    z, folder = checkpoint
+    adapters = folder / "lora_adapter"
+    assert sorted(file.name for file in adapters.iterdir() if file.suffix != ".md") == [
+        "adapter_config.json", "adapter_model.safetensors", "score_head.safetensors", "spd_config.json",
+    ]  # fmt: skip
+    assert early(adapters, tiny_llama, PAIR) is None
+    again = load(adapters, tiny_llama, PAIR)
+    torch.testing.assert_close(scores(again), z, rtol=0, atol=1e-6)
+    trained = [name for name, p in again.named_parameters() if p.requires_grad]
+    assert all(".lora_" in name or name.startswith("head.") for name in trained) and len(trained) > 28
+    torch.testing.assert_close(scores(AutoModelForSPDScoring.from_pretrained(adapters)), z, rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_s_adapters_are_refused_beside_another_model(others, checkpoint):
+    adapters = checkpoint[1] / "lora_adapter"
+    for other in others.values():
+        assert f"the adapters in {adapters} belong to the model " in refused(adapters, other, PAIR)
+
+
+def test_the_merged_export_stays_and_names_the_adapters_to_a_run_that_wants_them(tiny_llama, checkpoint):
+    z, folder = checkpoint
+    merged = folder / "huggingface"
+    torch.testing.assert_close(scores(AutoModelForSPDScoring.from_pretrained(merged)), z, rtol=0, atol=1e-5)
+    assert early(merged, tiny_llama, {**PAIR, "lora_rank": 0}) is None
+    told = refused(merged, tiny_llama, PAIR)
+    assert told == (
+        f"{merged} holds a scorer with lora_rank=0; this one has lora_rank=4. Name {folder / 'lora_adapter'}, which "
+        "holds the adapters that are merged in here."
+    )

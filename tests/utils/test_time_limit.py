@@ -1,0 +1,89 @@
+"""Forked processes that answer calls: they stay, are killed at the limit, and outlive nobody."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.utils.time_limit import Child, ChildDied, timeout_limit
+
+ROOT = Path(__file__).parents[2]
+asked = []
+
+
+def work(what):
+    """Process and number of calls; or what the text says."""
+    asked.append(what)
+    if what == "hang":
+        while True:
+            pass
+    if what == "die":
+        os._exit(3)
+    if what == "raise":
+        raise KeyError("boom")
+    return os.getpid(), len(asked)
+
+
+def test_a_child_stays_until_a_call_takes_too_long():
+    child = Child(work)
+    pid, count = child.call(5.0, "a")
+    assert pid != os.getpid() and child.call(5.0, what="b") == (pid, count + 1) and not asked
+    with pytest.raises(KeyError, match="boom"):
+        child.call(5.0, "raise")
+    assert child.call(5.0, "c") == (pid, count + 3) and not child.gone
+    with pytest.raises(TimeoutError, match="work took longer than 0.3 s"):
+        child.call(0.3, "hang")
+    assert child.gone and not psutil.pid_exists(pid) and child.end() is None
+
+
+def test_a_child_that_dies_is_told_with_its_exit_code():
+    for call in (lambda: Child(work).call(5.0, "die"), lambda: timeout_limit(5.0)(work)("die")):
+        with pytest.raises(ChildDied, match="^work: its process ended with exit code 3$"):
+            call()
+
+
+def test_a_child_that_died_idle_is_told_too():
+    child = Child(work)
+    os.kill(child.call(5.0, "a")[0], signal.SIGKILL)
+    with pytest.raises(ChildDied, match="exit code -9"):
+        child.call(5.0, "b")
+
+
+def test_an_answer_that_was_not_waited_for_is_not_that_of_the_next_call():
+    child = Child(work)
+    with pytest.raises(TimeoutError, match="took longer than 0.2 s"):
+        timeout_limit(0.2, use_signals=True)(child.call)(30.0, "hang")
+    assert child.gone
+
+
+def test_no_child_outlives_a_caller_that_is_killed():
+    script = (
+        "import os\n"
+        "from tests.utils.test_time_limit import work\n"
+        "from verl.utils.time_limit import Child\n"
+        "child = Child(work)\n"
+        "print(child.call(5.0, 'a')[0], flush=True)\n"
+        "child.call(600.0, 'hang')\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    child = psutil.Process(int(owner.stdout.readline()))
+    time.sleep(0.2)
+    assert child.is_running()
+    owner.kill()
+    owner.communicate()
+    assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+def test_mathematics_is_compared_without_torch():
+    script = (
+        "import sys\n"
+        "from verl.utils.reward_score import default_compute_score\n"
+        "print(default_compute_score('lighteval/MATH', '\\\\boxed{2+2}', '4'), 'torch' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout == "1.0 False\n", ran.stderr
