@@ -261,7 +261,6 @@ def local_server(command: Sequence[str], env: Mapping[str, str]) -> Iterator[dic
 
 def _sound_config(command: Sequence[str]) -> DictConfig | None:
     """The config of a training command; None when the trainer will refuse it, and say why."""
-    from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
 
     from verl.trainer.dry_run_checks import refuse_bad_input
@@ -269,13 +268,35 @@ def _sound_config(command: Sequence[str]) -> DictConfig | None:
     from verl.utils.problems import ConfigError, raise_if_any
 
     try:
-        with initialize_config_module("recipe.spd.config", version_base=None):
-            config = compose("spd_trainer", list(command[command.index("--config-name") + 2 :]))
+        config = _composed(command)
         raise_if_any(find_problems(config))
         refuse_bad_input(config)
     except (HydraException, ConfigError):
         return None
     return config
+
+
+def _composed(command: Sequence[str]) -> DictConfig:
+    """The config of a training command; HydraException where it has none."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("recipe.spd.config", version_base=None):
+        return compose("spd_trainer", list(command[command.index("--config-name") + 2 :]))
+
+
+def _config_errors(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the settings themselves, told beside data that could not be prepared."""
+    from hydra.errors import HydraException
+
+    from verl.utils.config_check import find_problems
+    from verl.utils.problems import WRONG
+
+    unseen = PreparedData(Path(args.blocks), rows=0, skipped_matches=0, longest_input=1024, gamma=8)
+    try:
+        problems = find_problems(_composed(build_training_command(args, unseen, None)))
+    except HydraException as error:
+        return [str(error)]
+    return [problem.message for problem in problems if problem.kind == WRONG]
 
 
 def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
@@ -394,8 +415,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(str(error))
     (train, val), errors = _prepared(args)
     if errors:
-        sys.stderr.write("".join(f"{error}\n" for error in errors))
-        absent = all(isinstance(error, ModelError) and error.problem.kind == "absent" for error in errors)
+        settings = _config_errors(args)
+        sys.stderr.write("".join(f"{error}\n" for error in [*errors, *settings]))
+        absent = not settings and all(isinstance(error, ModelError) and error.problem.kind == "absent" for error in errors)
         return 0 if absent and _plans_only(args.overrides) else 1
     command = build_training_command(args, train, val)
     with local_server(command, _create_training_env(args)) as env:

@@ -115,19 +115,20 @@ def put_bytes() -> int:
 
 def dispatch() -> Row:
     """Bytes put into the object store by a step's dispatches to two ranks, over the bytes of the arrays sent."""
-    pool = RayResourcePool([RANKS], use_gpu=False, name_prefix=f"bench{os.getpid()}")
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Taker)), device_name="cpu")
     step = step_dispatches()
     arrays = sum(tensor.numel() * tensor.element_size() for sent in step for tensor in sent.batch.values())
-    group.take(step[0])  # the ranks' first call also asks for their places
+    pool = RayResourcePool([RANKS], use_gpu=False, name_prefix=f"bench{os.getpid()}")
     found = []
-    for _ in range(STEPS):
-        before = put_bytes()
-        for sent in step:
-            group.take(sent)
-        found.append((put_bytes() - before) / arrays)
-    for worker in group.workers:
-        ray.kill(worker)
+    try:
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Taker)), device_name="cpu")
+        group.take(step[0])  # the ranks' first call also asks for their places
+        for _ in range(STEPS):
+            before = put_bytes()
+            for sent in step:
+                group.take(sent)
+            found.append((put_bytes() - before) / arrays)
+    finally:
+        pool.release()
     return row("dispatch_bytes_ratio", found, "put / bytes of the arrays")
 
 

@@ -59,7 +59,7 @@ def prompts() -> TensorDict:
 
 
 def step(model: ScoringActor, batch: TensorDict, share: bool, advantages: torch.Tensor) -> None:
-    """Forward, sampling, old log-probs and backward of one step, which adds to the gradients; advantages [B*n]."""
+    """Forward, sampling, old log-probs and backward of one step; advantages [B*n]."""
     policy = BernoulliPolicy(share=share)
     rows = batch[torch.arange(PROMPTS).repeat_interleave(N)]
     with torch.no_grad():
@@ -74,18 +74,25 @@ def step(model: ScoringActor, batch: TensorDict, share: bool, advantages: torch.
 
 
 class Variant:
-    """The step one way; remembers each run's peak memory, and the gradients of the last."""
+    """The step and its update one way; remembers each run's peak memory, and the clipped gradients of the last.
+
+    With a learning rate of 0 the update costs what it costs, and every run meets the same weights.
+    """
 
     def __init__(self, model: ScoringActor, batch: TensorDict, share: bool, advantages: torch.Tensor):
         self.arguments = (model, batch, share, advantages)
+        self.weights = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=0.0)
         self.peaks: list[int] = []  # bytes above what the process held before the step
         self.gradients: list[torch.Tensor] = []
 
     def __call__(self) -> None:
         before = resident_bytes()
         step(*self.arguments)
+        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        self.optimizer.step()
         self.peaks.append(resident_bytes(peak=True) - before)
-        self.gradients = [p.grad for p in self.arguments[0].parameters() if p.grad is not None]
+        self.gradients = [p.grad for p in self.weights if p.grad is not None]
 
 
 def run() -> list[Row]:

@@ -1,9 +1,11 @@
 """The frontier: every rule and the scorer, swept, over several seeds of target, draft and scorer.
 
     python -m examples.spd_arithmetic.frontier [--seeds 0 1 2] [--softness 0 0.2] [--questions 1000] [--out DIR]
+                                               [--kept DIR]
 
 Each seed is a test bed, a training and an evaluation of its own below OUT; what is there already is reused. Ends with
-a table and a picture for each softness, and OUT/frontier.json.
+a table and a picture for each softness, and OUT/frontier.json. With --kept, rows of whole seeds are written to a folder,
+and those that are there already are not measured again: the measurement can be spread over machines.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import itertools
 import json
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -55,6 +58,10 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
 def one_seed(args: argparse.Namespace, seed: int, softness: float) -> list[EvaluationRow]:
     """The rows of one seed, made here or by an earlier run with the same commands."""
     out = args.out / f"u{softness:g}-seed{seed}"
+    kept = args.kept and args.kept / f"{out.name}.json"
+    if kept and kept.exists():
+        console.print(f"u = {softness:g}, seed {seed}: {kept}")
+        return _rows(kept)
     planned = commands(args, seed, softness, out)
     record, evaluation = out / "commands.json", out / "evaluation.json"
     if not (evaluation.exists() and record.exists() and json.loads(record.read_text()) == planned):
@@ -63,6 +70,13 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> list[Evalu
                 run_logged(command, out / f"{name.replace(' ', '_')}.log")
         record.write_text(json.dumps(planned, indent=1))
     console.print(f"u = {softness:g}, seed {seed}: {evaluation}")
+    if kept:
+        args.kept.mkdir(parents=True, exist_ok=True)
+        shutil.copy(evaluation, kept)
+    return _rows(evaluation)
+
+
+def _rows(evaluation: Path) -> list[EvaluationRow]:
     return [EvaluationRow(**row) for row in json.loads(evaluation.read_text())["rows"]]
 
 
@@ -160,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=5000, help="blocks a scorer is trained on")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
+    parser.add_argument("--kept", type=Path, help="folder of measured seeds, read and added to")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     result = {}

@@ -142,14 +142,15 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
 
 @MEASURES.register("spd_scorer")
 def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
-    """The scorer's sizes: no logits over a vocabulary, and of a `target` scorer only the head trains."""
+    """The scorer's sizes: no logits over a vocabulary, no cache, for servers complete; of a `target` scorer only the
+    head trains."""
     import torch
 
     from recipe.spd.heads import head_of
 
     spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
-    size = replace(plain, vocabulary=1, group_forward=actor["share_prompt_forward"])
+    size = replace(plain, vocabulary=1, kv_heads=0, group_forward=actor["share_prompt_forward"])
     with torch.device("meta"):
         made = head_of(spd["backbone"], spd["head_inputs"], size.hidden, spd["head_size"])
     head = sum(p.numel() for p in made.parameters())

@@ -91,3 +91,4 @@ def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone,
     layers = 1 if backbone == "target" else hf_config.num_hidden_layers
     assert parts["activations of a micro-batch"] == 4 * 100 * hf_config.hidden_size * 34 * layers * 2
     assert parts["logits of a micro-batch"] == 64 * 8 * 4 * 3
+    assert "KV cache of the rollout" not in parts  # a server's, not the rank's

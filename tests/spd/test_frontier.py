@@ -1,9 +1,13 @@
 """Pooling over seeds and the speed at a given drop, by hand."""
 
+import json
 import math
+import sys
+from dataclasses import asdict
 
 import pytest
 
+from examples.spd_arithmetic import frontier
 from examples.spd_arithmetic.frontier import SCORER, compare, pool, speed_at, verdicts
 from scripts.spd_evaluation.measures import EvaluationRow
 
@@ -57,3 +61,24 @@ def test_the_verdicts_name_the_drop_where_the_scorer_is_weakest():
     assert everywhere.startswith("missed") and "0.75 times, at a drop of 2.0 points (divergence" in everywhere
     rows.append(row("scorer_sweep", -1.0, 0.02, 6.0))
     assert verdicts(compare(rows))[1].startswith("met")
+
+
+def test_a_measured_seed_is_kept_and_not_measured_again(tmp_path, monkeypatch):
+    script = "import json, sys; json.dump(json.loads(sys.argv[2]), open(sys.argv[1], 'w'))"
+    measured = []
+
+    def commands(args, seed, softness, out):
+        measured.append((seed, softness))
+        out.mkdir(parents=True, exist_ok=True)
+        rows = [row("exact", None, 0.0, 2.0 + seed), row("scorer_sweep", 0.0, 0.002, 4.0 + seed)]
+        told = json.dumps({"rows": [asdict(r) for r in rows]})
+        return {"evaluation": [sys.executable, "-c", script, str(out / "evaluation.json"), told]}
+
+    monkeypatch.setattr(frontier, "commands", commands)
+    options = ["--softness", "0.2", "--seeds", "0", "1", "--kept", str(tmp_path / "kept"), "--out"]
+    assert frontier.main([*options, str(tmp_path / "first")]) == 0 and measured == [(0, 0.2), (1, 0.2)]
+    (tmp_path / "kept" / "u0.2-seed1.json").unlink()
+    assert frontier.main([*options, str(tmp_path / "second")]) == 0 and measured == [(0, 0.2), (1, 0.2), (1, 0.2)]
+    first, second = (json.loads((tmp_path / name / "frontier.json").read_text()) for name in ("first", "second"))
+    assert first == second and first["u=0.2"]["rows"][0]["accepted_per_forward"] == 2.5
+    assert (tmp_path / "second" / "frontier-u0.2.png").stat().st_size > 10_000

@@ -178,8 +178,9 @@ def test_all_that_keeps_the_data_from_being_made_is_told_at_once(tmp_path, capsy
     prepare(tmp_path, [BLOCK])
     given = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "none.jsonl")]
     given += ["--val-blocks", "v.jsonl", "--model", "/no/model", "--output-dir", str(tmp_path / "o"), "--device", "cpu"]
-    code = entry.main(given)
+    code = entry.main([*given, "+trainer.totl_epochs=1"])
     told = capsys.readouterr().err.splitlines()
+    assert sum("trainer.totl_epochs" in line and "trainer.total_epochs" in line for line in told) == 1
     lines = [line for line in told if line.startswith("--") and not line.startswith("--- ")]
     assert code == 1 and len(lines) == 3
     assert lines[0] == f"--metadata {tmp_path / 'none.jsonl'}: there is no such file."

@@ -15,7 +15,7 @@ LOSS_COPIES = 3  # logits in the computation's type, their float32 copy counted 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache.
+    """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache, none with 0 heads.
 
     `trained_layers` keep activations for the backward; `group_forward`: the samples of a prompt are forwarded once.
     """
@@ -109,5 +109,6 @@ def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micr
     if not shares:
         parts["rollout weights"] = size.parameters * kept_as // split
     sequence = 2 * size.layers * size.kv_heads * size.head_dim * kept_as * length
-    parts["KV cache of the rollout"] = min(samples, rollout["max_num_seqs"]) * sequence // split
+    if sequence:
+        parts["KV cache of the rollout"] = min(samples, rollout["max_num_seqs"]) * sequence // split
     return parts
