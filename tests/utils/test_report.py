@@ -3,11 +3,16 @@
 import json
 import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from verl.utils.report import collect_series, read_jsonl, summary_cards, write_report
 from verl.utils.report_plots import smooth
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run_dir(tmp_path):
@@ -101,3 +106,15 @@ def test_page_of_a_text_run_has_no_legend_of_drafts_and_one_of_sft_shows_its_los
     (sft / "metrics.jsonl").write_text(torn)
     page = write_report(sft).read_text()
     assert "<span>loss, first and last tenth" in page and "4 → 0.4" in page and page.count("<svg") == 3
+
+
+def test_the_command_makes_the_page_of_a_run_that_goes_on_and_names_a_folder_without_one(tmp_path):
+    run = _run_dir(tmp_path)
+    with open(run / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 41, "data": {"critic/score/m')  # the writer is in the middle of a row
+    command = [sys.executable, "-m", "verl.utils.report"]
+    made = subprocess.run([*command, str(run)], capture_output=True, text=True, cwd=ROOT)
+    assert made.returncode == 0 and made.stdout.strip() == str(run / "report.html"), made.stderr
+    assert ">40<" in (run / "report.html").read_text()
+    refused = subprocess.run([*command, str(run / "none")], capture_output=True, text=True, cwd=ROOT)
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "holds no metrics.jsonl" in refused.stderr

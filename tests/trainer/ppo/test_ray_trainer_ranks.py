@@ -20,6 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
+from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening
 from verl.trainer.ppo.ray_session import SESSION_FILE
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
@@ -149,11 +150,6 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
     assert not (tmp_path / "out" / SESSION_FILE).exists()
 
 
-CANARY = "canary-7f3a9c51d2"
-SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY",
-           "MLFLOW_TRACKING_PASSWORD", "SWANLAB_API_KEY", "RAY_REDIS_PASSWORD", "RAY_SERVE_API_TOKEN")  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def stopped(tiny_llama, tmp_path_factory):
     """A run with every output switched on and secrets around it, looked at while it runs, then stopped by SIGTERM."""
@@ -170,12 +166,12 @@ def stopped(tiny_llama, tmp_path_factory):
         "++data__custom__api_key": CANARY,
     }
     places = {"TENSORBOARD_DIR": directory / "tensorboard", "VERL_FILE_LOGGER_ROOT": directory}
-    secrets = {name: f"{CANARY}-{name}" for name in SECRETS} | {name: str(path) for name, path in places.items()}
+    secrets = SECRETS | {name: str(path) for name, path in places.items()}
     run = start(directory, tiny_llama, secrets, trainer__total_epochs=10000, **kept)
     try:
         wait_for_rows(run, directory, 1)
         ray_folder = json.loads((directory / "out" / SESSION_FILE).read_text())["temp_dir"]
-        sockets = listening([psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)])
+        sockets = listening(family(run.pid))
         shutil.copytree(ray_folder, directory / "ray", ignore=no_sockets, ignore_dangling_symlinks=True)
         run.send_signal(signal.SIGTERM)
         run.wait(timeout=120)
@@ -186,20 +182,6 @@ def stopped(tiny_llama, tmp_path_factory):
 
 def no_sockets(folder: str, names: list[str]) -> list[str]:
     return [n for n in names if not (Path(folder, n).is_file() or Path(folder, n).is_dir())]
-
-
-def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str]]:
-    """(name and number of the process, address) of each TCP socket on which one of the processes listens."""
-    found = []
-    for process in processes:
-        try:
-            name = Path((process.cmdline() or [process.name()])[0]).name.split(" ")[0].split("(")[0]
-            name = next((a for a in process.cmdline()[1:3] if "dashboard" in a or "agent" in a), name)
-            ours = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            found += [(Path(name).name, process.pid, c.laddr.ip) for c in ours]
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 @pytest.mark.slow
@@ -217,8 +199,7 @@ def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stop
     names = {f.name for f in files}
     assert {"stderr", "stdout", "1.jsonl", "run_config.yaml", "report.html", "metrics.jsonl", "data.pt"} <= names
     assert any("tfevents" in n for n in names) and any("ray" in f.parts and f.suffix in (".log", ".out") for f in files)
-    leaks = [str(f.relative_to(stopped.directory)) for f in files if CANARY.encode() in f.read_bytes()]
-    assert leaks == []
+    assert files_with_secrets(stopped.directory) == []
 
 
 #: Ray's own services, which listen on every interface (README), and how many such sockets each other process may have:

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
+from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening
 from verl.trainer.fsdp_sft_trainer import extract_step
 from verl.trainer.ppo.nonfinite import NonFiniteRun
 from verl.utils.checkpoint.publish import published_steps, verify_manifest
@@ -159,21 +162,22 @@ def test_the_report_shows_the_run(tmp_path, tiny_llama):
     assert "Policy loss" not in page and all(f">{name}" in page for name in ("Loss<", "Validation<", "skipped steps<"))
 
 
-def started(directory, model, *more, torchrun=False):
-    """The entry as a user starts it, with or without torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"] if torchrun else []
+def started(directory, model, *more, ranks=None, **environment):
+    """The entry as a user starts it, with torchrun where `ranks` are given; its words go to directory/told."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, "-m", "verl.trainer.fsdp_sft_trainer"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *overrides(directory, model, trainer__total_epochs=2000), *more],
-        env=environment, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    settings = overrides(directory, model, trainer__total_epochs=2000)
+    with open(directory / "told", "w") as told:
+        return subprocess.Popen(
+            [*command, *settings, *more], env=environment, cwd=directory, stdout=told, stderr=subprocess.STDOUT
+        )
 
 
-def wait_for(condition, run, seconds=300):
+def wait_for(condition, run, directory, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0][-3000:]
+        assert run.poll() is None and time.monotonic() < deadline, (directory / "told").read_text()[-3000:]
         time.sleep(0.05)
 
 
@@ -181,30 +185,72 @@ def wait_for(condition, run, seconds=300):
 def test_sigterm_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama):
     run = started(write_pairs(tmp_path), tiny_llama)
     out = tmp_path / "out"
-    wait_for(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path)
     run.send_signal(signal.SIGTERM)
-    told = run.communicate(timeout=300)[0]
-    assert run.returncode == 0, told[-3000:]
+    assert run.wait(timeout=300) == 0, (tmp_path / "told").read_text()[-3000:]
     last = metric_rows(tmp_path)[-1]["step"]
-    assert published_steps(out) == [last] and f"step {last} is finished and saved" in told
+    assert published_steps(out) == [last] and f"step {last} is finished and saved" in (tmp_path / "told").read_text()
     verify_manifest(out / f"global_step_{last}")
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_llama, tmp_path_factory):
+    """Two ranks under torchrun, every output on and secrets around them; looked at, then SIGTERM to the launcher."""
+    directory = write_pairs(tmp_path_factory.mktemp("stopped"))
+    settings = ("trainer.logger=[console,file,tensorboard]", "trainer.report=true", "trainer.save_freq=1",
+                "trainer.test_freq=1", f"+trainer.wandb_proxy=http://user:{CANARY}@127.0.0.1:1")  # fmt: skip
+    places = {"TENSORBOARD_DIR": str(directory / "tensorboard"), "VERL_FILE_LOGGER_ROOT": str(directory)}
+    run = started(directory, tiny_llama, *settings, ranks=2, **SECRETS, **places)
+    try:
+        metrics = directory / "out" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metric_rows(directory), run, directory)
+        job = family(run.pid)
+        sockets = listening(job)
+        run.send_signal(signal.SIGTERM)
+        run.wait(timeout=300)
+        psutil.wait_procs(job, timeout=60)
+    finally:
+        run.kill()
+    return SimpleNamespace(directory=directory, sockets=sockets, launcher=run.pid, job=job)
+
+
+@pytest.mark.slow
+def test_two_ranks_whose_launcher_is_stopped_finish_their_step_and_save(stopped):
+    told, out = (stopped.directory / "told").read_text(), stopped.directory / "out"
+    last = metric_rows(stopped.directory)[-1]["step"]
+    assert published_steps(out)[-1] == last and f"step {last} is finished and saved" in told, told[-3000:]
+    verify_manifest(out / f"global_step_{last}")
+    assert len(stopped.job) >= 3 and not any(process.is_running() for process in stopped.job)
+
+
+@pytest.mark.slow
+def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stopped):
+    names = {f.name for f in stopped.directory.rglob("*") if f.is_file()}
+    assert {"told", "run_config.yaml", "report.html", "metrics.jsonl"} <= names and any("tfevents" in n for n in names)
+    assert files_with_secrets(stopped.directory) == []
+
+
+@pytest.mark.slow
+def test_only_the_ranks_meeting_points_listen_beyond_this_machine(stopped):
+    """torchrun's store, and gloo's, by which ranks of several nodes would meet."""
+    wide = Counter(pid for _, pid, address in stopped.sockets if address not in ("127.0.0.1", "::1"))
+    assert wide[stopped.launcher] >= 1 and all(count <= 2 for count in wide.values()), stopped.sockets
 
 
 @pytest.mark.slow
 def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp_path, tiny_llama):
     """SIGKILL of launcher and rank behind a checkpoint, then the same command: metrics and weights bit for bit."""
     settings = ("trainer.total_training_steps=8", "trainer.save_freq=3")
-    run = started(write_pairs(tmp_path), tiny_llama, *settings, torchrun=True)
-    wait_for(lambda: 3 in published_steps(tmp_path / "out"), run)
-    job = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    run = started(write_pairs(tmp_path), tiny_llama, *settings, ranks=1)
+    wait_for(lambda: 3 in published_steps(tmp_path / "out"), run, tmp_path)
+    job = family(run.pid)
     for process in job:
         process.kill()
-    run.communicate()
+    run.wait()
     assert psutil.wait_procs(job[1:], timeout=10)[1] == []
     killed_at = metric_rows(tmp_path)[-1]["step"]
-    run = started(tmp_path, tiny_llama, *settings, torchrun=True)
-    told = run.communicate(timeout=300)[0]
-    assert run.returncode == 0, told[-3000:]
+    run = started(tmp_path, tiny_llama, *settings, ranks=1)
+    assert run.wait(timeout=300) == 0, (tmp_path / "told").read_text()[-3000:]
     more = {"trainer__total_epochs": 2000, "trainer__total_training_steps": 8, "trainer__save_freq": 3}
     alone = make_trainer(write_pairs(tmp_path / "alone"), tiny_llama, **more)
     alone.fit()
