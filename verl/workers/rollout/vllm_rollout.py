@@ -174,14 +174,16 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         }  # fmt: skip
         return SamplingParams(
             n=n, max_tokens=limit, stop_token_ids=stops, ignore_eos=self.config.ignore_eos, detokenize=False,
-            logprobs=0 if self.config.calculate_log_probs else None,
+            logprobs=0 if self.config.calculate_log_probs else None, flat_logprobs=True,
             repetition_penalty=self.config.repetition_penalty, **drawn,
         )  # fmt: skip
 
 
 def _sampled(answer: Any) -> list[float]:
-    """Log-prob of each sampled token."""
-    return [at[token].logprob for at, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    """Log-prob of each sampled token: flat, there is no other entry beside them."""
+    if answer.logprobs.token_ids != list(answer.token_ids):
+        raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
+    return answer.logprobs.logprobs
 
 
 def _tensor_parallel_group(size: int) -> dist.ProcessGroup | None:
