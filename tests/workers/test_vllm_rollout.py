@@ -186,6 +186,17 @@ def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
     assert together == alone
 
 
+def test_ignored_end_tokens_end_nothing(hybrid):
+    ended = hybrid.generate(prompts(n=64))
+    assert ended.batch["response_mask"].sum() < 3 * 64 * R  # one of 96 words is the end token
+    hybrid.sample_with(ignore_eos=True)
+    try:
+        whole = hybrid.generate(prompts(n=64))
+    finally:
+        hybrid.sample_with(ignore_eos=False)
+    assert (whole.batch["response_mask"] == 1).all() and (whole.batch["responses"] == EOS).any()
+
+
 def test_greedy_validation_follows_the_argmax(hybrid):
     output = hybrid.generate(prompts(n=1, validate=True, do_sample=False))
     ids, mask = output.batch["input_ids"], output.batch["attention_mask"]

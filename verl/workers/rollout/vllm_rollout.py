@@ -169,6 +169,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         from vllm import SamplingParams
 
         stops = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        if self.config.ignore_eos:
+            stops = []  # vLLM's own ignore_eos does not reach them
         drawn = {"temperature": 0.0} if sampling.greedy else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": seed,
         }  # fmt: skip
