@@ -103,7 +103,14 @@ def test_a_column_that_the_reward_needs_is_asked_for(overrides, capsys, tmp_path
 
 def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
     code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10"], capsys)
-    assert code == 1 and "has 10 prompts, which do not fill one batch of 16" in text
+    assert code == 1 and "has 10 prompts, which do not fill one batch of 16. Set data.train_batch_size=10" in text
+    code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=20", "data.gen_batch_size=32"], capsys)
+    assert code == 1 and "which do not fill one batch of 32. Set data.gen_batch_size=20 or less" in text
+
+
+def test_training_samples_cannot_be_drawn_at_temperature_zero(overrides, capsys):
+    code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.temperature=0"], capsys)
+    assert code == 1 and "actor_rollout_ref.rollout.temperature=0 makes all samples of a prompt the same" in text
 
 
 def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):

@@ -144,6 +144,7 @@ def test_with_filters_the_log_probs_are_those_of_what_was_drawn_from(tiny_llama)
         probs = (made.engine.module(**inputs).logits[:, 5:-1].float() / 0.7).softmax(-1)
     ordered, words = probs.sort(-1, descending=True)
     ordered[..., 5:] = 0.0
+    ordered /= ordered.sum(-1, keepdim=True)  # top-p is a share of what top-k leaves
     ordered[ordered.cumsum(-1) - ordered >= 0.6] = 0.0
     allowed = torch.zeros_like(probs).scatter(-1, words, ordered / ordered.sum(-1, keepdim=True))
     drawn = allowed.gather(-1, out["responses"].unsqueeze(-1)).squeeze(-1)

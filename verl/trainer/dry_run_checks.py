@@ -188,15 +188,16 @@ def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) ->
         return f"{have}. Add it when the data is prepared{mend}." if lost else None
 
     if check_splits(data, found, rows, find_class, make, lacks):
-        check_fills_a_batch(found, data.gen_batch_size, "prompts")
+        drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
+        check_fills_a_batch(found, data[drawn], "prompts", f"data.{drawn}")
 
 
-def check_fills_a_batch(found: Findings, batch: Any, what: str) -> None:
-    """Whether the training data has one batch of `what`."""
+def check_fills_a_batch(found: Findings, batch: Any, what: str, key: str = "data.train_batch_size") -> None:
+    """Whether the training data has one batch, of the size that `key` sets, of `what`."""
     count = found.train_prompts
     if count is not None and isinstance(batch, int) and count < batch:
         rule = f"data.train_files has {count} {what}, which do not fill one batch of {batch}."
-        problem = wrong("data.train_batch_size", f"{rule} Set data.train_batch_size={count} or less.")
+        problem = wrong(key, f"{rule} Set {key}={count} or less.")
         found.problems.append(problem)
 
 

@@ -241,6 +241,10 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
     found = algorithm_problems(plain)
+    if plain["actor_rollout_ref"]["rollout"]["temperature"] == 0:
+        told = "actor_rollout_ref.rollout.temperature"
+        rule = f"{told}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."
+        found.append(wrong(told, f"{rule} Set it to 1, say; validation is greedy by val_kwargs."))
     if sampling["do_sample"] and sampling["temperature"] == 0:
         rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
         found.append(wrong(f"{key}.temperature", rule))

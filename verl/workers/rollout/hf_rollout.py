@@ -107,7 +107,7 @@ def choose(
         if sampling.top_k > 0:
             probs[:, sampling.top_k :] = 0.0
         if sampling.top_p < 1:
-            before = probs.cumsum(-1) - probs
+            before = (probs.cumsum(-1) - probs) / probs.sum(-1, keepdim=True)  # of what top-k leaves, as in vLLM
             probs = probs.masked_fill(before >= sampling.top_p, 0.0)
         cumulative = probs.double().cumsum(-1)
         target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
