@@ -49,6 +49,7 @@ class IterativeConfig(BaseConfig, section="iterative"):
     ar_loss_weight: float = setting(0.0, low=0)
     block_length: int = setting(128, low=1)
     windows_per_sample: int = setting(8, low=1)
+    aligned_windows: float = setting(0.0, low=0, high=1)
     trajectory_max_rounds: int = setting(4, low=0)
     share_instruction: str = setting("auto", choices=("auto", "on", "off"))
     self_generate: SelfGenerateConfig = field(default_factory=SelfGenerateConfig)

@@ -58,7 +58,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class NoiseSettings:
-    """What a layout needs to know of the config; `width` is W, `token` the noise token's id."""
+    """What a layout needs to know of the config; `width` is W, `token` the noise token's id, `aligned` the share of
+    the windows that begin at a multiple of W."""
 
     pattern: str
     schedule: str
@@ -66,7 +67,12 @@ class NoiseSettings:
     high: float
     width: int
     windows: int
+    aligned: float
     token: int
+
+    def starts(self, length: int, seed: int) -> list[int]:
+        """Where the windows of one response begin."""
+        return window_starts(length, self.windows, row_generator(seed), width=self.width, aligned=self.aligned)
 
 
 def build_layout(
@@ -93,7 +99,7 @@ def count_labels(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: No
     lengths = batch["response_mask"].sum(1).tolist()
     if not PATTERNS[noise.pattern].windows:
         return sum(lengths)
-    starts = (window_starts(n, noise.windows, row_generator(seed)) for n, seed in zip(lengths, seeds, strict=True))
+    starts = (noise.starts(n, seed) for n, seed in zip(lengths, seeds, strict=True))
     return sum(min(noise.width, n - start) for n, drawn in zip(lengths, starts, strict=True) for start in drawn)
 
 
@@ -157,8 +163,7 @@ def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSe
     ids, answers, width = batch["input_ids"], batch["response_mask"].bool(), noise.width
     valid = batch["attention_mask"].bool()
     prefix = Tokens(ids, batch["position_ids"], valid, _next_labels(ids, answers))
-    drawn = [window_starts(int(row.sum()), noise.windows, row_generator(seed))
-             for row, seed in zip(answers, seeds, strict=True)]  # fmt: skip
+    drawn = [noise.starts(int(row.sum()), seed) for row, seed in zip(answers, seeds, strict=True)]
     counts = answers.any(1, keepdim=True)  # a row without a response fills a batch of validation up
     first = torch.where(counts, answers.int().argmax(1, keepdim=True), 1)  # [B, 1]
     committed = torch.tensor(drawn) + first - 1  # [B, M]: place of each window's last committed token

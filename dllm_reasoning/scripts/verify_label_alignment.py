@@ -34,7 +34,7 @@ def make_batch(tokenizer: Any, instruction: str, response: str) -> Batch:
 
 def layout_of(batch: Batch, noise_token: int, pattern: str = "iid", level: float = 0.0, split: bool = False):
     """The layout of one sample under a fixed noise level."""
-    noise = NoiseSettings(pattern, "uniform", level, level, width=4, windows=3, token=noise_token)
+    noise = NoiseSettings(pattern, "uniform", level, level, width=4, windows=3, aligned=0.0, token=noise_token)
     return build_layout(batch, [0], noise, progress=0.0, split=split)
 
 

@@ -192,5 +192,6 @@ def noise_settings(settings: IterativeConfig, tokenizer: Any) -> NoiseSettings:
     """What layouts read of the config."""
     return NoiseSettings(
         settings.noise_pattern, settings.noise_schedule, settings.noise_min, settings.noise_max,
-        settings.block_length, settings.windows_per_sample, noise_token_of(settings.noise_token, tokenizer),
+        settings.block_length, settings.windows_per_sample, settings.aligned_windows,
+        noise_token_of(settings.noise_token, tokenizer),
     )  # fmt: skip

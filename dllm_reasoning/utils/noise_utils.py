@@ -96,9 +96,22 @@ def greedy_decode_response(input_ids: torch.Tensor, predicted: torch.Tensor, reg
     return decoded
 
 
-def window_starts(length: int, count: int, generator: torch.Generator) -> list[int]:
-    """`count` places in a response of `length` tokens where a window's prediction begins, drawn evenly; 0 of none."""
-    return torch.randint(max(1, length), (count,), generator=generator).tolist()
+def window_starts(
+    length: int, count: int, generator: torch.Generator, *, width: int = 1, aligned: float = 0.0
+) -> list[int]:
+    """`count` places in a response of `length` tokens where a window's prediction begins; all 0 of an empty one.
+
+    Each place is as likely as any other, and those of one sample are evenly spread (systematic sampling). The share
+    `aligned` of them is at multiples of `width`, where generation in whole blocks begins.
+    """
+    blocks = round(aligned * count)
+    whole = [width * block for block in _spread(-(-length // width), blocks, generator)]
+    return whole + _spread(length, count - blocks, generator)
+
+
+def _spread(length: int, count: int, generator: torch.Generator) -> list[int]:
+    first = float(torch.rand((), generator=generator, dtype=torch.float64))
+    return [min(max(0, length - 1), int((first + i) * length / count)) for i in range(count)]
 
 
 def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -15,7 +15,7 @@ SEEDS = [11, 12, 13]
 
 
 def layout_of(pattern, split, batch=BATCH):
-    noise = NoiseSettings(pattern, "uniform", 0.2, 0.8, width=4, windows=3, token=2)
+    noise = NoiseSettings(pattern, "uniform", 0.2, 0.8, width=4, windows=3, aligned=0.0, token=2)
     return build_layout(batch, SEEDS[: len(batch["input_ids"])], noise, progress=0.0, split=split)
 
 

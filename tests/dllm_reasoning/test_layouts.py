@@ -16,7 +16,7 @@ BATCH = {
 
 
 def settings(pattern, low=1.0, high=1.0, width=3, windows=2):
-    return NoiseSettings(pattern, "uniform", low, high, width, windows, token=40)
+    return NoiseSettings(pattern, "uniform", low, high, width, windows, 0.0, token=40)
 
 
 def bits(mask):
@@ -47,7 +47,7 @@ def test_split_rows_by_hand():
 
 
 def test_packed_by_hand(monkeypatch):
-    monkeypatch.setattr(layouts, "window_starts", lambda length, count, generator: [0, 2])
+    monkeypatch.setattr(layouts, "window_starts", lambda *drawn, **more: [0, 2])
     layout = build_layout(BATCH, [0], settings("packed"), progress=0.0, split=True)
     assert torch.equal(layout.prefix.ids, BATCH["input_ids"])
     assert layout.prefix.labels.tolist() == [[IGNORED, 12, 13, 14, 2, IGNORED]]

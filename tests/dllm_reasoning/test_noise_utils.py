@@ -72,6 +72,20 @@ def test_an_empty_response_has_no_noise_and_windows_at_0():
     assert nu.window_starts(0, 3, nu.row_generator(0)) == [0, 0, 0]
 
 
+def test_windows_are_spread_evenly_and_begin_everywhere_alike(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda *size, **more: torch.tensor(0.25))
+    assert nu.window_starts(10, 4, None) == [0, 3, 5, 8]  # 0.625, 3.125, 5.625, 8.125
+    assert nu.window_starts(3, 4, None) == [0, 0, 1, 2]  # fewer places than windows
+    # half of them at 0, 4 or 8, where blocks of 4 begin
+    assert nu.window_starts(10, 4, None, width=4, aligned=0.5) == [0, 4, 1, 6]
+    monkeypatch.undo()
+    drawn = [start for seed in range(2000) for start in nu.window_starts(10, 4, nu.row_generator(seed))]
+    counts = torch.bincount(torch.tensor(drawn), minlength=10) / len(drawn)
+    assert (counts - 0.1).abs().max() < 0.01
+    whole = {start for seed in range(50) for start in nu.window_starts(10, 2, nu.row_generator(seed), width=4, aligned=1)}
+    assert whole == {0, 4, 8}
+
+
 def test_seeds_of_rows_follow_the_generator():
     one, two = (torch.Generator().manual_seed(5) for _ in range(2))
     first = nu.draw_seeds(one, 4)
