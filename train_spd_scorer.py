@@ -417,8 +417,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if errors:
         settings = _config_errors(args)
         sys.stderr.write("".join(f"{error}\n" for error in [*errors, *settings]))
-        absent = not settings and all(isinstance(error, ModelError) and error.problem.kind == "absent" for error in errors)
-        return 0 if absent and _plans_only(args.overrides) else 1
+        absent = all(isinstance(error, ModelError) and error.problem.kind == "absent" for error in errors)
+        return 0 if absent and not settings and _plans_only(args.overrides) else 1
     command = build_training_command(args, train, val)
     with local_server(command, _create_training_env(args)) as env:
         return run_training(command, env)

@@ -41,7 +41,7 @@ def layout(instruction: int, response: int, rows: int, *, split: bool) -> Layout
     places = torch.arange(width).expand(rows, -1)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places,
              "response_mask": (places >= instruction).long()}  # fmt: skip
-    noise = NoiseSettings("iid", "uniform", 0.1, 0.9, width=8, windows=8, token=EOS)
+    noise = NoiseSettings("iid", "uniform", 0.1, 0.9, width=8, windows=8, aligned=0.0, token=EOS)
     return build_layout(batch, list(range(rows)), noise, progress=0.0, split=split)
 
 

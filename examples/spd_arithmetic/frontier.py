@@ -4,8 +4,8 @@
                                                [--kept DIR]
 
 Each seed is a test bed, a training and an evaluation of its own below OUT; what is there already is reused. Ends with
-a table and a picture for each softness, and OUT/frontier.json. With --kept, rows of whole seeds are written to a folder,
-and those that are there already are not measured again: the measurement can be spread over machines.
+a table and a picture for each softness, and OUT/frontier.json. With --kept, rows of whole seeds are written to a
+folder, and those that are there already are not measured again: the measurement can be spread over machines.
 """
 
 from __future__ import annotations

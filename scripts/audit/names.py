@@ -171,6 +171,9 @@ def _of_instances(value: type) -> set[str]:
     return {t.attr for t in targets if isinstance(t.ctx, ast.Store) and isinstance(t.value, ast.Name)}
 
 
+ADDED_BY_RAY = "_ray_trace_ctx"  # to the methods of a class that this process made remote
+
+
 def _inspected(value: Any, bound: bool) -> Signature | None:
     value = getattr(value, "_function", value)  # of a Ray task
     if not (inspect.isroutine(value) or isinstance(value, functools.partial) or hasattr(value, "__wrapped__")):
@@ -181,7 +184,7 @@ def _inspected(value: Any, bound: bool) -> Signature | None:
         return None
     plain = inspect.unwrap(value)
     is_async = inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)
-    return Signature(tuple(_parameter(p) for p in parameters), is_async)
+    return Signature(tuple(_parameter(p) for p in parameters if p.name != ADDED_BY_RAY), is_async)
 
 
 def _parameter(p: inspect.Parameter) -> Parameter:

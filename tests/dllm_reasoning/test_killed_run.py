@@ -56,10 +56,12 @@ def settings(place, folder, *more):
 def started(place, folder):
     """The job as a user starts it."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc_per_node=1"]
-    return subprocess.Popen(
-        [*launcher, "-m", "dllm_reasoning.train_iterative_refine", *settings(place, folder)], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    with open(folder / "told", "w") as told:
+        return subprocess.Popen(
+            [*launcher, "-m", "dllm_reasoning.train_iterative_refine", *settings(place, folder)], cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=told, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
 
 def trainer_in(place, folder, *more):
@@ -73,16 +75,15 @@ def trainer_in(place, folder, *more):
 def test_a_killed_job_goes_on_bit_for_bit_by_itself_and_by_path(place, tmp_path):
     cut = tmp_path / "cut"
     job = started(place, cut)
-    wait_for(lambda: SAVED in published_steps(cut), job)
+    wait_for(lambda: SAVED in published_steps(cut), job, cut)
     processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
     for process in processes:
         process.kill()
-    job.communicate()
+    job.wait()
     assert psutil.wait_procs(processes[1:], timeout=10)[1] == []
     assert rows_of(cut)[-1][0] < STEPS
     job = started(place, cut)
-    told = job.communicate(timeout=300)[0]
-    assert job.returncode == 0, told[-3000:]
+    assert job.wait(timeout=300) == 0, (cut / "told").read_text()[-3000:]
 
     alone = trainer_in(place, tmp_path / "alone")
     alone.fit()

@@ -1,12 +1,14 @@
 """The audit of an upstream release: on a small made-up one, and its reasons file."""
 
 import functools
+import inspect
 import re
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 
 from scripts.audit import changes, departures, keys, names, page
@@ -108,6 +110,16 @@ def test_signatures_of_ours_are_read_as_those_of_a_text():
 
 
 rebound = functools.partial(cached.__wrapped__)
+
+
+class Actor:
+    def act(self, a=1): ...
+
+
+def test_what_ray_adds_to_a_class_made_remote_is_left_out():
+    ray.remote(Actor)
+    assert names.ADDED_BY_RAY in inspect.signature(Actor.act).parameters
+    assert names.our_names(__name__, {"Actor"})["Actor.act"] == parsed("def f(a=1): ...")
 
 
 def test_inherited_lazy_and_instance_names_of_ours_count():
