@@ -125,3 +125,12 @@ def test_a_critic_without_padding_gives_the_same_values(tiny_llama):
     leave_group()
     assert values[0].abs().sum() > 0
     torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=1e-5)
+
+
+def test_short_rows_are_not_padded_to_the_longest():
+    lengths = torch.tensor([2, 16, 3, 9])
+    mask = (torch.arange(16) >= 16 - lengths[:, None]).long()  # the last column is the answer
+    packing = pack(mask, responses=1)
+    assert sorted(tuple(part.queries.shape) for part in packing.parts) == [(1, 2), (1, 3), (2, 16)]
+    places = torch.cat([part.queries.flatten() for part in packing.parts])
+    assert torch.equal(places[packing.restore], torch.arange(30))

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from verl.utils.groupwise import groups_of
 
 NAME = "verl_packed"
+Segment = tuple[torch.Tensor, torch.Tensor]  # places of queries that follow each other, and of the keys they look at
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Packing:
 
     tokens: torch.Tensor  # int64 [T]: place of each flat token in the batch, counted through its rows
     parts: tuple[Part, ...]
-    restore: torch.Tensor  # int64 [T]: where each flat token's output stands among those of the parts
+    restore: torch.Tensor  # int64 [T]: where each flat token's output stands among the S * Q places of all parts
     predicted_from: torch.Tensor  # int64 [N]: flat place in front of each attended response token, row by row
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,7 @@ def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor
         _single(prompts, answers, width)
     )  # fmt: skip
     tokens, segments, before = layout
-    parts = tuple(_part(kind, causal) for causal, kind in segments if kind)
+    parts = tuple(_part(alike, causal) for causal, kind in segments for alike in _of_like_length(kind))
     predicted = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
     return _packing(torch.cat(tokens), parts, predicted, device)
 
@@ -94,7 +95,7 @@ def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) ->
 def _packing(tokens: torch.Tensor, parts: tuple[Part, ...], predicted: torch.Tensor, device: torch.device) -> Packing:
     order = torch.cat([part.queries[part.valid] for part in parts])
     restore = torch.empty_like(order)
-    restore[order] = torch.arange(len(order))
+    restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
     moved = tuple(
         Part(*(None if t is None else t.to(device) for t in (p.queries, p.keys, p.mask, p.valid))) for p in parts
     )
@@ -139,7 +140,15 @@ def _shared(prompts: list, answers: list, width: int, groups: list[list[int]]) -
     return tokens, [(True, heads), (False, tails)], before
 
 
-def _part(segments: list[tuple[torch.Tensor, torch.Tensor]], causal: bool) -> Part:
+def _of_like_length(segments: list[Segment]) -> list[list[Segment]]:
+    """By powers of two of their keys: padded to the longest of all, short ones would cost what long ones do."""
+    found: dict[int, list[Segment]] = {}
+    for queries, keys in segments:
+        found.setdefault((len(keys) - 1).bit_length(), []).append((queries, keys))
+    return list(found.values())
+
+
+def _part(segments: list[Segment], causal: bool) -> Part:
     pad = torch.nn.utils.rnn.pad_sequence
     lengths = torch.tensor([[len(queries), len(keys)] for queries, keys in segments])  # [S, 2]
     queries = pad([q for q, _ in segments], batch_first=True)
@@ -170,14 +179,22 @@ def packed_attention(
     grouped = query.shape[1] != key.shape[1]
     outputs = []
     for part in packing.parts:
-        q = query[0][:, part.queries].transpose(0, 1)  # [S, H, Q, D]
-        k, v = (states[0][:, part.keys].transpose(0, 1) for states in (key, value))
+        q = _rows(query, part.queries)  # [S, H, Q, D]
+        k, v = (_rows(states, part.keys) for states in (key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scaling, dropout_p=dropout,
             enable_gqa=grouped,
         )  # fmt: skip
-        outputs.append(out.transpose(1, 2)[part.valid])  # [tokens, H, D]
-    return torch.cat(outputs)[packing.restore].unsqueeze(0), None
+        outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
+    back = F.embedding(packing.restore, torch.cat(outputs))
+    return back.view(1, -1, query.shape[1], value.shape[3]), None
+
+
+def _rows(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[1, H, T, D] at places [S, Q] -> [S, H, Q, D]; an embedding: the backward of indexing is many times as slow."""
+    _, heads, tokens, width = states.shape
+    flat = states.transpose(1, 2).reshape(tokens, heads * width)
+    return F.embedding(places, flat).view(*places.shape, heads, width).transpose(1, 2)
 
 
 def _refuse_what_is_not_plain(options: dict, tokens: int) -> None:
