@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 
 from benchmarks.harness import Row, row, say
+from benchmarks.seeds import demo_runs
 from examples.dllm_arithmetic.demands import LEAST, demand_table
-from examples.running import ROOT, console
-
-SEEDS = (0, 1, 2)
+from examples.running import console
 
 
 def run() -> list[Row]:
     """A row a demand, a value a seed; of the shares of equal answers the least counts, no seed may lose a token."""
     shown: dict[str, list[float]] = {name: [] for name in LEAST}
     seconds = []
-    for seed in SEEDS:
-        out = ROOT / "outputs" / "benchmarks" / f"dllm{seed}"
-        begun = time.monotonic()
-        command = [sys.executable, "-m", "examples.dllm_arithmetic.demo", "--seed", str(seed), "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        seconds.append(time.monotonic() - begun)
+    for seed, out, took in demo_runs("examples.dllm_arithmetic.demo", "dllm"):
+        seconds.append(took)
         values = json.loads((out / "evaluation.json").read_text())["demands"]
         for name, value in values.items():
             shown[name].append(value)

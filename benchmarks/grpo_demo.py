@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 
 from benchmarks.harness import Row, ratios, row, say
+from benchmarks.seeds import demo_runs
 from examples.grpo_arithmetic.demands import has_learned
-from examples.running import ROOT
-
-SEEDS = (0, 1, 2)
 
 
 def run() -> list[Row]:
     """Accuracies in per cent of the validation questions, a value a seed; of what each seed has to show, the least."""
     starts, ends, controls, seconds = [], [], [], []
-    for seed in SEEDS:
-        out = ROOT / "outputs" / "benchmarks" / f"grpo{seed}"
-        begun = time.monotonic()
-        command = [sys.executable, "-m", "examples.grpo_arithmetic.demo", "--seed", str(seed), "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True)
-        seconds.append(time.monotonic() - begun)
+    for seed, out, took in demo_runs("examples.grpo_arithmetic.demo", "grpo"):
+        seconds.append(took)
         found = json.loads((out / "result.json").read_text())
         trained, control = (list(found[name].values()) for name in ("grpo", "control"))
         starts.append(100 * trained[0])

@@ -20,17 +20,7 @@ from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.dataset.rl_dataset import DatasetError
 from verl.utils.tokenizer import hf_tokenizer
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dllm")
-    return runs.save_model(folder / "model"), runs.save_rows(folder / "train.parquet", runs.sums(40))
-
-
-@pytest.fixture(autouse=True)
-def fresh_group():
-    yield
-    runs.leave_group()
+pytestmark = pytest.mark.usefixtures("fresh_group")
 
 
 def said_by(config) -> str:

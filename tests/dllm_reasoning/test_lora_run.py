@@ -18,10 +18,7 @@ SETTINGS = ("model.lora_rank=4", "iterative.noise_pattern=packed", "iterative.ar
             "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fresh_group():
-    yield
-    runs.leave_group()
+pytestmark = pytest.mark.usefixtures("fresh_group")
 
 
 def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path):

@@ -18,17 +18,7 @@ from verl.trainer import fsdp_sft_trainer
 from verl.trainer.sft.data import cut
 from verl.utils.model import create_huggingface_actor
 
-
-@pytest.fixture(autouse=True)
-def fresh_group():
-    yield
-    runs.leave_group()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dllm")
-    return runs.save_model(folder / "model"), runs.save_rows(folder / "train.parquet", runs.sums(40))
+pytestmark = pytest.mark.usefixtures("fresh_group")
 
 
 def steps(trainer, count):

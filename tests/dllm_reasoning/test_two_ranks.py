@@ -8,19 +8,7 @@ from tests.dllm_reasoning import runs
 from tests.dllm_reasoning.test_trainer import REWARD, steps
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def fresh_group():
-    yield
-    runs.leave_group()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("dllm")
-    return runs.save_model(folder / "model"), runs.save_rows(folder / "train.parquet", runs.sums(40))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_group")]
 
 
 def packed_steps(rank, world_size, model, train, folder):

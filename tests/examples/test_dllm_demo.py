@@ -14,7 +14,7 @@ import torch
 from omegaconf.errors import OmegaConfBaseException
 
 import dllm_reasoning.config
-from benchmarks import dllm_demo
+from benchmarks import dllm_demo, seeds
 from benchmarks.run import WANTED
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from examples.dllm_arithmetic import corpus, demands, demo, evaluate, make_base, options
@@ -205,8 +205,8 @@ def test_the_benchmark_has_a_row_a_demand_over_three_seeds(monkeypatch, tmp_path
         (args.out / "evaluation.json").write_text(json.dumps({"demands": demands.figures(found)}))
         ran.append(args.out)
 
-    monkeypatch.setattr(dllm_demo, "ROOT", tmp_path)
-    monkeypatch.setattr(dllm_demo.subprocess, "run", run)
+    monkeypatch.setattr(seeds, "ROOT", tmp_path)
+    monkeypatch.setattr(seeds.subprocess, "run", run)
     rows = {found.name: found for found in dllm_demo.run()}
     assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in demands.LEAST} | {"dllm_demo_seconds"}
     slide = rows["dllm_demo_slide_tokens_per_forward"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grpo_demo
+from benchmarks import grpo_demo, seeds
 from benchmarks.run import WANTED
 from examples.grpo_arithmetic import demo, make_start
 from examples.grpo_arithmetic.demands import demands_of, has_learned
@@ -115,8 +115,8 @@ def test_the_benchmark_asks_it_of_every_seed(tmp_path, monkeypatch, last, learne
         trainings(monkeypatch, {"run": {0: start, 60: end}, "control": {0: start, 8: start}})
         assert demo.main(command[3:]) == 0
 
-    monkeypatch.setattr(grpo_demo, "ROOT", tmp_path)
-    monkeypatch.setattr(grpo_demo.subprocess, "run", run)
+    monkeypatch.setattr(seeds, "ROOT", tmp_path)
+    monkeypatch.setattr(seeds.subprocess, "run", run)
     rows = {row.name: row for row in grpo_demo.run()}
     assert {name for name in WANTED if name.startswith("grpo_demo")} <= rows.keys()
     assert rows["grpo_demo_learned"].value == learned and rows["grpo_demo_learned"].repetitions == 3

@@ -1,0 +1,19 @@
+"""What several files of refinement runs share."""
+
+import pytest
+
+from tests.dllm_reasoning import runs
+
+
+@pytest.fixture
+def fresh_group():
+    """No process group is left behind a test."""
+    yield
+    runs.leave_group()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny model and 40 rows of data."""
+    folder = tmp_path_factory.mktemp("dllm")
+    return runs.save_model(folder / "model"), runs.save_rows(folder / "train.parquet", runs.sums(40))
