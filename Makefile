@@ -18,6 +18,8 @@ SPD_BACKBONE ?= target
 TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Where Python is told to keep nothing, each process of a run would compile the house anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: env demo demo-grpo demo-dllm frontier test bench chaos audit lint clean
 
@@ -36,10 +38,13 @@ demo-dllm: env
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
+# They wait more than they work.
+ALONE = $(shell grep -l mark.alone -r tests --include=test_*.py)
+
 test: env
-	@echo "[test] the whole suite, $(TEST_PROCESSES) files at a time, then two at a time of those that watch time-outs"
+	@echo "[test] the whole suite, $(TEST_PROCESSES) files at a time, then three at a time of those that watch time-outs"
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m alone $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m alone $(ALONE) $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tests.helpers.spd_run import SPDRuns, driver_of, processes_of, ranks_of
+from tests.helpers.spd_run import SPDRuns, processes_of, ranks_of
 
 VICTIMS = ("driver", "rank", "server", "raylet")
 STEPS = 6
@@ -57,6 +57,10 @@ def planned(count: int, seed: int) -> list[Kill]:
 def strike(kill: Kill, runs: SPDRuns, name: str, run: subprocess.Popen) -> str:
     """SIGKILL the victim at its moment; what was hit, empty where the run was over first."""
     runs.wait_for_step(name, kill.after_step, run)
+    while not victims_of(kill.victim, run):  # before the first step it may not have started yet
+        if run.poll() is not None:
+            return ""
+        time.sleep(0.05)
     if kill.in_save:
         deadline = time.monotonic() + 120
         while not unfinished(runs, name):
@@ -67,7 +71,8 @@ def strike(kill: Kill, runs: SPDRuns, name: str, run: subprocess.Popen) -> str:
     struck = [process for process in victims_of(kill.victim, run) if killed(process)]
     if not struck:
         return ""
-    psutil.wait_procs(struck, timeout=10)
+    # The run itself is for its Popen to wait for: whoever else does takes its exit code away.
+    psutil.wait_procs([process for process in struck if process.pid != run.pid], timeout=10)
     cut = ", save cut" if kill.in_save and unfinished(runs, name) else ""
     return f"{kill.victim}, step {runs.saved_step(name)} saved{cut}"
 
@@ -91,7 +96,8 @@ def victims_of(victim: str, run: subprocess.Popen) -> list[psutil.Process]:
     if run.poll() is not None:
         return []
     if victim == "driver":
-        return [driver_of(run), psutil.Process(run.pid)]
+        driver = [p for p in processes_of(run, "verl.trainer.main_ppo") if p.ppid() == run.pid]
+        return [*driver, psutil.Process(run.pid)] if driver else []
     if victim == "rank":
         return ranks_of(run)[:1]
     if victim == "raylet":

@@ -35,6 +35,7 @@ OPTIONS: dict[str, list[str]] = {
     "packed, K=3": ["iterative.num_iterations=3"],
     "packed, AR 0": ["iterative.ar_loss_weight=0"],
     "packed, AR 4": ["iterative.ar_loss_weight=4"],
+    "packed, aligned": ["iterative.aligned_windows=0.5"],
     "packed, mask": ["iterative.noise_token=mask"],
     "packed, own answers": OWN,
     "iid": ["iterative.noise_pattern=iid", "iterative.ar_loss_weight=0"],

@@ -44,21 +44,21 @@ class SPDRuns:
         self.model = save_answering_llama(directory / "target")
         write_blocks(directory, blocks)
 
-    def start(self, name: str, *more: str, store: str = "store.sqlite3") -> subprocess.Popen:
-        """Start a run in `directory/name`."""
+    def start(self, name: str, *more: str, store: str = "store.sqlite3", **env: str) -> subprocess.Popen:
+        """Start a run in `directory/name`; RAY_ADDRESS names a cluster to join in place of one of its own."""
         command = [sys.executable, "train_spd_scorer.py", "--model", self.model, "--device", "cpu"]
         command += ["--blocks", str(self.directory / "blocks.jsonl"), "--metadata", str(self.directory / "meta.jsonl")]
         command += ["--output-dir", str(self.directory / name), "--store", str(self.directory / store)]
         command += ["--batch-size", "8", "--n", "4", "--steps", str(self.steps), "--save-freq", "1"]
         command += ["--max-tokens", "16", "trainer.logger=[]", "trainer.val_before_train=false", "trainer.report=false"]
         command += more
-        env = {**os.environ, "SPD_VLLM_URLS": ",".join(self.urls), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "SPD_VLLM_URLS": ",".join(self.urls), "OMP_NUM_THREADS": "1", **env}
         log = open(self.directory / f"{name}.log", "a")  # the child keeps it
         with log:
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
-    def run(self, name: str, *more: str, store: str = "store.sqlite3") -> None:
-        code = self.start(name, *more, store=store).wait(300)
+    def run(self, name: str, *more: str, **options: str) -> None:
+        code = self.start(name, *more, **options).wait(300)
         assert code == 0, self.log(name)[-3000:]
 
     def log(self, name: str) -> str:

@@ -1,23 +1,20 @@
-"""Servers and a disk that fail under running SPD trainings, each with real processes.
+"""Servers that fail under running SPD trainings, each with real processes.
 
 Not covered: a GPU, several nodes.
 """
 
 import re
-import shutil
 import signal
 import threading
 import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers.disks import small_disk
-from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, running, serving, tell
+from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, serving, tell
 from verl.utils.checkpoint.publish import verify_manifest
 from verl.workers.rollout.spd.server import LocalVllmServer
 
@@ -69,27 +66,6 @@ def assert_counted(rows: list[dict]) -> None:
         data = row["data"]
         kept, dropped = data["training/scored_samples"], data["training/dropped_samples"]
         assert data["training/requested_samples"] == kept + dropped == 8 * 4
-
-
-def leave_free(disk: Path, count: int) -> None:
-    """Fill a disk up to its last `count` bytes while others write to it."""
-    with open(disk / "filler", "wb", buffering=0) as filler:
-        while (free := shutil.disk_usage(disk).free) > count:
-            filler.write(b"x" * min(free - count, 1 << 20))
-
-
-def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(runs, servers):
-    with small_disk(runs.directory / "disk_full", "64m") as disk:
-        with running(runs, "disk_full", *QUICK) as run:
-            runs.wait_for_step("disk_full", 2, run)
-            leave_free(disk, 300_000)
-            assert ended(run, 120) == 1
-        told = runs.log("disk_full").rpartition("Training failed:")[2]
-        kept = runs.saved_step("disk_full")
-        assert "no room for the checkpoint" in told and str(disk) in told and "bytes" in told
-        assert kept >= 1
-        verify_manifest(disk / f"global_step_{kept}")
-        assert not list(disk.glob("*.tmp"))
 
 
 def answered(url: str) -> float:

@@ -22,10 +22,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
+def cluster(ray_cluster) -> str:
+    """Address of the session's Ray cluster: a run with one of its own is there where it is killed."""
+    return ray_cluster.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="module")
+def bench(cluster, tmp_path_factory):
     made = SPDRuns(tmp_path_factory.mktemp("spd"), steps=STEPS)
     with serving(made):
-        made.run("whole")
+        made.run("whole", RAY_ADDRESS=cluster)
         yield made
 
 
@@ -43,8 +49,8 @@ def test_every_sample_is_scored_and_the_head_is_trained(bench):
     assert len({row["data"]["critic/score/mean"] for row in rows}) > 1  # what the server wrote decides on rewards
 
 
-def test_two_ranks_give_the_losses_of_one(bench):
-    bench.run("two", "--ranks", "2")
+def test_two_ranks_give_the_losses_of_one(bench, cluster):
+    bench.run("two", "--ranks", "2", RAY_ADDRESS=cluster)
     for one, two in zip(bench.rows("whole"), bench.rows("two"), strict=True):
         for name in COMPARED:
             assert two["data"][name] == pytest.approx(one["data"][name], rel=1e-5, abs=1e-5), (one["step"], name)
