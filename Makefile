@@ -2,7 +2,7 @@
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
-#   make demo-dllm                iterative refinement beside a plain SFT twin; generation in blocks (not tuned yet)
+#   make demo-dllm                iterative refinement beside a plain SFT twin; generation in blocks
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about 90 minutes on 2 cores)
 #   make test                     every test
 #   make bench                    measurements, medians in one run (benchmarks/)

@@ -23,7 +23,7 @@ from examples.spd_arithmetic import train_models
 from examples.spd_arithmetic.model import Shape
 from examples.spd_arithmetic.train_pair import publish
 
-STEPS = 500
+STEPS = 350
 
 
 def draw_row(rng: random.Random, ids: dict[str, int], held_out: Set[str]) -> train_models.Row:

@@ -1,9 +1,9 @@
 """Patterns, noise token, rounds and weights of iterative refinement, each trained from the same base.
 
-    python -m examples.dllm_arithmetic.options [--seeds 0 1 2] [--options packed iid ...] [--out DIR]
+    python -m examples.dllm_arithmetic.options [--seeds 0 1 2] [--options packed iid ...] [--steps 1800] [--out DIR]
 
 Two trainings run at a time, one thread each; what is trained already is reused. Ends with a table of means over seeds
-and OUT/options.json. The plain SFT twin is among the options.
+and OUT/options.json. The plain SFT twin is among the options; `--steps` changes its steps by the same factor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIONS: dict[str, list[str]] = {
     "packed, K=3": ["iterative.num_iterations=3"],
     "packed, AR 0": ["iterative.ar_loss_weight=0"],
     "packed, AR 4": ["iterative.ar_loss_weight=4"],
-    "packed, aligned": ["iterative.aligned_windows=0.5"],
+    "packed, not aligned": ["iterative.aligned_windows=0"],
     "packed, mask": ["iterative.noise_token=mask"],
     "packed, own answers": OWN,
     "iid": ["iterative.noise_pattern=iid", "iterative.ar_loss_weight=0"],
@@ -49,16 +49,16 @@ MODES = ("greedy", "refine 1", "slide", "verify")
 FIGURES = ("accuracy", "tokens_per_forward", "same_as_greedy")
 
 
-def settle(option: str, seed: int, out: Path) -> list[dict[str, Any]]:
+def settle(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]]:
     """Train and evaluate one option from the seed's base; its rows."""
-    base, run = out / f"base-seed{seed}", out / f"{option.replace(', ', '_').replace(' ', '-')}-seed{seed}"
+    base, run = out / f"base-seed{seed}", out / f"{option.replace(', ', '_').replace(' ', '-')}-{steps}-seed{seed}"
     rows = run / "evaluation.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not rows.exists():
         if option == "twin":
-            command = demo.twin_command(base / "model", base, run, demo.TWIN_STEPS, seed)
+            command = demo.twin_command(base / "model", base, run, demo.TWIN_STEPS * steps // demo.STEPS, seed)
         else:
-            command = demo.refine_command(base / "model", base, run, demo.STEPS, seed, *OPTIONS[option])
+            command = demo.refine_command(base / "model", base, run, steps, seed, *OPTIONS[option])
         run_logged(command, run.with_suffix(".log"), env=environment)
         asked = ["--model", f"{option}={demo.trained_model(run)}", "--questions", str(base / "test.parquet"), "--block",
                  str(demo.BLOCK), "--timed", "0", "--modes", *MODES, "--out", str(rows)]  # fmt: skip
@@ -91,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
+    parser.add_argument("--steps", type=int, default=demo.STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "dllm_options")
     args = parser.parse_args(argv)
     out = args.out.resolve()
@@ -102,13 +103,14 @@ def main(argv: list[str] | None = None) -> int:
                            out / f"base-seed{seed}.log")  # fmt: skip
         jobs = [(option, seed) for seed in args.seeds for option in args.options]
         with ThreadPoolExecutor(2) as pool:
-            rows = dict(zip(jobs, pool.map(lambda job: settle(*job, out), jobs), strict=True))
+            rows = dict(zip(jobs, pool.map(lambda job: settle(*job, args.steps, out), jobs), strict=True))
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log holds brackets
         return 1
     found = {o: summarize([row for seed in args.seeds for row in rows[o, seed]]) for o in args.options}
     console.print(show(found))
-    (out / "options.json").write_text(json.dumps({"seeds": args.seeds, "options": found}, indent=1))
+    told = {"seeds": args.seeds, "steps": args.steps, "options": found}
+    (out / "options.json").write_text(json.dumps(told, indent=1))
     return 0
 
 
