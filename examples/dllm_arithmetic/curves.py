@@ -8,6 +8,7 @@ from typing import Any
 
 LOSSES = ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar")
 SMOOTH = 0.9
+NEAR = 0.03  # of the axis: labels of points closer than this would lie on each other
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -37,12 +38,27 @@ def draw_curves(
     losses.legend(fontsize=7)
     for axis, key, label in ((forwards, "tokens_per_forward", "tokens per forward"),
                              (seconds, "tokens_per_second", "tokens per second, one question at a time")):  # fmt: skip
-        for name in dict.fromkeys(row["model"] for row in found["rows"]):
-            rows = [row for row in found["rows"] if row["model"] == name]
-            axis.scatter([row[key] for row in rows], [100 * row["accuracy"] for row in rows], label=name)
-            for row in rows:
-                axis.annotate(row["mode"], (row[key], 100 * row["accuracy"]), fontsize=7, xytext=(3, 3),
-                              textcoords="offset points")  # fmt: skip
-        axis.set(xlabel=label, ylabel="accuracy, %")
-        axis.legend(fontsize=7)
+        furthest = max(row[key] for row in found["rows"])
+        for i, name in enumerate(dict.fromkeys(row["model"] for row in found["rows"])):
+            points = [(row[key], 100 * row["accuracy"], row["mode"]) for row in found["rows"] if row["model"] == name]
+            axis.scatter(*list(zip(*points, strict=True))[:2], label=name)
+            for x, y, modes in named_together(points, NEAR * furthest):
+                axis.annotate(modes, (x, y), fontsize=7, xytext=(2, 4 - 8 * i), textcoords="offset points",
+                              rotation=65 - 110 * i, va="top" if i else "bottom", rotation_mode="anchor")  # fmt: skip
+        axis.set(xlabel=label, ylabel="accuracy, %", xlim=(0, 1.15 * furthest), ylim=(-30, 150),
+                 yticks=range(0, 101, 20))  # fmt: skip
+        axis.legend(fontsize=7, loc="center")
     figure.savefig(file, dpi=110)
+
+
+def named_together(points: Sequence[tuple[float, float, str]], near: float) -> list[tuple[float, float, str]]:
+    """(x, y, names) of points (x, y, name): one label where the next x is less than `near` away, y less than 2."""
+    found: list[tuple[float, float, str]] = []
+    last = (0.0, 0.0)
+    for x, y, name in sorted(points):
+        if found and x - last[0] < near and abs(y - last[1]) < 2:
+            found[-1] = (*found[-1][:2], f"{found[-1][2]}, {name}")
+        else:
+            found.append((x, y, name))
+        last = (x, y)
+    return found
