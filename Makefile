@@ -8,7 +8,7 @@
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
-#   make chaos                    20 random SIGKILLs of trainings, each resumed to the same end (about 25 minutes)
+#   make chaos                    20 random SIGKILLs of trainings, each resumed to the same end (half an hour)
 #   make audit                    public names, keys and metrics beside upstream's 0.7.0 wheel, which pip fetches
 #   make lint                     ruff
 SHELL := /bin/bash
