@@ -38,7 +38,7 @@ demo-dllm: env
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
-# They wait more than they work.
+# Named, so that their processes do not collect the whole suite.
 ALONE = $(shell grep -l mark.alone -r tests --include=test_*.py)
 
 test: env

@@ -119,10 +119,9 @@ def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
     return sorted(processes_of(run, "ActorRolloutRefWorker"), key=lambda p: p.create_time())
 
 
-def driver_of(run: subprocess.Popen) -> psutil.Process:
-    """The process of verl.trainer.main_ppo."""
-    (driver,) = (p for p in processes_of(run, "verl.trainer.main_ppo") if p.ppid() == run.pid)
-    return driver
+def drivers_of(run: subprocess.Popen) -> list[psutil.Process]:
+    """The process of verl.trainer.main_ppo; none before it has started."""
+    return [p for p in processes_of(run, "verl.trainer.main_ppo") if p.ppid() == run.pid]
 
 
 def tell(processes: list[psutil.Process], number: int) -> None:

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from tests.helpers.spd_run import SPDRuns, driver_of, running, tell
+from tests.helpers.spd_run import SPDRuns, drivers_of, running, tell
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -46,7 +46,8 @@ def test_a_killed_driver_leaves_nothing_behind(tmp_path):
         mine = psutil.Process(run.pid).children(recursive=True)
         ports = listening(mine)
         assert len(mine) > 5 and len(ports) > 2
-        tell([driver_of(run), psutil.Process(run.pid)], signal.SIGKILL)
+        (driver,) = drivers_of(run)
+        tell([driver, psutil.Process(run.pid)], signal.SIGKILL)
         run.wait(10)
         time.sleep(10)
         left = [p for p in mine if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
