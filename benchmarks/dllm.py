@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness import Row, alternate, ratios, resident_bytes, restart_peak, row, say
+from benchmarks.harness import Row, alternate, exact_peaks, ratios, resident_bytes, restart_peak, row, say
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.losses.iterative_loss import IterativeLoss
 from dllm_reasoning.losses.layouts import Layout, NoiseSettings, build_layout
@@ -46,14 +46,14 @@ def layout(instruction: int, response: int, rows: int, *, split: bool) -> Layout
 
 
 class Rounds:
-    """Forward and backward of K rounds one way; keeps the gradients of the last run."""
+    """Forward and backward of K rounds one way, into gradients that are there before, as behind a first micro-batch."""
 
     def __init__(self, made: LlamaForCausalLM, data: Layout, rounds: int, *, share: bool, summed: bool = False):
         self.model, self.data, self.summed = made, data, summed
         self.loss = IterativeLoss([1.0] * rounds, 0.0, share=share)
 
     def __call__(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=False)
         held: list[torch.Tensor] = []
         scale = 1 / self.data.tail.count()
         self.loss.run(self.model, self.data, lambda loss, last: held.append(loss) if self.summed else loss.backward(),
@@ -72,7 +72,7 @@ def furthest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 
 def peak(work: Callable[[], None]) -> int:
-    """Bytes that the work takes above what is held before it."""
+    """Bytes that the work takes above what is held before it (weights and their gradients)."""
     gc.collect()
     restart_peak()
     before = resident_bytes()
@@ -88,9 +88,10 @@ def memory_rows(made: LlamaForCausalLM) -> list[Row]:
     peaks: dict[str, list[float]] = {name: [] for name in ways}
     for work in ways.values():
         work()
-    for _ in range(REPETITIONS):
-        for name, work in ways.items():
-            peaks[name].append(float(peak(work)))
+    with exact_peaks():
+        for _ in range(REPETITIONS):
+            for name, work in ways.items():
+                peaks[name].append(float(peak(work)))
     difference = furthest(ways["four"].gradients(), ways["four_summed"].gradients())
     return [
         row("memory_k4_over_k1", ratios(peaks["four"], peaks["one"]), "peak of 4 rounds / of 1"),
@@ -121,11 +122,19 @@ def generation_rows(made: LlamaForCausalLM) -> list[Row]:
         # No token ends the text: each run writes all of its tokens.
         iterative_generate(made, prompt, VOCABULARY, PAD, 7, 1, NEW_TOKENS, use_cache=use_cache, noise_token_id=EOS)
 
-    seconds = alternate({"cached": lambda: generate(True), "whole": lambda: generate(False)}, 3)
-    return [
+    ways = {"cached": lambda: generate(True), "whole": lambda: generate(False)}
+    seconds = alternate(ways)
+    rows = [
         row("generation_cache_speedup", ratios(seconds["whole"], seconds["cached"]), "times, 512 tokens"),
         row("generation_cached", seconds["cached"], "s, 512 tokens"),
     ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = alternate(ways, 3)
+    finally:
+        torch.set_num_threads(threads)
+    return [*rows, row("generation_cache_speedup_one_thread", ratios(seconds["whole"], seconds["cached"]), "times")]
 
 
 def wall_rows() -> list[Row]:

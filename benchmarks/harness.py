@@ -10,7 +10,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def alternate(
             if repetition:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
+
+
+@contextmanager
+def exact_peaks() -> Iterator[None]:
+    """Every buffer above 128 KiB is mapped by itself (glibc): a peak is what is alive, not what malloc keeps for later.
+
+    Slow, so for memory only. Afterwards the limit is 32 MiB, where glibc's own rule ends up with buffers like ours.
+    """
+    threshold, libc = -3, ctypes.CDLL(None)  # M_MMAP_THRESHOLD of malloc.h
+    libc.mallopt(threshold, 128 << 10)
+    try:
+        yield
+    finally:
+        libc.mallopt(threshold, 32 << 20)
 
 
 def restart_peak() -> None:

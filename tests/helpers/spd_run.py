@@ -142,9 +142,9 @@ def ended(run: subprocess.Popen, within: float) -> int:
 
 
 @contextmanager
-def running(runs: SPDRuns, name: str, *more: str):
+def running(runs: SPDRuns, name: str, *more: str, **env: str):
     """A run with a store of its own, dead after the block."""
-    run = runs.start(name, *more, store=f"{name}.sqlite3")
+    run = runs.start(name, *more, store=f"{name}.sqlite3", **env)
     try:
         yield run
     finally:

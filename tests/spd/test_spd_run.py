@@ -1,6 +1,7 @@
-"""Real SPD runs through Ray, FSDP and a vLLM server: learning signal, rank count, and a SIGKILL in the middle.
+"""Real SPD runs through Ray, FSDP and a vLLM server: learning signal, rank count, a SIGKILL, a disk that fills up.
 
-Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_own_ranks.py, test_submit.py).
+Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_own_ranks.py, test_submit.py), a store of
+completions on a full disk.
 """
 
 import os
@@ -8,11 +9,14 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.helpers.spd_run import SPDRuns, serving
+from tests.helpers.disks import small_disk
+from tests.helpers.spd_run import SPDRuns, ended, running, serving
+from verl.utils.checkpoint.publish import verify_manifest
 
 STEPS = 4
 # The values of a step that follow from its data and weights; the others say what the machine or the store did.
@@ -80,3 +84,24 @@ def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench):
                 assert killed["data"][name] == whole["data"][name], (whole["step"], name)
     for name, weight in bench.weights("whole").items():
         assert np.array_equal(bench.weights("killed")[name], weight), name
+
+
+def leave_free(disk: Path, count: int) -> None:
+    """Fill a disk up to its last `count` bytes while others write to it."""
+    with open(disk / "filler", "wb", buffering=0) as filler:
+        while (free := shutil.disk_usage(disk).free) > count:
+            filler.write(b"x" * min(free - count, 1 << 20))
+
+
+def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(bench, cluster):
+    with small_disk(bench.directory / "disk_full", "64m") as disk:
+        with running(bench, "disk_full", "--steps", "60", RAY_ADDRESS=cluster) as run:
+            bench.wait_for_step("disk_full", 2, run)
+            leave_free(disk, 300_000)
+            code = ended(run, 120)
+        told = bench.log("disk_full").rpartition("Training failed:")[2]
+        kept = bench.saved_step("disk_full")
+        assert code == 1 and kept >= 1
+        assert "no room for the checkpoint" in told and str(disk) in told and "bytes" in told
+        verify_manifest(disk / f"global_step_{kept}")
+        assert not list(disk.glob("*.tmp"))
