@@ -130,7 +130,8 @@ def save(name: str, rows: list[Row], wanted: Mapping[str, Bound]) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     table = Table(title=f"{name}: medians")
     for column in ("name", "value", "unit", "low", "high", "n", "wanted"):
-        table.add_column(column, justify="left" if column in ("name", "unit", "wanted") else "right")
+        words = column in ("name", "unit", "wanted")
+        table.add_column(column, justify="left" if words else "right", no_wrap=column == "name")
     for r in rows:
         figures = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
         table.add_row(r.name, *figures, verdict(r.value, wanted.get(r.name)))

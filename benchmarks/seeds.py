@@ -1,22 +1,34 @@
-"""A demo repeated on several seeds, by the command that a user types."""
+"""A demo repeated on several seeds, by the command that a user types; a seed measured before is not run again."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.harness import commit, say
 from examples.running import ROOT
 
 SEEDS = (0, 1, 2)
 
 
 def demo_runs(module: str, name: str) -> Iterator[tuple[int, Path, float]]:
-    """Run `python -m MODULE` on each seed: gives the seed, the folder of its results and the seconds it took."""
+    """Run `python -m MODULE` on each seed: gives the seed, the folder of its results and the seconds it took.
+
+    A seed whose folder holds measured.json (seconds, tree) is taken from there, which is said.
+    """
     for seed in SEEDS:
         out = ROOT / "outputs" / "benchmarks" / f"{name}{seed}"
-        begun = time.monotonic()
-        subprocess.run([sys.executable, "-m", module, "--seed", str(seed), "--out", str(out)], cwd=ROOT, check=True)
-        yield seed, out, time.monotonic() - begun
+        kept = out / "measured.json"
+        if kept.exists():
+            measured = json.loads(kept.read_text())
+            say(f"seed {seed}: measured before, tree {measured['tree']} (delete {out} to measure it again)")
+        else:
+            begun = time.monotonic()
+            subprocess.run([sys.executable, "-m", module, "--seed", str(seed), "--out", str(out)], cwd=ROOT, check=True)
+            measured = {"seconds": time.monotonic() - begun, "tree": commit()}
+            kept.write_text(json.dumps(measured) + "\n")
+        yield seed, out, measured["seconds"]

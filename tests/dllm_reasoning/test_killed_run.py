@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from tests.dllm_reasoning import runs
 from tests.dllm_reasoning.test_trainer import rows_of
 from tests.helpers.configs import compose_ppo
-from tests.helpers.watched_runs import family
-from tests.trainer.sft.test_sft_run import wait_for
+from tests.helpers.watched_runs import family, wait_until
 from verl.utils.checkpoint.publish import published_steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,7 +75,7 @@ def trainer_in(place, folder, *more):
 def test_a_killed_job_goes_on_bit_for_bit_by_itself_and_by_path(place, tmp_path):
     cut = tmp_path / "cut"
     job = started(place, cut)
-    wait_for(lambda: SAVED in published_steps(cut), job, cut)
+    wait_until(lambda: SAVED in published_steps(cut), job, cut / "told")
     processes = family(job.pid)
     for process in processes:
         process.kill()

@@ -1,5 +1,8 @@
-"""What a running job must not do: leave a secret in a file, listen beyond this machine."""
+"""Waiting for a running job, and what it must not do: leave a secret in a file, listen beyond this machine."""
 
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,15 +24,23 @@ def family(pid: int) -> list[psutil.Process]:
     return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
 
-def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str]]:
-    """(name and number of the process, address) of each TCP socket on which one of the processes listens."""
+def wait_until(true: Callable[[], bool], run: subprocess.Popen, log: Path, seconds: float = 300) -> None:
+    """Return once `true()` is; the run, which writes to `log`, must go on until then."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert run.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str, int]]:
+    """(name and number of the process, address, port) of each TCP socket on which one of the processes listens."""
     found = []
     for process in processes:
         try:
             name = Path((process.cmdline() or [process.name()])[0]).name.split(" ")[0].split("(")[0]
             name = next((a for a in process.cmdline()[1:3] if "dashboard" in a or "agent" in a), name)
             ours = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            found += [(Path(name).name, process.pid, c.laddr.ip) for c in ours]
+            found += [(Path(name).name, process.pid, *c.laddr) for c in ours]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found

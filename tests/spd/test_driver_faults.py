@@ -12,19 +12,9 @@ import psutil
 import pytest
 
 from tests.helpers.spd_run import SPDRuns, drivers_of, running, tell
+from tests.helpers.watched_runs import listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
-
-
-def listening(processes: list[psutil.Process]) -> set[int]:
-    """TCP ports on which the processes listen."""
-    found = set()
-    for process in processes:
-        try:
-            found |= {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def orphans_of_shared_memory() -> set[str]:
@@ -44,7 +34,7 @@ def test_a_killed_driver_leaves_nothing_behind(tmp_path):
     with running(runs, "driver_killed") as run:
         runs.wait_for_step("driver_killed", 2, run)
         mine = psutil.Process(run.pid).children(recursive=True)
-        ports = listening(mine)
+        ports = {port for *_, port in listening(mine)}
         assert len(mine) > 5 and len(ports) > 2
         (driver,) = drivers_of(run)
         tell([driver, psutil.Process(run.pid)], signal.SIGKILL)

@@ -6,15 +6,14 @@ Not covered: a GPU, several nodes.
 import re
 import signal
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
 from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, serving, tell
+from tests.helpers.watched_runs import wait_until
 from verl.utils.checkpoint.publish import verify_manifest
 from verl.workers.rollout.spd.server import LocalVllmServer
 
@@ -77,29 +76,22 @@ def answered(url: str) -> float:
     return sum(map(float, counts))
 
 
-def wait_until(true: Callable[[], bool], run, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_servers_that_hang_crawl_and_die_lose_no_sample(runs, servers):
-    run, url = runs.start("servers", *QUICK), runs.urls[0]
+    run, url, log = runs.start("servers", *QUICK), runs.urls[0], runs.directory / "servers.log"
     first, failed = everyone_of(servers[0]), f"SPD server {url}: attempt 1 of 3 failed: "
     runs.wait_for_step("servers", 1, run)
     tell(first, signal.SIGSTOP)
-    wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run)
+    wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run, log)
     runs.wait_for_step("servers", len(runs.rows("servers")) + 1, run)
     tell(first, signal.SIGCONT)
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run)  # it has rested, and serves again
+    wait_until(lambda: answered(url) > before, run, log)  # it has rested, and serves again
     with ten_times_slower(first):
         before, steps = answered(url), len(runs.rows("servers"))
         runs.wait_for_step("servers", steps + 2, run)
     assert answered(url) > before
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run)
+    wait_until(lambda: answered(url) > before, run, log)
     tell(first, signal.SIGKILL)
     assert ended(run, 200) == 0, runs.log("servers")[-3000:]
     rows = runs.rows("servers")

@@ -1,7 +1,7 @@
 """Real SPD runs through Ray, FSDP and a vLLM server: learning signal, rank count, a SIGKILL, a disk that fills up.
 
-Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_own_ranks.py, test_submit.py), a store of
-completions on a full disk.
+Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_own_ranks.py, test_submit.py), a full
+disk under the store of completions.
 """
 
 import os
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster) -> str:
-    """Address of the session's Ray cluster: a run with one of its own is there where it is killed."""
+    """Address of the session's Ray cluster."""
     return ray_cluster.get_runtime_context().gcs_address
 
 
@@ -62,9 +62,10 @@ def test_two_ranks_give_the_losses_of_one(bench, cluster):
         np.testing.assert_allclose(bench.weights("two")[name], weight, atol=1e-5)
 
 
-def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench):
-    shutil.rmtree(bench.directory / "killed", ignore_errors=True)
-    own = {"store": "killed.sqlite3"}  # what was completed before the kill is found there by the second start
+def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench, cluster):
+    """On a cluster that stays; one of its own: tests/trainer/ppo/test_ray_trainer_ranks.py."""
+    # What was completed before the kill is found in the store by the second start.
+    own = {"store": "killed.sqlite3", "RAY_ADDRESS": cluster}
     run = bench.start("killed", **own)
     deadline = time.monotonic() + 240
     tracker = bench.directory / "killed" / "latest_checkpointed_iteration.txt"

@@ -3,6 +3,7 @@
 Model and data paths are ours; every other key stands as its users know it. SFT's: tests/trainer/sft/test_sft_plan.py.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -130,12 +131,19 @@ def paths(tmp_path_factory, tiny_llama):
     return {"MODEL": tiny_llama, "TRAIN": str(folder / "train.parquet"), "VAL": str(folder / "val.parquet")}
 
 
+@functools.cache
+def without_overrides(module, name):
+    with initialize_config_module(module, version_base=None):
+        return compose(name)
+
+
 def planned(module, name, settings, paths, capsys):
     data = [f"data.train_files={paths['TRAIN']}", f"data.val_files={paths['VAL']}",
             f"actor_rollout_ref.model.path={paths['MODEL']}"]  # fmt: skip
     given = [forced_override(s.replace("MODEL", paths["MODEL"])) for s in settings.split()]
     with initialize_config_module(module, version_base=None):
-        code = dry_run(compose(name, overrides=[*given, *data]), known=compose(name))
+        config = compose(name, overrides=[*given, *data])
+    code = dry_run(config, known=without_overrides(module, name))
     return code, capsys.readouterr().out.rpartition("Problems")[2]
 
 
@@ -180,8 +188,10 @@ def test_what_a_script_of_ours_asks_for_passes(script, paths, tmp_path, capsys):
     first, module, *given = found.stdout.split("\0")[:-1]
     assert (found.returncode, first, module) == (0, "-m", "verl.trainer.main_ppo"), found.stderr
     assert "trainer.dry_run=true" in given
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        code = dry_run(compose("ppo_trainer", overrides=given), known=compose("ppo_trainer"))
+    entry = ("verl.trainer.config", "ppo_trainer")
+    with initialize_config_module(entry[0], version_base=None):
+        config = compose(entry[1], overrides=given)
+    code = dry_run(config, known=without_overrides(*entry))
     told = capsys.readouterr().out.rpartition("Problems")[2]
     assert code == 0 and "Wrong on every machine: 0" in told, told
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.models import make_tokenizer
 from verl.utils import chat_template
-from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.utils.chat_template import ChatTemplateError, render_chat, render_chats
 
 CHAT = [{"role": "user", "content": "1 + 1 = \u2028 é"}, {"role": "assistant", "content": "2"}]
 PLAIN = [
@@ -102,6 +102,20 @@ def test_a_wrong_template_and_a_missing_one_are_told():
         render_chat(with_template(None), CHAT)
     with pytest.raises(ChatTemplateError, match="not JSON serializable"):
         render_chat(with_template(PLAIN[0]), [{"role": "user", "content": {1, 2}}])
+
+
+def test_of_many_conversations_each_has_its_own_text_or_error():
+    tokenizer = with_template(
+        "{% if messages[0].content == 'raise' %}{{ raise_exception('not this one') }}{% endif %}"
+        "{% if messages[0].content == 'hang' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+        "{% endfor %}{% endif %}{{ messages[0].content }}{{ mark }}"
+    )
+    said = ["a", "raise", "b", "hang", {1}, "c"]
+    found = render_chats(tokenizer, [[{"role": "user", "content": text}] for text in said], mark="!")
+    assert [one for one in found if isinstance(one, str)] == ["a!", "b!", "c!"]
+    for place, words in ((1, "not this one"), (3, "did not end within 1 s"), (4, "not JSON serializable")):
+        assert isinstance(found[place], ChatTemplateError) and words in str(found[place])
+    assert render_chats(tokenizer, [], mark="!") == []
 
 
 def test_the_process_has_no_descriptor_of_ours_and_outlives_the_thread_that_started_it():

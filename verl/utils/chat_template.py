@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,17 +35,46 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     `settings` are those of `apply_chat_template` (add_generation_prompt, tools, a template's own). A template runs in a
     process of its own, which the kernel ends after LIMIT_S seconds of work. ChatTemplateError says what went wrong.
     """
+    (found,) = render_chats(tokenizer, [messages], **settings)
+    if isinstance(found, ChatTemplateError):
+        raise found
+    return found
+
+
+def render_chats(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], **settings: Any
+) -> list[str | ChatTemplateError]:
+    """As render_chat, of many conversations in one exchange; what went wrong with one stands in its place."""
     from transformers import PreTrainedTokenizerBase
 
-    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **settings)  # code of its own, no template
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:  # code, no template
+        return [tokenizer.apply_chat_template(messages, tokenize=False, **settings) for messages in conversations]
     try:
         template = tokenizer.get_chat_template(settings.pop("chat_template", None), settings.get("tools"))
-        request = {"conversations": [messages], "chat_template": template, **tokenizer.special_tokens_map, **settings}
-        line = json.dumps(request)
-    except (ValueError, TypeError) as error:  # no template; or values that are not plain
-        raise ChatTemplateError(f"{tokenizer.name_or_path}: {' '.join(str(error).split())}") from error
-    return _renderer().render(line)
+    except ValueError as error:
+        return [_told(tokenizer, error)] * len(conversations)
+    common = {"chat_template": template, **tokenizer.special_tokens_map, **settings}
+    found = _together(tokenizer, conversations, common)
+    if len(conversations) == 1:
+        return found
+    # One that failed has all the work and memory to itself before it is called wrong.
+    return [
+        one if isinstance(one, str) else _together(tokenizer, [messages], common)[0]
+        for one, messages in zip(found, conversations, strict=True)
+    ]
+
+
+def _together(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], common: dict[str, Any]
+) -> list[str | ChatTemplateError]:
+    try:
+        return _renderer().render(conversations, common)
+    except (ValueError, TypeError) as error:  # values that are not plain
+        return [_told(tokenizer, error)] * len(conversations)
+
+
+def _told(tokenizer: PreTrainedTokenizerBase, error: Exception) -> ChatTemplateError:
+    return ChatTemplateError(f"{tokenizer.name_or_path}: {' '.join(str(error).split())}")
 
 
 class _Renderer:
@@ -58,20 +88,20 @@ class _Renderer:
         self.lock = threading.Lock()
         self.process: subprocess.Popen | None = None
 
-    def render(self, request: str) -> str:
+    def render(self, conversations: Sequence[list[dict]], common: dict[str, Any]) -> list[str | ChatTemplateError]:
+        request = json.dumps({"conversations": list(conversations), **common})
         with self.lock:
             if self.process is None:
                 self._start()
             answer = self._asked(request)
         if not answer:
-            raise ChatTemplateError(
+            stopped = ChatTemplateError(
                 f"the chat template did not end within {LIMIT_S:g} s of work and was stopped; mend it, or set "
                 "actor_rollout_ref.model.custom_chat_template."
             )
+            return [stopped] * len(conversations)
         found = json.loads(answer)
-        if "error" in found:
-            raise ChatTemplateError(found["error"])
-        return found["text"]
+        return [one["text"] if "text" in one else ChatTemplateError(one["error"]) for one in found]
 
     def _asked(self, request: str) -> bytes:
         """The answer; nothing where the process has ended."""
@@ -122,21 +152,28 @@ def _serve(asks: int, answers: int) -> None:
                     return
             if not (request := _read(asks, None)):
                 return
-            signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-            answer = json.dumps(_rendered(request)).encode()
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(answers, answer)
+            _write(answers, _rendered(request))
     finally:
         os._exit(0)
 
 
-def _rendered(request: bytes) -> dict[str, str]:
+def _rendered(request: bytes) -> bytes:
+    """The text of each conversation, or what its template raised; each has LIMIT_S seconds."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    try:
-        return {"text": render_jinja_template(**json.loads(request))[0][0]}
-    except Exception as error:  # whatever a template raises is told to the one who asked
-        return {"error": " ".join(f"the chat template raised {type(error).__name__}: {error}".split())[:300]}
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    common = json.loads(request)
+    found = []
+    for messages in common.pop("conversations"):
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        try:
+            found.append({"text": render_jinja_template(conversations=[messages], **common)[0][0]})
+        except Exception as error:  # whatever a template raises is told to the one who asked
+            told = " ".join(f"the chat template raised {type(error).__name__}: {error}".split())[:300]
+            found.append({"error": told})
+    answer = json.dumps(found).encode()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answer
 
 
 def _write(pipe: int, text: bytes) -> None:

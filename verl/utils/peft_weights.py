@@ -1,20 +1,48 @@
-"""Streams a sharded model's weights under Hugging Face names, adapters merged in."""
+"""Streams a sharded model's weights under Hugging Face names, adapters merged in.
+
+peft takes half a second to import: where nothing has needed it so far, no module can be one of its own.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from verl.utils.fsdp_utils import full_tensor
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+
+def adapted_layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
+    """The layers that carry a peft adapter, by name."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: m for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)}
+
+
+def peft_models(module: nn.Module) -> dict[str, PeftModel]:
+    """peft's wrappers in a module, itself among them, by name."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft import PeftModel
+
+    return {name: m for name, m in module.named_modules() if isinstance(m, PeftModel)}
+
 
 def without_adapters(module: nn.Module) -> nn.Module:
     """The model inside a peft wrapper, its layers still carrying their adapters; any other module as it is."""
+    if "peft" not in sys.modules:
+        return module
+    from peft import PeftModel
+
     return module.get_base_model() if isinstance(module, PeftModel) else module
 
 
@@ -28,7 +56,7 @@ def full_weights(module: nn.Module, device: torch.device | str | None = None) ->
 
     Every rank must walk through all of it: gathering is a collective call.
     """
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, BaseTunerLayer)}
+    layers = adapted_layers(module)
     for name, param in module.named_parameters():
         if ".lora_" in name or ".modules_to_save." in name:
             continue
@@ -53,6 +81,8 @@ def _replaced_by(module: nn.Module, name: str) -> nn.Parameter:
 
 def _merged(name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
     """weight [out, in] plus the layer's active adapters, in the weight's dtype."""
+    from peft.tuners.lora import Linear as LoraLinear
+
     if not isinstance(layer, LoraLinear) or any(layer.use_dora[a] for a in layer.active_adapters if a in layer.lora_A):
         raise TypeError(
             f"{name} carries a {type(layer).__name__} adapter that cannot be merged; only plain LoRA on linear layers "

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
-from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening
+from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
 from verl.trainer.ppo.ray_session import SESSION_FILE
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
@@ -114,10 +113,7 @@ def start(directory: Path, model: str, environment: dict | None = None, **more) 
 def wait_for_rows(run: subprocess.Popen, directory: Path, rows: int) -> None:
     """Return once metrics.jsonl has that many rows."""
     metrics = directory / "out" / "metrics.jsonl"
-    begin = time.monotonic()
-    while not metrics.exists() or metrics.read_text().count("\n") < rows:
-        assert run.poll() is None and time.monotonic() - begin < 400, (directory / "stderr").read_text()
-        time.sleep(0.02)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= rows, run, directory / "stderr", 400)
 
 
 def processes_of(folder: str) -> list[int]:
@@ -211,10 +207,10 @@ WIDE_SOCKETS = {"ray::": 2, "python": 2}
 @pytest.mark.slow
 def test_a_run_listens_where_the_readme_says_and_nowhere_else(stopped):
     wide = Counter(
-        (name, process) for name, process, address in stopped.sockets
+        (name, process) for name, process, address, _ in stopped.sockets
         if address not in ("127.0.0.1", "::1") and not any(part in name for part in SERVICES)
     )  # fmt: skip
-    assert wide and {"gcs_server", "raylet"} <= {name for name, _, _ in stopped.sockets}
+    assert wide and {"gcs_server", "raylet"} <= {name for name, *_ in stopped.sockets}
     for (name, process), count in wide.items():
         most = next((most for start, most in WIDE_SOCKETS.items() if name.startswith(start)), 0)
         assert count <= most, f"{name} ({process}) has {count} sockets beyond 127.0.0.1: {stopped.sockets}"

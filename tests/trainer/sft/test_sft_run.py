@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.sft_run import make_trainer, metric_rows, overrides, write_pairs
-from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening
+from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
 from verl.trainer.fsdp_sft_trainer import extract_step
 from verl.trainer.ppo.nonfinite import NonFiniteRun
 from verl.utils.checkpoint.publish import published_steps, verify_manifest
@@ -174,18 +173,11 @@ def started(directory, model, *more, ranks=None, **environment):
         )
 
 
-def wait_for(condition, run, directory, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert run.poll() is None and time.monotonic() < deadline, (directory / "told").read_text()[-3000:]
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama):
     run = started(write_pairs(tmp_path), tiny_llama)
     out = tmp_path / "out"
-    wait_for(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path)
+    wait_until(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path / "told")
     run.send_signal(signal.SIGTERM)
     assert run.wait(timeout=300) == 0, (tmp_path / "told").read_text()[-3000:]
     last = metric_rows(tmp_path)[-1]["step"]
@@ -203,7 +195,7 @@ def stopped(tiny_llama, tmp_path_factory):
     run = started(directory, tiny_llama, *settings, ranks=2, **SECRETS, **places)
     try:
         metrics = directory / "out" / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and metric_rows(directory), run, directory)
+        wait_until(lambda: metrics.exists() and metric_rows(directory), run, directory / "told")
         job = family(run.pid)
         sockets = listening(job)
         run.send_signal(signal.SIGTERM)
@@ -233,7 +225,7 @@ def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stop
 @pytest.mark.slow
 def test_only_the_ranks_meeting_points_listen_beyond_this_machine(stopped):
     """torchrun's store, and gloo's, by which ranks of several nodes would meet."""
-    wide = Counter(pid for _, pid, address in stopped.sockets if address not in ("127.0.0.1", "::1"))
+    wide = Counter(pid for _, pid, address, _ in stopped.sockets if address not in ("127.0.0.1", "::1"))
     assert wide[stopped.launcher] >= 1 and all(count <= 2 for count in wide.values()), stopped.sockets
 
 
@@ -242,7 +234,7 @@ def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp
     """SIGKILL of launcher and rank behind a checkpoint, then the same command: metrics and weights bit for bit."""
     settings = ("trainer.total_training_steps=8", "trainer.save_freq=3")
     run = started(write_pairs(tmp_path), tiny_llama, *settings, ranks=1)
-    wait_for(lambda: 3 in published_steps(tmp_path / "out"), run, tmp_path)
+    wait_until(lambda: 3 in published_steps(tmp_path / "out"), run, tmp_path / "told")
     job = family(run.pid)
     for process in job:
         process.kill()

@@ -124,6 +124,20 @@ def test_a_row_that_the_filter_cannot_read_is_an_error_not_a_drop(tmp_path):
         RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))
 
 
+def test_the_filter_reads_many_rows_as_one_by_one_and_names_the_bad_one(tmp_path):
+    rows = [row(" + ".join("1" * (1 + i % 5))) for i in range(200)]
+    filtered = RLHFDataset(write(tmp_path / "d.jsonl", rows), TOKENIZER, config(filter_overlong_prompts=True))
+    whole = RLHFDataset(write(tmp_path / "d.jsonl", rows), TOKENIZER, config())
+    kept = [i for i in range(200) if len(whole.prompt_ids(i)) <= 8]
+    assert 0 < len(kept) < 200 and filtered.dropped_overlong == 200 - len(kept)
+    assert [filtered.prompt_ids(i) for i in range(len(kept))] == [whole.prompt_ids(i) for i in kept]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].content == '9' %}{{ raise_exception('nine') }}{% endif %}q"
+    file = write(tmp_path / "d.jsonl", [*rows[:130], row("9"), *rows[:3]])
+    with pytest.raises(DatasetError, match="d.jsonl, row 130: the chat template failed on column 'prompt'.*nine"):
+        RLHFDataset(file, tokenizer, config(filter_overlong_prompts=True))
+
+
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(DatasetError, match="none.parquet: no such file"):
         RLHFDataset(str(tmp_path / "none.parquet"), TOKENIZER, config())

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from loguru import logger
-from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -26,7 +25,7 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
 from verl.utils.fsdp_utils import full_params, local_tensor
-from verl.utils.peft_weights import full_weights, without_adapters
+from verl.utils.peft_weights import full_weights, peft_models, without_adapters
 from verl.utils.problems import one_line
 
 EXTRA_FILE = "extra_state.json"
@@ -133,10 +132,12 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
     def _save_adapters(self, folder: Path) -> None:
         """LoRA adapters in peft's own format; one inside another model gets a folder of its module's name."""
-        inside = {name: m for name, m in self.model.named_modules() if isinstance(m, PeftModel)}
+        inside = peft_models(self.model)
         for name, peft_model in inside.items():
             state = dict(full_params(peft_model, lambda _, p: p.requires_grad, self.device))
             if dist.get_rank() == 0 and state:
+                from peft import get_peft_model_state_dict
+
                 home = folder / name if len(inside) > 1 else folder
                 home.mkdir(parents=True, exist_ok=True)
                 tensors = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)

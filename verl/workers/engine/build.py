@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from loguru import logger
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, get_linear_schedule_with_warmup
+from transformers import PreTrainedModel
 
 from verl.utils import lr_schedules
 from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, torch_dtype_of
+from verl.utils.peft_weights import adapted_layers
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+
+if TYPE_CHECKING:
+    from peft import TaskType
 
 
 def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *, trains: bool) -> nn.Module:
@@ -37,6 +40,8 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
     """Wraps the module by peft when lora_rank or lora_adapter_path ask for it and the loader has not done so."""
     if has_adapters(module) or (model_config.lora_rank == 0 and not model_config.lora_adapter_path):
         return module
+    from peft import LoraConfig, PeftModel, get_peft_model
+
     if model_config.lora_adapter_path:
         rank = get_lora_rank_from_adapter(model_config.lora_adapter_path)
         if model_config.lora_rank not in (0, rank):
@@ -64,6 +69,8 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
 
 def _task_type(module: nn.Module) -> TaskType | None:
     """What peft needs to know to train a new head as a whole beside the adapters."""
+    from peft import TaskType
+
     if isinstance(module, PreTrainedModel) and module.can_generate():
         return TaskType.CAUSAL_LM
     return TaskType.TOKEN_CLS if type(module).__name__.endswith("ForTokenClassification") else None
@@ -71,7 +78,7 @@ def _task_type(module: nn.Module) -> TaskType | None:
 
 def has_adapters(module: nn.Module) -> bool:
     """Whether some layer carries a peft adapter."""
-    return any(isinstance(m, BaseTunerLayer) for m in module.modules())
+    return bool(adapted_layers(module))
 
 
 def _outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
@@ -118,10 +125,16 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
     curve = {"min_lr_ratio": floor, "num_cycles": config.num_cycles}
     makers = {
         "constant": lambda: lr_schedules.get_constant_schedule_with_warmup(optimizer, warmup),
-        "linear": lambda: get_linear_schedule_with_warmup(optimizer, warmup, total),
+        "linear": lambda: _linear_schedule(optimizer, warmup, total),
         "cosine": lambda: lr_schedules.get_cosine_schedule_with_warmup(optimizer, warmup, total, **curve),
         "wsd": lambda: lr_schedules.get_wsd_schedule_with_warmup(optimizer, warmup, total, **curve),
     }
     if kind not in makers:
         raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")
     return makers[kind]()
+
+
+def _linear_schedule(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> LambdaLR:
+    from transformers import get_linear_schedule_with_warmup  # with it comes a part of the Trainer, and peft
+
+    return get_linear_schedule_with_warmup(optimizer, warmup, total)

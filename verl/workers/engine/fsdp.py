@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 import torch.distributed as dist
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -20,7 +19,7 @@ from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
-from verl.utils.peft_weights import full_weights
+from verl.utils.peft_weights import adapted_layers, full_weights
 from verl.workers import config as cfg
 from verl.workers.engine import build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
@@ -176,7 +175,7 @@ class FSDPEngine(BaseEngine):
         """The base model without its adapters: the reference policy of a LoRA run."""
         if not self.has_adapters:
             raise RuntimeError("disable_adapter() was asked of a model without adapters; set model.lora_rank above 0.")
-        layers = [m for m in self.module.modules() if isinstance(m, BaseTunerLayer)]
+        layers = list(adapted_layers(self.module).values())
         trained = [p for p in self.module.parameters() if p.requires_grad]
         for layer in layers:
             layer.enable_adapters(False)

@@ -6,7 +6,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.chat_template import render_chat
+from verl.utils.chat_template import ChatTemplateError, render_chats
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.tokenizer import hf_tokenizer
@@ -73,10 +73,12 @@ class RewardModelWorker(ModelWorker):
         kept = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
         answers = [ids[mask] for ids, mask in zip(data.batch["responses"], kept, strict=True)]
         texts = self.policy_tokenizer.batch_decode(answers, skip_special_tokens=True)
-        chats = [
-            render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": text}])
+        chats = render_chats(self.tokenizer, [
+            [*messages, {"role": "assistant", "content": text}]
             for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
-        ]
+        ])  # fmt: skip
+        for wrong in (chat for chat in chats if isinstance(chat, ChatTemplateError)):
+            raise wrong
         longest = self.settings.max_length or data.batch["input_ids"].shape[1]
         encoded = self.tokenizer(
             chats, add_special_tokens=False, return_tensors="pt", padding="max_length", truncation=True,
