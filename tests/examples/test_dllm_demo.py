@@ -207,6 +207,7 @@ def test_the_benchmark_has_a_row_a_demand_over_three_seeds(monkeypatch, tmp_path
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     monkeypatch.setattr(seeds.subprocess, "run", run)
+    monkeypatch.setattr(seeds, "commit", lambda: "tree")
     rows = {found.name: found for found in dllm_demo.run()}
     assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in demands.LEAST} | {"dllm_demo_seconds"}
     slide = rows["dllm_demo_slide_tokens_per_forward"]
