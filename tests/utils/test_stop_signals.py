@@ -26,3 +26,22 @@ def test_a_second_signal_later_on_ends_the_process_with_143(monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143
+
+
+def test_the_code_is_143_also_where_a_library_changes_it(monkeypatch):
+    """As ray.get does with a SystemExit that is raised while it waits."""
+    monkeypatch.setattr(stop_signals, "SAME_STOP_S", 0.0)
+    with pytest.raises(SystemExit) as ended, StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except SystemExit:
+            raise SystemExit(1) from None
+    assert ended.value.code == 143
+
+
+def test_an_exit_of_the_programs_own_keeps_its_code():
+    with pytest.raises(SystemExit) as ended, StopSignals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(2)
+    assert ended.value.code == 2

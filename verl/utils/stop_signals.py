@@ -37,14 +37,17 @@ class StopSignals:
     def __init__(self) -> None:
         self.asked = False
         self._first = 0.0  # monotonic seconds
+        self._twice = False
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._twice and isinstance(error, SystemExit):
+            raise SystemExit(EXIT_STOPPED_TWICE) from None  # ray.get and ray.wait make 1 of our code
 
     def _on_signal(self, number: int, frame: Any) -> None:
         name = signal.Signals(number).name
@@ -53,4 +56,5 @@ class StopSignals:
             logger.warning(f"{name}: finishing the step, then saving (once more: end at once)")
         elif time.monotonic() - self._first >= SAME_STOP_S:
             logger.error(f"second {name}: the run ends now")
+            self._twice = True
             raise SystemExit(EXIT_STOPPED_TWICE)
