@@ -111,11 +111,11 @@ def test_of_many_conversations_each_has_its_own_text_or_error():
         "{% endfor %}{% endif %}{{ messages[0].content }}{{ mark }}"
     )
     said = ["a", "raise", "b", "hang", {1}, "c"]
-    found = render_chats(tokenizer, [[{"role": "user", "content": text}] for text in said], mark="!")
+    found = list(render_chats(tokenizer, [[{"role": "user", "content": text}] for text in said], mark="!"))
     assert [one for one in found if isinstance(one, str)] == ["a!", "b!", "c!"]
     for place, words in ((1, "not this one"), (3, "did not end within 1 s"), (4, "not JSON serializable")):
         assert isinstance(found[place], ChatTemplateError) and words in str(found[place])
-    assert render_chats(tokenizer, [], mark="!") == []
+    assert list(render_chats(tokenizer, [], mark="!")) == []
 
 
 def test_the_process_has_no_descriptor_of_ours_and_outlives_the_thread_that_started_it():

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,25 +43,24 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
 
 def render_chats(
     tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[dict]], **settings: Any
-) -> list[str | ChatTemplateError]:
+) -> Iterator[str | ChatTemplateError]:
     """As render_chat, of many conversations in one exchange; what went wrong with one stands in its place."""
     from transformers import PreTrainedTokenizerBase
 
     if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:  # code, no template
-        return [tokenizer.apply_chat_template(messages, tokenize=False, **settings) for messages in conversations]
+        yield from (tokenizer.apply_chat_template(messages, tokenize=False, **settings) for messages in conversations)
+        return
     try:
         template = tokenizer.get_chat_template(settings.pop("chat_template", None), settings.get("tools"))
     except ValueError as error:
-        return [_told(tokenizer, error)] * len(conversations)
+        yield from [_told(tokenizer, error)] * len(conversations)
+        return
     common = {"chat_template": template, **tokenizer.special_tokens_map, **settings}
     found = _together(tokenizer, conversations, common)
-    if len(conversations) == 1:
-        return found
-    # One that failed has all the work and memory to itself before it is called wrong.
-    return [
-        one if isinstance(one, str) else _together(tokenizer, [messages], common)[0]
-        for one, messages in zip(found, conversations, strict=True)
-    ]
+    for one, messages in zip(found, conversations, strict=True):
+        # One that failed has all the work and memory to itself before it is called wrong, when it is asked for.
+        settled = isinstance(one, str) or len(conversations) == 1
+        yield one if settled else _together(tokenizer, [messages], common)[0]
 
 
 def _together(

@@ -207,7 +207,7 @@ class RLHFDataset(FileRows):
         if not data_setting(self.config, "filter_overlong_prompts"):
             return
         before = len(self.rows)
-        bounds = [0, *range(1, before, RENDERED_TOGETHER), before]  # the first alone: a wrong template shows at once
+        bounds = [*range(0, before, RENDERED_TOGETHER), before]
         lengths = [len(ids) for part in pairwise(bounds) for ids in self._prompts_ids(range(*part))]
         self._keep([i for i, length in enumerate(lengths) if length <= self.max_prompt_length])
         self.dropped_overlong = before - len(self.rows)
@@ -231,10 +231,11 @@ class RLHFDataset(FileRows):
         if not self.tokenizer.chat_template:
             raise DatasetError(no_chat_template(self.tokenizer))
         settings = {"add_generation_prompt": True, **self.template_kwargs}
-        texts = render_chats(self.tokenizer, conversations, **settings)
-        for item, text in zip(items, texts, strict=True):
+        texts = []
+        for item, text in zip(items, render_chats(self.tokenizer, conversations, **settings), strict=True):
             if isinstance(text, ChatTemplateError):
                 raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {text}") from text
+            texts.append(text)
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def __getitem__(self, item: int) -> dict[str, Any]:

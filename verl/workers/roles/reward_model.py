@@ -73,12 +73,15 @@ class RewardModelWorker(ModelWorker):
         kept = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
         answers = [ids[mask] for ids, mask in zip(data.batch["responses"], kept, strict=True)]
         texts = self.policy_tokenizer.batch_decode(answers, skip_special_tokens=True)
-        chats = render_chats(self.tokenizer, [
+        conversations = [
             [*messages, {"role": "assistant", "content": text}]
             for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
-        ])  # fmt: skip
-        for wrong in (chat for chat in chats if isinstance(chat, ChatTemplateError)):
-            raise wrong
+        ]
+        chats = []
+        for chat in render_chats(self.tokenizer, conversations):
+            if isinstance(chat, ChatTemplateError):
+                raise chat
+            chats.append(chat)
         longest = self.settings.max_length or data.batch["input_ids"].shape[1]
         encoded = self.tokenizer(
             chats, add_special_tokens=False, return_tensors="pt", padding="max_length", truncation=True,
