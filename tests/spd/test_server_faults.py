@@ -81,17 +81,17 @@ def test_servers_that_hang_crawl_and_die_lose_no_sample(runs, servers):
     first, failed = everyone_of(servers[0]), f"SPD server {url}: attempt 1 of 3 failed: "
     runs.wait_for_step("servers", 1, run)
     tell(first, signal.SIGSTOP)
-    wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run, log)
+    wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run, log, 120)
     runs.wait_for_step("servers", len(runs.rows("servers")) + 1, run)
     tell(first, signal.SIGCONT)
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run, log)  # it has rested, and serves again
+    wait_until(lambda: answered(url) > before, run, log, 120)  # it has rested, and serves again
     with ten_times_slower(first):
         before, steps = answered(url), len(runs.rows("servers"))
         runs.wait_for_step("servers", steps + 2, run)
     assert answered(url) > before
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run, log)
+    wait_until(lambda: answered(url) > before, run, log, 120)
     tell(first, signal.SIGKILL)
     assert ended(run, 200) == 0, runs.log("servers")[-3000:]
     rows = runs.rows("servers")
