@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import ray
 from omegaconf import DictConfig
 
 from verl.trainer.main_ppo import TaskRunner, run_ppo
@@ -13,13 +13,13 @@ from verl.utils.config import hydra_main
 
 @hydra_main(config_path="config", config_name="dapo_trainer")
 def main(config: DictConfig) -> None:
-    run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(DAPOTaskRunner))
+    run_ppo(config, task_runner_class=DAPOTaskRunner)
 
 
 class DAPOTaskRunner(TaskRunner):
     """TaskRunner with RayDAPOTrainer."""
 
-    def make_trainer(self, config: DictConfig, stop_flag: Any = None) -> Any:
+    def make_trainer(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> Any:
         from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer
 
         return self.build(RayDAPOTrainer, config, stop_flag)

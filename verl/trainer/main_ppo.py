@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.ray_session import StopFlag, run_until_done, started_session
+from verl.trainer.ppo.ray_session import run_here, run_until_done, started_session
 from verl.trainer.ppo.utils import Role, need_critic, uses_kl
 from verl.utils.config import hydra_main, validate_config
 
@@ -32,10 +33,10 @@ def main(config: DictConfig) -> None:
 
 
 def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
-    """Check the config, then train in a TaskRunner actor on our own Ray, or on the one RAY_ADDRESS names.
+    """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
 
     Ends the process with code 0 (done, or stopped by SIGTERM or Ctrl-C behind a finished step), 143 (stopped twice) or
-    1 with one sentence. `task_runner_class`: a remote class in place of TaskRunner, for recipes.
+    1 with one sentence. `task_runner_class`: in place of TaskRunner, for recipes; a remote class is always an actor.
     """
     if config.trainer.dry_run:
         from verl.trainer.dry_run import dry_run
@@ -48,11 +49,14 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
         refuse_bad_input(config)
     except ValueError as e:
         sys.exit(str(e))
-    runner_class = ray.remote(num_cpus=1)(TaskRunner) if task_runner_class is None else task_runner_class
-    with started_session(config):
-        stop = StopFlag.remote()
-        runner = runner_class.remote()
-        code = run_until_done(runner, config, stop)
+    runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    with started_session(config) as our_own:
+        if our_own and isinstance(runner_class, type):
+            code = run_here(runner_class(), config)  # what the checks imported and a process less to start
+        else:
+            if isinstance(runner_class, type):
+                runner_class = ray.remote(num_cpus=1)(runner_class)
+            code = run_until_done(runner_class.remote(), config)
         if config.ray_kwargs.timeline_json_file:
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
     if code:
@@ -60,7 +64,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
 
 
 class TaskRunner:
-    """Builds the trainer inside the cluster, so that a job can be submitted from anywhere."""
+    """Builds the trainer and runs it; as an actor inside the cluster, so that a job can be submitted from anywhere."""
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, Any] = {}
@@ -106,13 +110,13 @@ class TaskRunner:
             spec[REWARD_POOL] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
         return ResourcePoolManager(spec, self.mapping, use_gpu=config.trainer.device != "cpu")
 
-    def make_trainer(self, config: DictConfig, stop_flag: Any = None) -> Any:
+    def make_trainer(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> Any:
         """The trainer with data, tokenizer and rewards; its workers are not started yet."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         return self.build(RayPPOTrainer, config, stop_flag)
 
-    def build(self, trainer_class: type, config: DictConfig, stop_flag: Any) -> Any:
+    def build(self, trainer_class: type, config: DictConfig, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
         from verl.trainer.ppo.reward import load_reward_manager
         from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -141,17 +145,19 @@ class TaskRunner:
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1, **manager_kwargs),
         )
         if stop_flag is not None:
-            trainer.stop_requested = lambda: ray.get(stop_flag.is_set.remote())
+            trainer.stop_requested = stop_flag
         return trainer
 
-    def run(self, config: DictConfig, stop_flag: Any = None) -> None:
-        """Train to the end; the ranks end with the run, however it ends."""
+    def run(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> None:
+        """Train to the end, or until `stop_flag()` behind a step; the ranks end with the run, however it ends."""
         trainer = self.make_trainer(config, stop_flag)
         try:
             trainer.init_workers()
             trainer.fit()
-        finally:
+        except Exception:
             trainer.shutdown()
+            raise
+        trainer.shutdown()  # not where the process is to end at once: Ray ends the ranks then
 
 
 def import_external_lib(config: DictConfig) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
 from verl.trainer.ppo.ray_session import SESSION_FILE
+from verl.utils.stop_signals import EXIT_STOPPED_TWICE, SAME_STOP_S
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
 SETTINGS = {
@@ -144,6 +146,28 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
         assert tensor.equal(parts[name]), name
     assert not Path(left["temp_dir"]).exists() and not processes_of(left["temp_dir"])
     assert not (tmp_path / "out" / SESSION_FILE).exists()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_run_that_hangs_at_once(tiny_llama, tmp_path):
+    """The task runner is in the driver's process: no actor of it stands beside the ranks."""
+    run = start(tmp_path, tiny_llama, trainer__total_epochs=10000)
+    try:
+        wait_for_rows(run, tmp_path, 1)
+        processes = family(run.pid)[1:]
+        titles = {p: " ".join(p.cmdline()) for p in processes}
+        assert not any("TaskRunner" in title for title in titles.values())
+        (rank,) = (p for p, title in titles.items() if "ActorRolloutRefWorker" in title)
+        rank.suspend()
+        run.send_signal(signal.SIGTERM)
+        time.sleep(SAME_STOP_S + 0.5)  # within which signals are one
+        assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(timeout=20) == EXIT_STOPPED_TWICE
+        left = psutil.wait_procs(processes, timeout=10)[1]
+        assert not left, [titles[p] for p in left]
+    finally:
+        run.kill()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,13 @@ class StopFlag:
 
 
 @contextmanager
-def started_session(config: DictConfig) -> Iterator[None]:
+def started_session(config: DictConfig) -> Iterator[bool]:
     """A Ray session for the block: one that is there already, the cluster of RAY_ADDRESS, else a local one of our own.
 
-    What was started here is stopped at the end, and nothing else.
+    Gives whether it is our own. What was started here is stopped at the end, and nothing else.
     """
     if ray.is_initialized():
-        yield
+        yield False
         return
     settings = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     settings["runtime_env"] = with_worker_env(settings.get("runtime_env") or {})
@@ -64,7 +65,7 @@ def started_session(config: DictConfig) -> Iterator[None]:
         settings.pop("num_cpus", None)  # a running cluster has its CPUs counted
         ray.init(**settings)
         try:
-            yield
+            yield False
         finally:
             ray.shutdown()
         return
@@ -85,7 +86,7 @@ def started_session(config: DictConfig) -> Iterator[None]:
         with guarded(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
             try:
-                yield
+                yield True
             finally:
                 ray.shutdown()
     finally:
@@ -152,11 +153,29 @@ def remove_dead_sessions() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_until_done(runner: Any, config: DictConfig, stop: Any) -> int:
-    """Run the task runner; the exit code. The first signal asks it to stop behind its step, a second one kills it."""
+def run_here(runner: Any, config: DictConfig) -> int:
+    """Run the task runner in this process, on a Ray of its own; the exit code. Signals as in run_until_done."""
+    for name, value in WORKER_ENV.items():
+        os.environ.setdefault(name, value)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the ranks', which have what Ray gave them
     try:
         with StopSignals() as signals:
-            running = runner.run.remote(config, stop)
+            runner.run(config, lambda: signals.asked)
+        return 0
+    except Exception as e:
+        tell(e)
+        return 1
+
+
+def run_until_done(runner: Any, config: DictConfig) -> int:
+    """Run the task runner, an actor; the exit code.
+
+    The first signal asks it to stop behind its step, a second one ends the process.
+    """
+    try:
+        stop = StopFlag.remote()
+        with StopSignals() as signals:
+            running = runner.run.remote(config, partial(_is_set, stop))
             told = False
             while not ray.wait([running], timeout=0.5)[0]:
                 if signals.asked and not told:
@@ -167,6 +186,10 @@ def run_until_done(runner: Any, config: DictConfig, stop: Any) -> int:
     except Exception as e:
         tell(e)
         return 1
+
+
+def _is_set(flag: Any) -> bool:
+    return ray.get(flag.is_set.remote())
 
 
 def tell(error: Exception) -> None:
