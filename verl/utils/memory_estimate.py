@@ -10,7 +10,8 @@ from verl.utils.registry import Registry
 from verl.workers.config.rollout import ROLLOUTS_OF_THE_ACTOR
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
-LOSS_COPIES = 3  # logits in the computation's type, their float32 copy counted double: softmax and its gradient
+LOGITS_CHUNK = 896  # tokens whose logits the token policy holds at once, unless its chunk_tokens says otherwise
+LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an entropy's gradient, their softmax
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micr
     compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
     tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
-    logits = micro * data["max_response_length"]
+    chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
+    logits = min(micro * data["max_response_length"], chunk)
     checkpointed = roles["model"]["enable_gradient_checkpointing"]
     parts = training_memory(size, engine, shards, tokens, logits, checkpointed)
     if (config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]) and roles["model"]["lora_rank"] == 0:

@@ -27,14 +27,13 @@ from verl.utils.config_check import resume_problems, select, tree_problems
 from verl.utils.config_effect import unread
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.import_utils import import_external_libs
-from verl.utils.memory_estimate import measure_model, training_memory
+from verl.utils.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
 from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, raise_if_any, wrong
 
 if TYPE_CHECKING:
     from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 NEEDED = ("input_ids", "attention_mask", "position_ids", "loss_mask")
-CHUNK = 1024  # tokens of which logits exist at once: the policy's default
 # Pattern of a key -> what is done instead.
 NOT_READ = {
     "data.micro_batch_size": "data.micro_batch_size_per_gpu decides",
@@ -166,6 +165,6 @@ def _print_plan(console: Console, config: DictConfig, found: Findings) -> None:
     measured, engine = measure_model(found.hf_config, model["lora_rank"]), model["fsdp_config"]
     shards = ranks if engine["fsdp_size"] == -1 else engine["fsdp_size"]
     checkpointed = model["enable_gradient_checkpointing"]
-    parts = training_memory(measured, engine, shards, budget, min(budget, CHUNK), checkpointed)
+    parts = training_memory(measured, engine, shards, budget, min(budget, LOGITS_CHUNK), checkpointed)
     console.print(memory_table(measured, parts))
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.utils.memory_estimate import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain
@@ -32,7 +33,7 @@ class CausalLMPolicy(Policy):
 
     required_keys = ("responses", "input_ids", "attention_mask", "position_ids")
 
-    def __init__(self, chunk_tokens: int = 512):
+    def __init__(self, chunk_tokens: int = LOGITS_CHUNK):
         if chunk_tokens < 1:
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
@@ -40,6 +41,7 @@ class CausalLMPolicy(Policy):
         self._bound: WeakSet[nn.Module] = WeakSet()
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
+        self._bound.clear()  # a model's attention is exchanged where it is bound
         self.remove_padding, self.share_prompt = remove_padding, share_prompt
         if share_prompt:
             self.required_keys = (*type(self).required_keys, "group_index")

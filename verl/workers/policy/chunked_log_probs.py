@@ -105,13 +105,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
         by_hidden, by_weight, by_bias = (torch.zeros_like(x) if needed else None for x, needed in inputs)
         for at in reversed(_cuts(len(hidden), ctx.chunk_tokens)):
             tokens = (labels, entropy, by_log_prob, by_entropy)
-            grad = logits_of.gradient(hidden[at], *(None if column is None else column[at, None] for column in tokens))
+            columns = (None if column is None else column[at, None] for column in tokens)
+            grad, factor = logits_of.gradient(hidden[at], *columns)
             if by_hidden is not None:
                 torch.mm(grad, weight, out=by_hidden[at])
+                by_hidden[at].mul_(factor)
             if by_weight is not None:
-                by_weight.addmm_(grad.T, hidden[at])
+                by_weight.addmm_(grad.T, (hidden[at] * factor).to(grad.dtype))
             if by_bias is not None:
-                by_bias += grad.sum(0)
+                by_bias.addmv_(grad.T, factor[:, 0].to(grad.dtype))
         return by_hidden, by_weight, by_bias, None, None, None, None
 
 
@@ -143,8 +145,10 @@ class _Logits:
         self._last = self.final.apply_(logits)
         return self._last
 
-    def gradient(self, hidden, labels, entropy, by_log_prob, by_entropy) -> torch.Tensor:
-        """hidden [n, H], all else [n, 1] -> gradient by the head's output [n, V], in its type and memory.
+    def gradient(self, hidden, labels, entropy, by_log_prob, by_entropy) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [n, H], all else [n, 1] -> the gradient by the head's output is grad [n, V] times factor [n, 1].
+
+        grad has the output's type and memory. The factor is the caller's, who has it cheaper on rows of H than of V.
 
         The first call is for the chunk of the last call of all: what `_reduced` left of it are its logits less a
         constant, and the softmax does not mind. A soft cap does: its slope is that at the logits themselves.
@@ -152,12 +156,12 @@ class _Logits:
         logits = self(hidden) if self._last is None or self.final.inner is not None else self._last
         self._last = None
         bend = self.final.bend(logits)
-        by_log_prob = by_log_prob * self.final.outer
-        by_entropy = None if by_entropy is None else by_entropy * self.final.outer
-        grad = _turned_into_gradient(logits, labels, entropy, by_log_prob, by_entropy)
+        grad, factor = _turned_into_gradient(logits, labels, entropy, by_log_prob, by_entropy)
         if bend is not None:
             grad.mul_(bend)
-        return grad if self._logits is self._product else self._product[: len(grad)].copy_(grad)
+        if self._logits is not self._product:
+            grad = self._product[: len(grad)].copy_(grad)
+        return grad, factor * self.final.outer
 
 
 def _reduced(logits: torch.Tensor, labels: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,15 +172,22 @@ def _reduced(logits: torch.Tensor, labels: torch.Tensor, with_entropy: bool) -> 
     return chosen, entropy
 
 
-def _turned_into_gradient(logits, labels, entropy, by_log_prob, by_entropy) -> torch.Tensor:
-    """Final logits z [n, V] become by_log_prob d log p_y / dz + by_entropy dE / dz; all else [n, 1].
+def _turned_into_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    entropy: torch.Tensor,
+    by_log_prob: torch.Tensor,
+    by_entropy: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Final logits z [n, V] become by_log_prob d log p_y / dz + by_entropy dE / dz over a factor; all else [n, 1].
 
     With p = softmax(z) and E its entropy: d log p_y / dz = 1_y - p, dE / dz = -p (log p + E).
     """
     if by_entropy is None:
-        grad = torch.softmax(logits, -1, out=logits).mul_(-by_log_prob)
+        grad, of_label, factor = torch.softmax(logits, -1, out=logits), torch.ones_like(by_log_prob), -by_log_prob
     else:
         log_p = torch.log_softmax(logits, -1, out=logits)
         p = log_p.exp()
-        grad = log_p.add_(entropy).mul_(by_entropy).add_(by_log_prob).mul_(p).neg_()
-    return grad.scatter_(-1, labels, grad.gather(-1, labels) + by_log_prob)
+        grad = log_p.add_(entropy).mul_(by_entropy).add_(by_log_prob).mul_(p)
+        of_label, factor = by_log_prob, by_log_prob.new_full(by_log_prob.shape, -1)
+    return grad.scatter_(-1, labels, grad.gather(-1, labels) - of_label), factor

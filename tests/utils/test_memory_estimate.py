@@ -1,0 +1,23 @@
+"""A rank's memory by part, worked out by hand for a text model."""
+
+from omegaconf import OmegaConf
+from transformers import AutoConfig
+
+from tests.helpers.rl_run import compose_run
+from verl.utils.memory_estimate import LOGITS_CHUNK, estimate_memory, measure_model
+from verl.workers.policy import get_policy
+
+
+def logits_of(model, tmp_path, micro, response, **policy):
+    config = OmegaConf.to_container(compose_run(tmp_path, model, data__max_response_length=response), resolve=True)
+    config["actor_rollout_ref"]["model"]["policy"]["kwargs"] |= policy
+    size = measure_model(AutoConfig.from_pretrained(model))
+    parts = estimate_memory(size, config, ranks=1, micro=micro, samples=micro)
+    return parts["logits of a micro-batch"] / (size.vocabulary * 4 * 3)
+
+
+def test_no_more_logits_are_counted_than_the_policy_holds_at_once(tiny_llama, tmp_path):
+    assert get_policy("causal_lm").chunk_tokens == LOGITS_CHUNK == 896
+    assert logits_of(tiny_llama, tmp_path, 4, 100) == 400
+    assert logits_of(tiny_llama, tmp_path, 4, 1000) == 896
+    assert logits_of(tiny_llama, tmp_path, 4, 1000, chunk_tokens=64) == 64
