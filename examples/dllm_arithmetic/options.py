@@ -51,7 +51,7 @@ FIGURES = ("accuracy", "tokens_per_forward", "same_as_greedy")
 
 def settle(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]]:
     """Train and evaluate one option from the seed's base; its rows."""
-    base, run = out / f"base-seed{seed}", out / f"{option.replace(', ', '_').replace(' ', '-')}-{steps}-seed{seed}"
+    base, run = out / f"base-seed{seed}", out / f"{folder_name(option)}-{steps}-seed{seed}"
     rows = run / "evaluation.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not rows.exists():
@@ -66,6 +66,11 @@ def settle(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]
                    env=environment)  # fmt: skip
         console.print(f"trained and evaluated: {option}, seed {seed}")
     return json.loads(rows.read_text())["rows"]
+
+
+def folder_name(option: str) -> str:
+    """Hydra takes no "=" in a path."""
+    return option.replace(", ", "_").replace(" ", "-").replace("=", "")
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

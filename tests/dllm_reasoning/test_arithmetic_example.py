@@ -8,6 +8,7 @@ import time
 import pandas as pd
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import dllm as benchmark
@@ -80,6 +81,13 @@ def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
     assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
     points = [(3.1, 90.0, "d"), (1.0, 99.0, "a"), (1.05, 99.5, "b"), (3.0, 99.0, "c")]
     assert curves.named_together(points, 0.2) == [(1.0, 99.0, "a, b"), (3.0, 99.0, "c"), (3.1, 90.0, "d")]
+
+
+def test_a_path_with_an_options_name_is_one_that_hydra_takes():
+    names = [options.folder_name(option) for option in options.OPTIONS]
+    parsed = OverridesParser.create().parse_overrides([f"trainer.default_local_dir=/out/{name}" for name in names])
+    assert [override.value() for override in parsed] == [f"/out/{name}" for name in names]
+    assert len(set(names)) == len(names)
 
 
 def test_options_are_means_over_seeds():

@@ -34,6 +34,8 @@ class FakeEngine:
     def autocast(self):
         return nullcontext()
 
+    gathered = autocast
+
 
 def rollout(path, engine=None, **changes):
     settings = {"name": "hf", "mode": "sync", "prompt_length": 6, "response_length": 5} | changes
@@ -258,3 +260,27 @@ def test_it_runs_on_an_engine_of_one_rank(tiny_llama):
     finally:
         leave_group()
     assert torch.equal(out, rollout(tiny_llama).generate_sequences(prompts(n=2)).batch["responses"])
+
+
+def gathered_while_it_generates(rank, world_size, path):
+    """All-gathers of one forward, of generation of five tokens, and of a forward behind it."""
+    engine = make_engine(path)
+    made, batch = rollout(path, engine=engine), prompts(n=2, eos_token_id=None)
+    ids = torch.ones(1, 3, dtype=torch.long)
+
+    def counted(work):
+        with torch.profiler.profile() as seen, torch.no_grad():
+            work()
+        return sum(event.name == "c10d::_allgather_base_" for event in seen.events())
+
+    def forward():
+        with engine.eval_mode():
+            engine.module(input_ids=ids)
+
+    return [counted(work) for work in (forward, lambda: made.generate_sequences(batch), forward)]
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_once_for_all_tokens_and_shared_again_behind_them(tiny_llama):
+    for found in run_ranks(gathered_while_it_generates, 2, tiny_llama):
+        assert found[0] > 1 and found == [found[0]] * 3

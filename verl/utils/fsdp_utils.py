@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -111,6 +112,20 @@ def reshard(module: nn.Module) -> None:
     for m in module.modules():
         if isinstance(m, FSDPModule):
             m.reshard()
+
+
+@contextmanager
+def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[None]:
+    """Parameters that a forward gathers stay gathered to the end; then as `apply_fsdp2` was told."""
+    units = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]  # the root keeps its own
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(reshard_after_forward, recurse=False)
+        reshard(module)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager:
         """Parameters on the device, dropout off; nests."""
+
+    def gathered(self) -> AbstractContextManager:
+        """For many forwards of the same weights within eval_mode: what a forward gathers stays until the end."""
+        return nullcontext()
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:

@@ -142,6 +142,10 @@ class FSDPEngine(BaseEngine):
         with self._mode("eval", optimizer=False):
             yield self
 
+    def gathered(self):
+        """Each rank holds the whole model, in its computation's type, from the first forward to the end."""
+        return fsdp_utils.kept_gathered(self.module, self.engine_config.reshard_after_forward)
+
     @contextmanager
     def _mode(self, mode: str, *, optimizer: bool) -> Iterator[None]:
         outermost = not any(self._depth.values())

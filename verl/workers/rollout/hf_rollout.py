@@ -19,7 +19,7 @@ class HFRollout(BaseRollout):
 
     The draw of a sample depends on the step, its prompt and its number among the prompt's samples, not on the rows
     beside it or the rank. All ranks step together until the last row of the last rank is done, since a sharded
-    module's forward is a collective call.
+    module's forward is a collective call. Weights are gathered once a call, not once a token.
     """
 
     engine: Any = None
@@ -32,7 +32,7 @@ class HFRollout(BaseRollout):
             raise RuntimeError("HFRollout has no actor to generate with; call bind_actor(engine, policy) first.")
         meta = prompts.meta_info
         n = meta["n"] if "n" in meta else 1
-        with self.engine.eval_mode(), torch.no_grad(), self.engine.autocast():
+        with self.engine.eval_mode(), self.engine.gathered(), torch.no_grad(), self.engine.autocast():
             # Prompts at a time, so that their samples stay within rollout.max_num_seqs.
             step = max(1, self.config.max_num_seqs // n)
             parts = [self._generate(prompts[start : start + step], n) for start in range(0, len(prompts), step)]
@@ -96,12 +96,15 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B].
 
-    Draws by inverting the cumulative distribution at `uniform`. The log-probability is that of the tempered
-    distribution: before top-k and top-p, or (`filtered`) among the tokens that these leave, from which it was drawn.
+    Draws by inverting the cumulative distribution at `uniform`, over tokens as they are numbered, or by falling
+    probability where top-k or top-p sort them. The log-probability is that of the tempered distribution: before top-k
+    and top-p, or (`filtered`) among the tokens that these leave, from which it was drawn.
     """
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:
         token = logits.argmax(-1)
+    elif sampling.top_k <= 0 and sampling.top_p >= 1:
+        token = _invert(log_probs.exp().double().cumsum(-1), uniform)
     else:
         probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
         if sampling.top_k > 0:
@@ -110,14 +113,19 @@ def choose(
             before = (probs.cumsum(-1) - probs) / probs.sum(-1, keepdim=True)  # of what top-k leaves, as in vLLM
             probs = probs.masked_fill(before >= sampling.top_p, 0.0)
         cumulative = probs.double().cumsum(-1)
-        target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
-        place = torch.searchsorted(cumulative, target, right=True).clamp(max=logits.shape[-1] - 1)
-        # Rounding may land behind the last allowed token.
-        place = torch.minimum(place, (probs > 0).sum(-1, keepdim=True) - 1)
-        token = order.gather(-1, place).squeeze(-1)
-        if filtered and (sampling.top_k > 0 or sampling.top_p < 1):
+        token = order.gather(-1, _invert(cumulative, uniform).unsqueeze(-1)).squeeze(-1)
+        if filtered:
             log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
     return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
+def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """cumulative [B, V] float64, uniform [B] below 1 -> [B], the first place that exceeds that share of the sum.
+
+    A product with a float32 below 1 stays below the sum: no token of probability 0 comes first. NaN gives the last one.
+    """
+    target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=cumulative.shape[-1] - 1)
 
 
 def _uniforms(prompts: DataProto, n: int, length: int) -> torch.Tensor:
