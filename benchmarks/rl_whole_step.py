@@ -27,12 +27,13 @@ WARM_UP, STEPS, TURNS = 3, 10, 2  # steps left out, steps in all of a turn, turn
 
 @dataclass(frozen=True)
 class Case:
-    """Prompt tokens, limit of an answer, and whether answers run to that limit (else one in 64 tokens ends them)."""
+    """Prompt tokens, limit of an answer, whether answers run to it (else one in 64 tokens ends them), our rollout."""
 
     name: str
     prompt: int
     limit: int
     to_the_limit: bool
+    rollout: str = "vllm"
 
 
 @dataclass
@@ -51,7 +52,9 @@ class Steps:
         return Steps(self.seconds + more.seconds, self.tokens + more.tokens, self.driver + more.driver)
 
 
-CASES = (Case("short", 10, 64, True), Case("long", 256, 256, False))
+CASES = (
+    Case("short", 10, 64, True), Case("long", 256, 256, False), Case("short_hf", 10, 64, True, "hf")
+)  # fmt: skip
 
 
 def make(folder: Path, case: Case) -> None:
@@ -94,7 +97,8 @@ def ours(folder: Path, case: Case, turn: int) -> Steps:
         "data.val_files": folder / "prompts.parquet", "data.train_batch_size": PROMPTS,
         "data.max_prompt_length": case.prompt, "data.max_response_length": case.limit, "data.dataloader_num_workers": 0,
         "custom_reward_function.path": folder / "reward.py", "actor_rollout_ref.model.path": folder / "model",
-        "actor_rollout_ref.model.enable_gradient_checkpointing": "false", "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+        "actor_rollout_ref.rollout.name": case.rollout,
         "actor_rollout_ref.rollout.n": SAMPLES, "actor_rollout_ref.rollout.dtype": "float32",
         "actor_rollout_ref.rollout.ignore_eos": str(case.to_the_limit).lower(),
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": PROMPTS * SAMPLES,
@@ -179,4 +183,4 @@ def run() -> list[Row]:
         found, seconds = compare(case)
         rows += [*found, row(f"driver_seconds_per_step_{case.name}", seconds, "s, without the workers' work")]
         driver += seconds
-    return [*rows, row("driver_seconds_per_step", driver, "s, without the workers' work, both cases")]
+    return [*rows, row("driver_seconds_per_step", driver, "s, without the workers' work, all cases")]
