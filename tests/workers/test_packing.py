@@ -69,6 +69,15 @@ def test_log_probs_entropy_and_gradients_are_those_of_padded_rows(make, forward,
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_policy_whose_forward_is_changed_keeps_rows_apart():
+    torch.manual_seed(0)
+    model, batch, policy = llama().eval(), grouped_batch([6, 3], [[5, 2], [4]]), get_policy("causal_lm")
+    padded, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+    policy.set_forward(remove_padding=True, share_prompt=False)
+    packed, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+    torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+
+
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), min_size=1,
                 max_size=4), st.booleans())  # fmt: skip
