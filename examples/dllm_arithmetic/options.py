@@ -31,8 +31,8 @@ OWN = [
 # Settings beside the demo's own; "twin" is plain SFT.
 OPTIONS: dict[str, list[str]] = {
     "packed": [],
-    "packed, K=1": ["iterative.num_iterations=1"],
-    "packed, K=3": ["iterative.num_iterations=3"],
+    "packed, K 1": ["iterative.num_iterations=1"],
+    "packed, K 3": ["iterative.num_iterations=3"],
     "packed, AR 0": ["iterative.ar_loss_weight=0"],
     "packed, AR 4": ["iterative.ar_loss_weight=4"],
     "packed, not aligned": ["iterative.aligned_windows=0"],
@@ -69,8 +69,8 @@ def settle(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]
 
 
 def folder_name(option: str) -> str:
-    """Hydra takes no "=" in a path."""
-    return option.replace(", ", "_").replace(" ", "-").replace("=", "")
+    """An option's name holds no "=": hydra takes none in a path, and evaluate ends a model's name with it."""
+    return option.replace(", ", "_").replace(" ", "-")
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
