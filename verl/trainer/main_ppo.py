@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.utils.config import hydra_main, validate_config
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 
 POOL, REWARD_POOL = "global_pool", "reward_pool"
+EVENTS_S = 1.5  # a rank reports its events to Ray once a second; what is left goes with it
 
 
 def __getattr__(name: str) -> Any:
@@ -154,6 +156,8 @@ class TaskRunner:
         try:
             trainer.init_workers()
             trainer.fit()
+            if config.ray_kwargs.timeline_json_file:
+                time.sleep(EVENTS_S)
         except Exception:
             trainer.shutdown()
             raise
