@@ -116,7 +116,7 @@ def reshard(module: nn.Module) -> None:
 
 @contextmanager
 def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[None]:
-    """Parameters that a forward gathers stay gathered to the end; then as `apply_fsdp2` was told."""
+    """What a forward gathers stays until the caller calls `reshard`; behind the block as `apply_fsdp2` was told."""
     units = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]  # the root keeps its own
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -125,7 +125,6 @@ def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[No
     finally:
         for unit in units:
             unit.set_reshard_after_forward(reshard_after_forward, recurse=False)
-        reshard(module)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
