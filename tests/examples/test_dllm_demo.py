@@ -59,7 +59,7 @@ def test_each_option_changes_what_it_names():
     own = read(demo.refine_command(*PLACE)).iterative
     found = {name: read(demo.refine_command(*PLACE, *more)).iterative for name, more in options.OPTIONS.items()}
     assert all((found[name] == own) == (not more) for name, more in options.OPTIONS.items())
-    assert found["packed, K=1"].num_iterations == 1 and found["iid"].noise_pattern == "iid"
+    assert found["packed, K 1"].num_iterations == 1 and found["iid"].noise_pattern == "iid"
     assert found["packed, own answers"].self_generate.enable and found["packed, mask"].noise_token == "mask"
 
 
