@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -40,8 +41,8 @@ class TrainerState:
 def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loader_state: dict[str, Any]) -> None:
     """Write state, data position and the driver's random states into a checkpoint that is being built."""
     directory = Path(directory)
-    torch.save(loader_state, directory / DATA_FILE)
-    torch.save(rng.get_rng_state(), directory / RNG_FILE)
+    _save_plain(loader_state, directory / DATA_FILE)
+    _save_plain(rng.get_rng_state(), directory / RNG_FILE)
     (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
 
 
@@ -60,6 +61,13 @@ def read_trainer_state(
     if with_rng:
         rng.load_rng_state(_load_plain(directory / RNG_FILE))
     return TrainerState(**raw), loader_state
+
+
+def _save_plain(value: Any, file: Path) -> None:
+    """By way of memory: torch's archive writer tells a full disk as a RuntimeError about positions."""
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    file.write_bytes(archive.getbuffer())
 
 
 def _load_plain(file: Path) -> Any:
