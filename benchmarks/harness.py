@@ -25,6 +25,8 @@ Bound = tuple[str, float]
 """A key of COMPARE, and the limit."""
 COMPARE = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "under": operator.lt}
 console = Console()
+if not console.is_terminal:
+    console.width = 160  # a log needs no narrower rows
 
 
 @dataclass
@@ -131,7 +133,7 @@ def save(name: str, rows: list[Row], wanted: Mapping[str, Bound]) -> None:
     table = Table(title=f"{name}: medians")
     for column in ("name", "value", "unit", "low", "high", "n", "wanted"):
         words = column in ("name", "unit", "wanted")
-        table.add_column(column, justify="left" if words else "right", no_wrap=column == "name")
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for r in rows:
         figures = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
         table.add_row(r.name, *figures, verdict(r.value, wanted.get(r.name)))

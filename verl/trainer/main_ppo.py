@@ -52,13 +52,13 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     except ValueError as e:
         sys.exit(str(e))
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    plain = isinstance(runner_class, type)
     with started_session(config) as our_own:
-        if our_own and isinstance(runner_class, type):
+        if plain and our_own:
             code = run_here(runner_class(), config)  # what the checks imported and a process less to start
         else:
-            if isinstance(runner_class, type):
-                runner_class = ray.remote(num_cpus=1)(runner_class)
-            code = run_until_done(runner_class.remote(), config)
+            actor_class = ray.remote(num_cpus=1)(runner_class) if plain else runner_class
+            code = run_until_done(actor_class.remote(), config)
         if config.ray_kwargs.timeline_json_file:
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
     if code:
