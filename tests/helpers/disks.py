@@ -1,5 +1,6 @@
-"""A small disk, where this user may mount one."""
+"""A small disk, where this user may mount one, and a file that fills it."""
 
+import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,3 +19,11 @@ def small_disk(folder: Path, size: str):
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def leave_free(disk: Path, count: int) -> Path:
+    """Fill a disk, also while others write to it, up to its last `count` bytes, in whole pages; the file that does."""
+    with open(disk / "filler", "wb", buffering=0) as filler:
+        while (free := shutil.disk_usage(disk).free) > count:
+            filler.write(b"x" * min(free - count, 1 << 20))
+    return disk / "filler"

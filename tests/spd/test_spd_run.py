@@ -5,16 +5,14 @@ disk under the store of completions.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.helpers.disks import small_disk
+from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.spd_run import SPDRuns, ended, running, serving
 from verl.utils.checkpoint.publish import verify_manifest
 
@@ -85,13 +83,6 @@ def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench, cluster):
                 assert killed["data"][name] == whole["data"][name], (whole["step"], name)
     for name, weight in bench.weights("whole").items():
         assert np.array_equal(bench.weights("killed")[name], weight), name
-
-
-def leave_free(disk: Path, count: int) -> None:
-    """Fill a disk up to its last `count` bytes while others write to it."""
-    with open(disk / "filler", "wb", buffering=0) as filler:
-        while (free := shutil.disk_usage(disk).free) > count:
-            filler.write(b"x" * min(free - count, 1 << 20))
 
 
 def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(bench, cluster):

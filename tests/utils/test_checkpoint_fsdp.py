@@ -1,7 +1,6 @@
 """Engine checkpoints on one rank: resume to the bit, contents, refusals, nothing unpickled on trust."""
 
 import json
-import os
 import pickle
 import shutil
 
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.disks import small_disk
+from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from verl.utils.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
 
@@ -148,8 +147,7 @@ def test_a_disk_that_fills_while_it_is_written_to_is_told_as_full(tiny_llama, tm
     with small_disk(tmp_path / "disk", "4m") as disk:
         for free in range(needed + 4096, written, 32_768):
             shutil.rmtree(disk / "actor", ignore_errors=True)
-            with open(disk / "filler", "wb") as filler:
-                os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(disk).free - free)
+            filler = leave_free(disk, free)
             with pytest.raises(OSError, match="no room for the checkpoint"):
                 engine.save_checkpoint(str(disk / "actor"))
-            os.unlink(disk / "filler")
+            filler.unlink()

@@ -2,12 +2,11 @@
 
 import errno
 import os
-import shutil
 
 import pytest
 import torch
 
-from tests.helpers.disks import small_disk
+from tests.helpers.disks import leave_free, small_disk
 from verl.trainer.ppo.checkpointing import TrainerState, write_trainer_state
 from verl.utils.checkpoint import (
     CheckpointCorruptError,
@@ -153,12 +152,11 @@ def test_a_disk_that_fills_in_the_trainers_own_files_is_told_as_full(tmp_path):
     page, loader = 4096, {"order": torch.arange(10_000)}
     with small_disk(tmp_path / "disk", "1m") as disk:
         for pages in range(20):  # data.pt alone takes 20
-            with open(disk / "filler", "wb") as filler:
-                os.posix_fallocate(filler.fileno(), 0, shutil.disk_usage(disk).free - page * pages)
+            filler = leave_free(disk, page * pages)
             with pytest.raises(CheckpointWriteError, match="no room for the checkpoint"):
                 with CheckpointWriter(disk, 1) as writer:
                     write_trainer_state(writer.path, TrainerState(1, {}, {}, {}, {}), loader)
-            os.unlink(disk / "filler")
+            filler.unlink()
         assert list(disk.iterdir()) == []
 
 
