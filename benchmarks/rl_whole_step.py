@@ -1,4 +1,4 @@
-"""Whole GRPO steps in steady state, ours with vLLM in the rank's process beside TRL's with transformers' generation."""
+"""Whole GRPO steps in steady state, ours with vLLM in the rank's process, or as TRL's with transformers' generation."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ class Steps:
 
 
 CASES = (
-    Case("short", 10, 64, True), Case("long", 256, 256, False), Case("short_hf", 10, 64, True, "hf")
-)  # fmt: skip
+    Case("short", 10, 64, True),
+    Case("long", 256, 256, False),
+    Case("short_hf", 10, 64, True, rollout="hf"),
+)
 
 
 def make(folder: Path, case: Case) -> None:
