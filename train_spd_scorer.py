@@ -70,8 +70,8 @@ def prepare_spd_data_from_real_source(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from recipe.spd.dataset import build_spd_input, resolve_sep_token_id
     from verl.utils.dataset.rl_dataset import read_rows
-    from verl.utils.dataset.spd_dataset import build_spd_input, resolve_sep_token_id
 
     questions = _read_metadata(metadata_path, read_rows(metadata_path))
     blocks = read_rows(blocks_path)
@@ -114,7 +114,7 @@ def prepare_spd_data_from_real_source(
 
 def _read_metadata(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
     """The rows by question_id; one that lacks something, holds what it must not, or comes twice is refused."""
-    from verl.utils.dataset.spd_dataset import facts_error, truth_error
+    from recipe.spd.dataset import facts_error, truth_error
 
     found: dict[Any, Mapping[str, Any]] = {}
     for number, row in enumerate(rows):
@@ -142,7 +142,7 @@ def _check_block(
     where: str, block: Mapping[str, Any], questions: Mapping[Any, Any], vocabulary: int, metadata_path: str | Path
 ) -> None:
     """Refuse a block with missing, empty or impossible ids, or of an unknown question."""
-    from verl.utils.dataset.spd_dataset import IDS, facts_error, ids_error, spelling_error
+    from recipe.spd.dataset import IDS, facts_error, ids_error, spelling_error
 
     _refuse_missing(where, block, ("question_id", *IDS))
     if block["question_id"] not in questions:
@@ -244,8 +244,8 @@ def local_server(command: Sequence[str], env: Mapping[str, str]) -> Iterator[dic
     It ends with the block. No server where some are named, for a cluster, several nodes, a dry run, or a config that
     the trainer is going to refuse.
     """
-    from verl.workers.rollout.spd.server import LOCAL_VARIABLE, server_of
-    from verl.workers.rollout.spd.settings import SPDSettings
+    from recipe.spd.server import LOCAL_VARIABLE, server_of
+    from recipe.spd.settings import SPDSettings
 
     config = None if env.get("SPD_VLLM_URLS") or env.get("RAY_ADDRESS") else _sound_config(command)
     if config is None or config.spd.rollout.servers or config.trainer.nnodes > 1 or config.trainer.dry_run:
@@ -263,9 +263,9 @@ def _sound_config(command: Sequence[str]) -> DictConfig | None:
     """The config of a training command; None when the trainer will refuse it, and say why."""
     from hydra.errors import HydraException
 
+    from verl.planning.config_check import find_problems
+    from verl.planning.problems import ConfigError, raise_if_any
     from verl.trainer.dry_run_checks import refuse_bad_input
-    from verl.utils.config_check import find_problems
-    from verl.utils.problems import ConfigError, raise_if_any
 
     try:
         config = _composed(command)
@@ -288,8 +288,8 @@ def _config_errors(args: argparse.Namespace) -> list[str]:
     """What is wrong with the settings themselves, told beside data that could not be prepared."""
     from hydra.errors import HydraException
 
-    from verl.utils.config_check import find_problems
-    from verl.utils.problems import WRONG
+    from verl.planning.config_check import find_problems
+    from verl.planning.problems import WRONG
 
     unseen = PreparedData(Path(args.blocks), rows=0, skipped_matches=0, longest_input=1024, gamma=8)
     try:
@@ -302,7 +302,7 @@ def _config_errors(args: argparse.Namespace) -> list[str]:
 def run_training(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run the trainer; SIGTERM, SIGHUP and Ctrl-C go on to it, once each: it saves and stops. Gives its exit code."""
     logger.info("starts {}", " ".join(command))
-    from verl.workers.rollout.spd.supervisor import end_with_parent
+    from recipe.spd.supervisor import end_with_parent
 
     # In a group of its own: a terminal's Ctrl-C would reach it twice, and a second signal ends it without saving.
     # SIGTERM when this process is killed: it saves and stops.
@@ -404,8 +404,8 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare, train; gives the exit code."""
     args = parse_args(argv)
+    from recipe.spd.server import sees_gpu
     from verl.trainer.dry_run_checks import ModelError
-    from verl.workers.rollout.spd.server import sees_gpu
 
     if args.device is None:
         args.device = "cuda" if sees_gpu() else "cpu"

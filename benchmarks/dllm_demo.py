@@ -6,8 +6,8 @@ import json
 
 from benchmarks.harness import Row, row, say
 from benchmarks.seeds import demo_runs
-from examples.dllm_arithmetic.demands import LEAST, demand_table
-from examples.running import console
+from examples.demo_runner import console
+from examples.dllm_arithmetic.acceptance import LEAST, demand_table
 
 
 def run() -> list[Row]:

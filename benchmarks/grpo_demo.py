@@ -6,7 +6,7 @@ import json
 
 from benchmarks.harness import Row, ratios, row, say
 from benchmarks.seeds import demo_runs
-from examples.grpo_arithmetic.demands import has_learned
+from examples.grpo_arithmetic.acceptance import has_learned
 
 
 def run() -> list[Row]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.harness import Row, row, say
-from verl.utils.grading import ExternFunction, GradingPool
-from verl.utils.sandbox import SandboxConfig, SandboxUnavailable, run_python
+from verl.grading.pool import ExternFunction, GradingPool
+from verl.grading.sandbox import SandboxConfig, SandboxUnavailable, run_python
 
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 RUNS, REPETITIONS, ANSWERS = 40, 5, 400

@@ -13,7 +13,7 @@ import torch
 from ray._private.internal_api import node_stats
 
 from benchmarks.harness import Row, alternate, ratios, row
-from examples.running import ROOT
+from examples.demo_runner import ROOT
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness import Row, ratios, row, say
-from examples.running import ROOT
+from examples.demo_runner import ROOT
 
 WORDS, PROMPTS, SAMPLES = 64, 8, 8
 ON_RANKS = ("generate_sequences", "compute_log_prob", "update_actor")  # the workers' methods of a step

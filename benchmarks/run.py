@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from benchmarks.harness import Bound, save
-from examples.dllm_arithmetic.demands import LEAST
+from examples.dllm_arithmetic.acceptance import LEAST
 
 NAMES = ("spd", "rl", "rewards", "sft", "dllm")
 LONG = ("grpo_demo", "dllm_demo")  # half an hour and more: by name only

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import commit, say
-from examples.running import ROOT
+from examples.demo_runner import ROOT
 
 SEEDS = (0, 1, 2)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.harness import Row, say
-from examples.running import ROOT, run_logged
+from examples.demo_runner import ROOT, run_logged
 from examples.spd_arithmetic.demo import LIMIT
 
 TESTBED = ROOT / "outputs" / "spd_arithmetic" / "testbed"

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaModel
 
 from benchmarks.harness import Row, alternate, ratios, resident_bytes, restart_peak, row
+from recipe.spd.bernoulli_policy import BernoulliPolicy
 from spd_scorer import AutoModelForSPDScoring, ScoringActor, ScoringModelConfig, SPDInputData
-from verl.workers.policy.bernoulli import BernoulliPolicy
 
 PROMPTS, N, GAMMA, VOCABULARY = 32, 8, 8, 512
 PAD_ID, SEP_ID, FIRST_WORD = 0, 3, 5

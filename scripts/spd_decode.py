@@ -30,13 +30,8 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.spd_evaluation import rules  # noqa: E402
-from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
-from verl.utils.chat_template import render_chat  # noqa: E402
-from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
-from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
-from verl.workers.rollout.spd.answers import extract_answer, is_correct  # noqa: E402
-from verl.workers.rollout.spd.decode import (  # noqa: E402
+from recipe.spd.answers import extract_answer, is_correct  # noqa: E402
+from recipe.spd.decoder import (  # noqa: E402
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,
@@ -47,6 +42,11 @@ from verl.workers.rollout.spd.decode import (  # noqa: E402
     greedy_generate,
     speculative_generate,
 )
+from scripts.spd_evaluation import rules  # noqa: E402
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
+from verl.utils.chat_template import render_chat  # noqa: E402
+from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
+from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
 MARKERS = {FROM_TARGET: "{}", FROM_MATCH: "[={}=]", FROM_MISMATCH: "[~{}~]"}

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.test_house import ROOT, product_files
 from verl import DataProto
-from verl.trainer.ppo.checkpointing import TrainerState, read_trainer_state, write_trainer_state
+from verl.trainer.run.checkpointing import TrainerState, read_trainer_state, write_trainer_state
 
 LOADERS = {"load", "loads", "Unpickler", "read_pickle"}
 

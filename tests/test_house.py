@@ -26,7 +26,7 @@ PRODUCT = ("verl", "recipe", "dllm_reasoning")
 FLOORS = {
     "verl": 1, "verl.protocol": 1, "verl.base_config": 1, "verl.utils": 1, "verl.trainer.config": 1,
     "verl.workers.config": 1, "verl.trainer.ppo.core_algos": 1, "verl.trainer.ppo.algos": 1,
-    "verl.trainer.ppo.metric_utils": 1, "verl.trainer.ppo.rollout_corr_helper": 1,
+    "verl.trainer.ppo.metric_utils": 1, "verl.algos.rollout_correction": 1,
     "verl.single_controller": 2, "verl.workers": 2, "verl.tools": 2, "verl.interactions": 2, "verl.models": 2,
     "verl.experimental": 3, "verl.workers.roles": 3, "verl.workers.actor": 3, "verl.workers.critic": 3,
     "verl.workers.fsdp_workers": 3, "verl.model_merger": 4, "verl.trainer": 4, "verl.trainer.main_ppo": 5,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, ClassVar
 
-from verl.utils.config_fields import check_settings
+from verl.config.fields import check_settings
 
 
 @dataclass

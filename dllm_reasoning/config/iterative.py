@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from dllm_reasoning.utils.noise_utils import PATTERNS, SCHEDULES
 from verl.base_config import BaseConfig
-from verl.trainer.config.config import ModuleConfig
-from verl.trainer.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
-from verl.utils.config_fields import setting
+from verl.config.common import ModuleConfig
+from verl.config.fields import setting
+from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import nn
 
 from dllm_reasoning.inference.commit_rules import CommitRule, Row, commit_rule
 from dllm_reasoning.inference.reader import Reader
-from dllm_reasoning.utils.telling import warn_once
+from dllm_reasoning.utils.logging_utils import warn_once
 from verl.workers.rollout.hf_rollout import choose
 from verl.workers.rollout.sampling import Sampling
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem
-from dllm_reasoning.utils.telling import warn_once
-from verl.workers.rollout.spd.kv_cache import RowCache
+from dllm_reasoning.utils.logging_utils import warn_once
+from verl.utils.kv_cache import RowCache
 
 
 class Reader:

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
 from dllm_reasoning.losses.shared_prefix import SharedPrefix
 from dllm_reasoning.utils.attention import mask_problem, window_of
+from dllm_reasoning.utils.logging_utils import warn_once
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
-from dllm_reasoning.utils.telling import warn_once
 from verl.workers.policy.causal_lm import CausalLMPolicy, causal_model, final_logits
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain
 

@@ -20,11 +20,11 @@ from dllm_reasoning.trainer.self_generate import check_reward, own_answers
 from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
+from verl.planning.problems import Problem, wrong
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.ranks import summed
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.problems import Problem, wrong
 from verl.workers.policy.causal_lm import causal_model
 
 if TYPE_CHECKING:

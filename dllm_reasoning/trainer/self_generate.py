@@ -19,14 +19,14 @@ from omegaconf import DictConfig
 from dllm_reasoning.inference.generator import iterative_generate, trained_window
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
+from recipe.spd.store import model_dir_fingerprint
+from verl.grading.pool import ExternFunction, Failure, GradingPool
+from verl.planning.problems import Problem, one_line, wrong
 from verl.utils.device import get_device_id
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.fs import copy_to_local
-from verl.utils.grading import ExternFunction, Failure, GradingPool
 from verl.utils.import_utils import load_extern_object
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
-from verl.utils.problems import Problem, one_line, wrong
-from verl.workers.rollout.spd.store import model_dir_fingerprint
 
 FOLDER = "self_generated"
 KEY = "iterative.self_generate"

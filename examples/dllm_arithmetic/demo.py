@@ -3,7 +3,7 @@
     python -m examples.dllm_arithmetic.demo [--seed 0] [--out DIR]
 
 Trains a base, then refinement and its SFT twin side by side, one thread each. Ends with accuracy against tokens per
-forward and per second for every mode, what the run has to show (demands.py), OUT/evaluation.json and OUT/curves.png.
+forward and per second for every mode, what the run has to show (acceptance.py), OUT/evaluation.json and OUT/curves.png.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from typing import Any
 from rich.progress import Progress
 from rich.table import Table
 
-from examples.dllm_arithmetic.curves import draw_curves
-from examples.dllm_arithmetic.demands import LOSSLESS, demand_table, figures
-from examples.dllm_arithmetic.evaluate import paired
-from examples.running import (
+from examples.demo_runner import (
     ROOT,
     PhaseFailed,
     Phases,
@@ -36,7 +33,10 @@ from examples.running import (
     run_shown,
     run_side_by_side,
 )
-from verl.utils.report import read_jsonl, write_report
+from examples.dllm_arithmetic.acceptance import LOSSLESS, demand_table, figures
+from examples.dllm_arithmetic.curves import draw_curves
+from examples.dllm_arithmetic.evaluate import paired
+from verl.report.page import read_jsonl, write_report
 
 BUDGET_S = {"set-up": 400.0, "base": 200.0, "training": 1000.0, "evaluation": 280.0}
 BLOCK, WINDOWS, ALIGNED = 8, 12, 0.5

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from examples.demo_runner import make_progress
 from examples.dllm_arithmetic import corpus
-from examples.running import make_progress
 from examples.spd_arithmetic import train_models
 from examples.spd_arithmetic.model import Shape
 from examples.spd_arithmetic.train_pair import publish

@@ -19,8 +19,8 @@ from typing import Any
 
 from rich.table import Table
 
+from examples.demo_runner import ROOT, PhaseFailed, console, run_logged
 from examples.dllm_arithmetic import demo
-from examples.running import ROOT, PhaseFailed, console, run_logged
 
 OWN = [
     "iterative.self_generate.enable=true", "iterative.self_generate.max_prompts=4000",

@@ -4,7 +4,7 @@
 
 Trains a start by SFT that mostly guesses, improves it by GRPO, which finds that showing the work pays, and runs the
 same command with learning rate 0 behind it as a control. Ends with the accuracies on validation questions, what the run
-has to show (demands.py), and OUT/result.json.
+has to show (acceptance.py), and OUT/result.json.
 
 The control is short: its weights never change and validation is greedy, so that any number of steps gives the accuracy
 of the start. It shows that the gain comes from the updates, not from the rollout, the handing over of weights or the
@@ -26,9 +26,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from examples.grpo_arithmetic.demands import demands_of, lines
+from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
+from examples.grpo_arithmetic.acceptance import demands_of, lines
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
-from examples.running import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
 
 BUDGET_S = {"set-up": 400.0, "start": 190.0, "GRPO": 400.0, "control": 100.0}
 STEPS, CONTROL_STEPS = 60, 8

@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 from loguru import logger
 
-from examples.running import make_progress
+from examples.demo_runner import make_progress
 from examples.spd_arithmetic import corpus, train_models, train_pair
 from examples.spd_arithmetic.questions import draw_questions
 from examples.spd_arithmetic.tokenizer import EOS, Encoder, build_tokenizer

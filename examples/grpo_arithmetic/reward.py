@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.workers.rollout.spd.answers import extract_answer, is_correct
+from recipe.spd.answers import extract_answer, is_correct
 
 
 def compute_score(

@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from examples.running import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
-from verl.utils.report import write_report
+from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
+from verl.report.page import write_report
 
 BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation": 130.0}
 OWN_EXTRA_S = {"training": 300.0, "evaluation": 180.0}

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from examples.running import ROOT, PhaseFailed, run_logged
+from examples.demo_runner import ROOT, PhaseFailed, run_logged
 from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer, training_command
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples.running import ROOT, PhaseFailed, run_logged
+from examples.demo_runner import ROOT, PhaseFailed, run_logged
 from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer, training_command
 from scripts.eval_spd_scorer import load_questions, parse
 from scripts.spd_evaluation import measures

@@ -15,9 +15,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
-from verl.utils.dataset.spd_dataset import cut_at_end
-from verl.workers.rollout.spd.answers import extract_answer
-from verl.workers.rollout.spd.decode import Block, Judge, end_ids, greedy_generate, speculative_generate
+from recipe.spd.answers import extract_answer
+from recipe.spd.dataset import cut_at_end
+from recipe.spd.decoder import Block, Judge, end_ids, greedy_generate, speculative_generate
 
 Rule = Callable[[], Judge]
 """Makes a judge in the worker that needs it; picklable."""

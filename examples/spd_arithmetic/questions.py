@@ -11,9 +11,9 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from examples.spd_arithmetic import corpus
+from recipe.spd.answers import extract_answer
 from verl.utils.chat_template import render_chat
 from verl.utils.jsonl import read_objects
-from verl.workers.rollout.spd.answers import extract_answer
 
 SPLITS = ("train", "val", "test")
 

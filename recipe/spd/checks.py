@@ -10,8 +10,8 @@ from typing import Any
 from loguru import logger
 from omegaconf import OmegaConf
 
-from verl.utils.memory_estimate import MEASURES, ModelSize, measure_model
-from verl.utils.problems import Problem, register_check, wrong
+from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
+from verl.planning.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
 
 
@@ -20,10 +20,10 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     """Settings of group spd and a missing separator are wrong anywhere; a server that does not answer is absent."""
     from transformers import AutoConfig
 
+    from recipe.spd.client import URLS_VARIABLE, server_urls
+    from recipe.spd.dataset import SEP_VARIABLE, resolve_sep_token_id
+    from recipe.spd.settings import SPDSettings
     from verl.trainer.dry_run_checks import ModelError, load_model_part
-    from verl.utils.dataset.spd_dataset import SEP_VARIABLE, resolve_sep_token_id
-    from verl.workers.rollout.spd.client import URLS_VARIABLE, server_urls
-    from verl.workers.rollout.spd.settings import SPDSettings
 
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "spd":
@@ -54,8 +54,8 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """One that serves another model is wrong; that none answers is absent (a single one that does not is survived)."""
+    from recipe.spd.client import URLS_VARIABLE, ClientSettings, VllmEngineServer
     from verl.trainer.dry_run_checks import check_url
-    from verl.workers.rollout.spd.client import URLS_VARIABLE, ClientSettings, VllmEngineServer
 
     silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
     answering = [url for url in urls if url not in silent]
@@ -82,7 +82,7 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
 @register_check
 def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
     """Prepared blocks must hold ids that the model has embeddings for, and the separator of this tokenizer."""
-    from verl.utils.dataset.spd_dataset import SEP_VARIABLE, SPDRLHFDataset, resolve_sep_token_id
+    from recipe.spd.dataset import SEP_VARIABLE, SPDRLHFDataset, resolve_sep_token_id
 
     blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
     if not blocks or findings.hf_config is None or findings.tokenizer is None:

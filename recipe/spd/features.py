@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.workers.rollout.spd.store import KeyValueStore
+from recipe.spd.store import KeyValueStore
 
 MEMORY_BYTES = 1 << 30  # the file holds all of them
 

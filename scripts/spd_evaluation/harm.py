@@ -12,7 +12,7 @@ from verl.utils.jsonl import read_objects
 if TYPE_CHECKING:
     from torch import nn
 
-    from verl.workers.rollout.spd.decode import Judge
+    from recipe.spd.decoder import Judge
 
 COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
@@ -33,7 +33,7 @@ def harm_shares(
 
     Each mismatch is judged as if everything before it in its block had been accepted.
     """
-    from verl.workers.rollout.spd.decode import replay_blocks  # seconds of imports that read_labels does without
+    from recipe.spd.decoder import replay_blocks  # seconds of imports that read_labels does without
 
     passed = [[0, 0] for _ in judges]
     total = [0, 0]

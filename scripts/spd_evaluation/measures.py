@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.workers.rollout.spd.decode import SpecResult
+    from recipe.spd.decoder import SpecResult
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.utils.dataset.spd_dataset import SPDInputData, cut_at_end
-from verl.workers.rollout.spd.decode import Block, Judge
+from recipe.spd.dataset import SPDInputData, cut_at_end
+from recipe.spd.decoder import Block, Judge
 
 
 def exact() -> Judge:

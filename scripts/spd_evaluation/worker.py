@@ -11,12 +11,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from recipe.spd.answers import is_correct
+from recipe.spd.decoder import Block, Judge, SpecResult, end_ids, greedy_generate, speculative_generate
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.spd.answers import is_correct
-from verl.workers.rollout.spd.decode import Block, Judge, SpecResult, end_ids, greedy_generate, speculative_generate
 
 
 @dataclass

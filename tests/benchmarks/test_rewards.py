@@ -1,7 +1,7 @@
 """The rewards' benchmark where a kernel confines nothing. Not covered: the figures themselves."""
 
 from benchmarks import rewards
-from verl.utils.sandbox import SandboxUnavailable
+from verl.grading.sandbox import SandboxUnavailable
 
 
 def test_what_the_kernel_refuses_is_told_and_the_other_rows_are_measured(monkeypatch):

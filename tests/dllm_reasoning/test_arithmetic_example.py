@@ -12,8 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import dllm as benchmark
+from examples.demo_runner import PhaseFailed, run_side_by_side
 from examples.dllm_arithmetic import corpus, curves, demo, evaluate, options
-from examples.running import PhaseFailed, run_side_by_side
 
 
 def test_every_worked_step_is_right_and_leads_to_the_answer():

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import grpo_demo, seeds
 from benchmarks.run import WANTED
+from examples.demo_runner import ROOT
 from examples.grpo_arithmetic import demo, make_start
-from examples.grpo_arithmetic.demands import demands_of, has_learned
-from examples.running import ROOT
+from examples.grpo_arithmetic.acceptance import demands_of, has_learned
 from tests.helpers.configs import compose_ppo
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.config import validate_config

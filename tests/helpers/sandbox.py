@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from verl.utils.sandbox import SandboxConfig, SandboxUnavailable, run_python
+from verl.grading.sandbox import SandboxConfig, SandboxUnavailable, run_python
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
+from recipe.spd.server import LocalVllmServer
 from tests.helpers.models import save_answering_llama
-from verl.workers.rollout.spd.server import LocalVllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 6

@@ -11,8 +11,8 @@ from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, _merged
 from tests.helpers.models import make_tokenizer
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
-from verl.trainer.ppo.steps import StepFailed
 from verl.trainer.ppo.utils import Role
+from verl.trainer.run.timing import StepFailed
 from verl.workers.reward_manager import get_reward_manager_cls
 
 TREE = "recipe.dapo.config/dapo_trainer"

@@ -12,9 +12,9 @@ from recipe.spd.checks import check_servers_and_separator
 from spd_scorer import load_spd_scorer
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from tests.helpers.models import make_tokenizer
-from verl.utils.config_effect import settings_without_effect
-from verl.utils.memory_estimate import estimate_memory, measure_loaded
-from verl.utils.problems import CHECKS
+from verl.planning.config_effect import settings_without_effect
+from verl.planning.memory_estimate import estimate_memory, measure_loaded
+from verl.planning.problems import CHECKS
 
 RECIPE = CONFIG_DIR.parents[2] / "recipe" / "spd" / "config"
 

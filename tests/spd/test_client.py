@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from aiohttp import web
 
-from verl.workers.rollout.spd.client import (
+from recipe.spd.client import (
     ClientSettings,
     Health,
     RequestRefused,
@@ -19,7 +19,7 @@ from verl.workers.rollout.spd.client import (
     same_model,
     server_urls,
 )
-from verl.workers.rollout.spd.store import Completion
+from recipe.spd.store import Completion
 
 FAST = ClientSettings(timeout_s=1.0, attempts=3, backoff_s=0.01, prompts_per_request=4, concurrency=2)
 

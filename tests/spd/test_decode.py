@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from verl.workers.rollout.spd import decode
-from verl.workers.rollout.spd.decode import (
+from recipe.spd import decoder as decode
+from recipe.spd.decoder import (
     FROM_MATCH,
     FROM_MISMATCH,
     FROM_TARGET,

@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipe.spd.decoder import FROM_MATCH, FROM_MISMATCH, FROM_TARGET, SpecResult, speculative_generate
 from scripts import spd_decode as command
 from scripts.spd_evaluation import rules
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import SPECIAL, WORDS, make_tokenizer, save_tiny_llama
-from verl.workers.rollout.spd.decode import FROM_MATCH, FROM_MISMATCH, FROM_TARGET, SpecResult, speculative_generate
 
 VOCAB = len(SPECIAL) + len(WORDS)
 ENDS = [2, 11, 30]

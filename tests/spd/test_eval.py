@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipe.spd.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.worker import load_model
 from tests.helpers.models import make_tokenizer, save_tiny_llama
-from verl.workers.rollout.spd.decode import SpecResult
 
 KEYS = [
     "rule", "threshold", "accuracy", "accuracy_se", "drop", "drop_se", "accepted_per_forward", "tokens_per_forward",

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl.workers.rollout.spd.answers import extract_answer, is_correct
-from verl.workers.rollout.spd.hybrid import (
+from recipe.spd.answers import extract_answer, is_correct
+from recipe.spd.hybrid import (
     action_log_probs,
     counted_positions,
     effective_lengths,

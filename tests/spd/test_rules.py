@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipe.spd.decoder import Block
 from scripts.spd_evaluation import rules
-from verl.workers.rollout.spd.decode import Block
 
 
 def block_of(target_p, draft_ids, draft_p=None, contexts=None):

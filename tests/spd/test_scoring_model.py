@@ -232,7 +232,7 @@ def test_no_gradient_through_mismatches_after_the_first_rejection(tiny_llama):
     """z of the second mismatch gets no gradient when the first was rejected and only counted positions enter."""
     from tensordict import TensorDict
 
-    from verl.workers.rollout.spd.hybrid import counted_positions, hybrid_of
+    from recipe.spd.hybrid import counted_positions, hybrid_of
 
     model = build(tiny_llama, backbone="target")
     seen = []

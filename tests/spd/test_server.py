@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from verl.workers.rollout.spd.completer import Completer
-from verl.workers.rollout.spd.server import SUPERVISOR, LocalVllmServer, RunningServer, ServerError
-from verl.workers.rollout.spd.store import Completion, CompletionStore
+from recipe.spd.completer import Completer
+from recipe.spd.server import SUPERVISOR, LocalVllmServer, RunningServer, ServerError
+from recipe.spd.store import Completion, CompletionStore
 
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from recipe.spd.server import LocalVllmServer
 from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, serving, tell
 from tests.helpers.watched_runs import wait_until
 from verl.utils.checkpoint.publish import verify_manifest
-from verl.workers.rollout.spd.server import LocalVllmServer
 
 STEPS = 30
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from recipe.spd.dataset import SPDRLHFDataset, build_spd_input, resolve_sep_token_id
 from tests.helpers.models import make_tokenizer
 from verl.utils.dataset.rl_dataset import collate_fn
-from verl.utils.dataset.spd_dataset import SPDRLHFDataset, build_spd_input, resolve_sep_token_id
 
 SEP = 3
 TOKENIZER = make_tokenizer()

@@ -2,14 +2,14 @@
 
 import pytest
 
-from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.spd_scorer_reward import (
+from recipe.spd.reward import (
     SPDRewardConfig,
     compute_score,
     compute_score_batch,
     leading_matches,
     reward_config,
 )
+from verl.utils.reward_score import default_compute_score
 
 COEFFICIENTS = {"alpha": 0.5, "penalty_break": -7.0, "useless": -0.25, "correct_base": 3.0}
 

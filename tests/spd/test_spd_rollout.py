@@ -9,6 +9,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
+from recipe.spd.rollout import LostCompletionsError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import WORDS, make_tokenizer
 from tests.helpers.ranks import run_ranks
@@ -17,7 +18,6 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.spd_rollout import LostCompletionsError
 
 TOKENIZER = make_tokenizer([*WORDS, "answer", "is"])
 ANSWER, IS = TOKENIZER.convert_tokens_to_ids(["answer", "is"])

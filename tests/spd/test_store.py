@@ -4,7 +4,7 @@ import multiprocessing as mp
 
 import pytest
 
-from verl.workers.rollout.spd.store import Completion, CompletionStore, StoreError, model_dir_fingerprint
+from recipe.spd.store import Completion, CompletionStore, StoreError, model_dir_fingerprint
 
 
 def open_store(path, model="m", **sampling):

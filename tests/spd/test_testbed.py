@@ -20,8 +20,8 @@ from examples.spd_arithmetic import blocks, corpus, make_testbed, pair, question
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.muon import Muon, orthogonalise
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
+from recipe.spd.decoder import greedy_generate
 from scripts.spd_evaluation.rules import accept_all, exact, margin
-from verl.workers.rollout.spd.decode import greedy_generate
 
 NUMBER = r"(\d+)"
 CHANGES = (  # pattern of a sentence, value before -> value after

@@ -8,11 +8,11 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import train_spd_scorer as entry
+from recipe.spd.dataset import SPDRLHFDataset
+from recipe.spd.reward import SPDRewardConfig
+from recipe.spd.settings import SPDSettings
 from spd_scorer import ScoringModelConfig
 from tests.helpers.models import make_tokenizer
-from verl.utils.dataset.spd_dataset import SPDRLHFDataset
-from verl.utils.reward_score.spd_scorer_reward import SPDRewardConfig
-from verl.workers.rollout.spd.settings import SPDSettings
 
 TOKENIZER = make_tokenizer()
 META = {"question_id": "q1", "question": "how many", "ground_truth": "4", "is_correct_baseline": True}
@@ -142,8 +142,8 @@ def test_the_exit_code_of_the_training_is_handed_on():
 
 
 def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
+    from recipe.spd import server
     from tests.helpers.models import save_tiny_llama
-    from verl.workers.rollout.spd import server
 
     class Started:
         stopped = 0

@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 from tests.helpers.configs import compose_ppo
+from verl.planning.problems import absent, register_check, wrong
 from verl.trainer.dry_run import dry_run
 from verl.trainer.dry_run_checks import check_url
-from verl.utils.problems import absent, register_check, wrong
 
 
 def prompts(count, **changes):
@@ -114,7 +114,7 @@ def test_training_samples_cannot_be_drawn_at_temperature_zero(overrides, capsys)
 
 
 def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
-    monkeypatch.setattr("verl.utils.problems.CHECKS", checks := [])
+    monkeypatch.setattr("verl.planning.problems.CHECKS", checks := [])
     monkeypatch.setattr("verl.trainer.dry_run.CHECKS", checks)
 
     @register_check

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from torch.utils.data import SequentialSampler
 
 from verl.trainer.main_ppo import create_rl_sampler
-from verl.trainer.ppo.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, rollout_correction, uses_kl
+from verl.trainer.run.ray_session import SESSION_FILE, TEMP_PREFIX, logical_cpus, stop_left_session, with_worker_env
 
 
 def data_config(**keys):

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer
+from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.trainer import main_eval, main_generation
-from verl.trainer.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
 from verl.workers.config import RolloutConfig
-from verl.workers.reward_manager.rows import RewardError
+from verl.workers.reward_manager.reward_rows import RewardError
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ("trainer.device=cpu", "rollout.name=hf", "rollout.dtype=float32", "rollout.prompt_length=12",

@@ -4,7 +4,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from tests.helpers.rl_run import compose_run
-from verl.utils.memory_estimate import LOGITS_CHUNK, estimate_memory, measure_model
+from verl.planning.memory_estimate import LOGITS_CHUNK, estimate_memory, measure_model
 from verl.workers.policy import get_policy
 
 

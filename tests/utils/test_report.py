@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.report import collect_series, read_jsonl, summary_cards, write_report
-from verl.utils.report_plots import smooth
+from verl.report.page import collect_series, read_jsonl, summary_cards, write_report
+from verl.report.plots import smooth
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,7 +112,7 @@ def test_the_command_makes_the_page_of_a_run_that_goes_on_and_names_a_folder_wit
     run = _run_dir(tmp_path)
     with open(run / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 41, "data": {"critic/score/m')  # the writer is in the middle of a row
-    command = [sys.executable, "-m", "verl.utils.report"]
+    command = [sys.executable, "-m", "verl.report"]
     made = subprocess.run([*command, str(run)], capture_output=True, text=True, cwd=ROOT)
     assert made.returncode == 0 and made.stdout.strip() == str(run / "report.html"), made.stderr
     assert ">40<" in (run / "report.html").read_text()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.utils.time_limit import Child, ChildDied, timeout_limit
+from verl.grading.time_limit import Child, ChildDied, timeout_limit
 
 ROOT = Path(__file__).parents[2]
 asked = []
@@ -65,7 +65,7 @@ def test_no_child_outlives_a_caller_that_is_killed():
     script = (
         "import os\n"
         "from tests.utils.test_time_limit import work\n"
-        "from verl.utils.time_limit import Child\n"
+        "from verl.grading.time_limit import Child\n"
         "child = Child(work)\n"
         "print(child.call(5.0, 'a')[0], flush=True)\n"
         "child.call(600.0, 'hang')\n"

@@ -12,12 +12,12 @@ import torch
 
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.ranks import run_ranks
+from verl.config.actor import LOSS_AGG_MODES
+from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
-from verl.workers.config.actor import LOSS_AGG_MODES
-from verl.workers.config.model import PluginConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.policy import get_policy
 

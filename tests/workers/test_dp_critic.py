@@ -6,9 +6,9 @@ from transformers import AutoModelForTokenClassification
 
 from tests.helpers.engines import leave_group, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
+from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.workers.config import FSDPCriticConfig
-from verl.workers.config.model import PluginConfig
 from verl.workers.critic import DataParallelPPOCritic
 
 

@@ -10,9 +10,9 @@ from transformers import LlamaForCausalLM
 
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.ranks import run_ranks
+from verl.config.rollout import SamplingConfig
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
-from verl.workers.config.rollout import SamplingConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import BaseRollout, get_rollout_class, register_rollout
 from verl.workers.rollout.hf_rollout import HFRollout, choose

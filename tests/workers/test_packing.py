@@ -8,8 +8,8 @@ from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers.engines import leave_group, make_engine, rl_batch
+from verl.config.model import PluginConfig
 from verl.workers.config import FSDPCriticConfig
-from verl.workers.config.model import PluginConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.policy import get_policy
 from verl.workers.policy.packing import make_packable, pack

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from tests.helpers import rewards
 from tests.helpers.models import make_tokenizer
+from verl.grading.pool import ExternFunction
+from verl.grading.sandbox import SandboxConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward, drop_failed, get_custom_reward_fn, load_reward_manager
-from verl.utils.grading import ExternFunction
 from verl.utils.reward_score import default_compute_score, gsm8k
-from verl.utils.sandbox import SandboxConfig
 from verl.workers.config import RewardModelConfig, SandboxFusionConfig
 from verl.workers.reward_manager import (
     BatchRewardManager,
@@ -419,7 +419,7 @@ def test_mathematics_without_end_is_a_wrong_answer_and_no_fault(source, settings
 def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
     file = tmp_path / "none.py"
     file.write_text(
-        "from verl.utils.sandbox import SandboxUnavailable\n\n\n"
+        "from verl.grading.sandbox import SandboxUnavailable\n\n\n"
         "def compute_score(**kw):\n    raise SandboxUnavailable('this machine cannot')\n"
     )
     made = NaiveRewardManager(TOKENIZER, 0, ExternFunction(str(file), "compute_score"))

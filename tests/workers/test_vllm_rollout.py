@@ -7,9 +7,9 @@ from loguru import logger
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
+from verl.config.rollout import SamplingConfig
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
-from verl.workers.config.rollout import SamplingConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.vllm_rollout import vLLMRollout

@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
+from verl.planning.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
+from verl.planning.config_check import ARITHMETIC, find_problems
+from verl.planning.config_effect import settings_without_effect
+from verl.planning.memory_estimate import ModelSize, estimate_memory, measure_loaded
+from verl.planning.problems import CHECKS, TITLES, WRONG, Problem
 from verl.trainer.dry_run_checks import Findings, look_around
-from verl.utils.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
-from verl.utils.config_check import ARITHMETIC, find_problems
-from verl.utils.config_effect import settings_without_effect
-from verl.utils.memory_estimate import ModelSize, estimate_memory, measure_loaded
-from verl.utils.problems import CHECKS, TITLES, WRONG, Problem
 from verl.utils.redact import redact_text, redacted_yaml
 
 
@@ -23,7 +23,7 @@ def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
     """Print config, plan and problems of an RL run; 1 if anything is wrong on every machine, else 0.
 
     `known` is the tree without overrides, composed here inside a Hydra application. Recipes add checks of their own
-    through `verl.utils.problems.register_check`.
+    through `verl.planning.problems.register_check`.
     """
 
     def look(console: Console, problems: list[Problem]) -> None:

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 
 from omegaconf import DictConfig, ListConfig
 
-from verl.utils.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, one_line, wrong
+from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 
@@ -167,7 +167,7 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
 
 def check_data(config: DictConfig, found: Findings, rows: int = ROWS_CHECKED) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
-    from verl.trainer.ppo.data import create_rl_dataset
+    from verl.utils.dataset.builders import create_rl_dataset
     from verl.utils.dataset.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
 
     data, parts = config.data, (config.data, found.tokenizer, found.processor)

@@ -12,14 +12,14 @@ from typing import Any
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.trainer.config.offline import EvaluationDataConfig
+from verl.config.offline import EvaluationDataConfig
+from verl.grading.pool import Failure, GradingPool
 from verl.trainer.offline_plan import EVALUATION, plan_evaluation, refuse_problems
 from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
-from verl.utils.grading import Failure, GradingPool
 from verl.workers.config import RewardModelConfig
-from verl.workers.reward_manager.rows import RewardError, Row, settle
+from verl.workers.reward_manager.reward_rows import RewardError, Row, settle
 
 
 @hydra_main(config_path="config", config_name="evaluation")

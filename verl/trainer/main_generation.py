@@ -17,8 +17,9 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.protocol import DataProto
-from verl.trainer.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.trainer.offline_plan import GENERATION, plan_generation, refuse_problems
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
@@ -29,7 +30,6 @@ from verl.utils.distributed import (
 )
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
-from verl.workers.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 from verl.workers.rollout.base import BaseRollout, get_rollout_class

@@ -12,8 +12,8 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.ray_session import run_here, run_until_done, started_session
 from verl.trainer.ppo.utils import Role, need_critic, uses_kl
+from verl.trainer.run.ray_session import run_here, run_until_done, started_session
 from verl.utils.config import hydra_main, validate_config
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
@@ -23,9 +23,9 @@ EVENTS_S = 1.5  # a rank reports its events to Ray once a second; what is left g
 
 
 def __getattr__(name: str) -> Any:
-    """The data's makers come from verl.trainer.ppo.data when asked for: the driver itself needs no torch."""
+    """The data's makers come from verl.utils.dataset.builders when asked for: the driver itself needs no torch."""
     if name in ("create_rl_dataset", "create_rl_sampler"):
-        return getattr(importlib.import_module("verl.trainer.ppo.data"), name)
+        return getattr(importlib.import_module("verl.utils.dataset.builders"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

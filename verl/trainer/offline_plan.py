@@ -8,11 +8,11 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 
-from verl.trainer.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.planning.config_check import tree_problems
+from verl.planning.problems import Problem, one_line, raise_if_any, wrong
 from verl.trainer.dry_run import figure, present, print_rows, unless_wrong
 from verl.trainer.dry_run_checks import Findings, check_gpus, check_models
-from verl.utils.config_check import tree_problems
-from verl.utils.problems import Problem, one_line, raise_if_any, wrong
 from verl.workers.config import HFModelConfig, RewardModelConfig, RolloutConfig
 
 GENERATION = {

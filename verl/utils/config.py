@@ -11,7 +11,7 @@ from typing import Any
 from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.utils.problems import raise_if_any
+from verl.planning.problems import raise_if_any
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:
@@ -75,8 +75,8 @@ def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
 
 def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
     """Raise one ConfigError (a ValueError) that lists everything that cannot work; warn of settings without effect."""
-    from verl.utils.config_check import find_problems
-    from verl.utils.config_effect import settings_without_effect
+    from verl.planning.config_check import find_problems
+    from verl.planning.config_effect import settings_without_effect
 
     raise_if_any(find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic))
     for problem in settings_without_effect(config):

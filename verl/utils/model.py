@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from verl.utils.problems import one_line
+from verl.planning.problems import one_line
 from verl.utils.registry import Registry
 
 if TYPE_CHECKING:

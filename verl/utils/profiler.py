@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.utils.config_fields import setting
+from verl.config.fields import setting
 
 
 @dataclass

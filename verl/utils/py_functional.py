@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.utils.time_limit import timeout_limit as timeout_limit  # importers know it here
+from verl.grading.time_limit import timeout_limit as timeout_limit  # importers know it here
 
 
 def deep_equal(a: Any, b: Any) -> bool:

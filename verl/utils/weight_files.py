@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.utils.problems import one_line
+from verl.planning.problems import one_line
 
 if TYPE_CHECKING:
     import torch

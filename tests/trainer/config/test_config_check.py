@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
-from verl.utils.batch_arithmetic import batch_problems, plan_batches, steps_in_all
+from verl.planning.batch_arithmetic import batch_problems, plan_batches, steps_in_all
+from verl.planning.config_check import find_problems
+from verl.planning.problems import ConfigError
 from verl.utils.config import forced_override, validate_config
-from verl.utils.config_check import find_problems
-from verl.utils.problems import ConfigError
 
 KNOWN = compose_ppo()
 
@@ -313,7 +313,7 @@ import sys
 from verl.utils.config import hydra_main
 @hydra_main(config_path=sys.argv.pop(1), config_name="toy")
 def main(config):
-    from verl.utils.config_check import find_problems
+    from verl.planning.config_check import find_problems
     print(config.actor_rollout_ref.rollout.custom.backbone, config.actor_rollout_ref.rollout.n)
     print([p.message for p in find_problems(config)])
 main()

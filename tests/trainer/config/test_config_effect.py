@@ -7,9 +7,9 @@ from loguru import logger
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import SOUND, compose_ppo
+from verl.planning.config_check import paths
+from verl.planning.config_effect import ENGINE_KEYS, NOT_READ, VLLM_NOT_READ, settings_without_effect
 from verl.utils.config import validate_config
-from verl.utils.config_check import paths
-from verl.utils.config_effect import ENGINE_KEYS, NOT_READ, VLLM_NOT_READ, settings_without_effect
 
 
 def told(*overrides):

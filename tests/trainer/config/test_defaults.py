@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.base_config import BaseConfig
+from verl.planning.config_check import SECTIONS
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.config_check import SECTIONS
 
 KEYS_FILE = Path(__file__).with_name("public_keys.txt")
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.algos.names import POLICY_LOSSES
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.algos.names import POLICY_LOSSES
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, kl_penalty_forward
 
 

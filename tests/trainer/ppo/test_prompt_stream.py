@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
+from verl.trainer.run.prompt_stream import PromptStream, data_fingerprint
 
 
 class Numbers(Dataset):

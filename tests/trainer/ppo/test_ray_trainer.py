@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
 from verl.protocol import DataProto
-from verl.trainer.ppo.nonfinite import NonFiniteRun
-from verl.trainer.ppo.steps import StepFailed
 from verl.trainer.ppo.utils import Role
+from verl.trainer.run.nonfinite import NonFiniteRun
+from verl.trainer.run.timing import StepFailed
 
 
 def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):

@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.trainer.ppo.rollout_corr_helper import (
+from verl.algos.rollout_correction import (
     apply_bypass_mode,
     compute_offpolicy_metrics,
     compute_rollout_correction_and_add_to_batch,
@@ -17,6 +14,9 @@ from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
+from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
 # Ratios pi_old / pi_rollout of two sequences; the last token of the second one is padding.
 RATIO = torch.tensor([[1.0, 4.0, 0.5], [0.5, 0.25, 9.0]])

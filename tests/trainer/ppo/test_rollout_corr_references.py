@@ -17,12 +17,12 @@ from torch import Tensor
 from tests.helpers.algo_batches import counted, junk_outside, masks, normal, numeric_gradient, seeds
 from tests.helpers.policy_batches import Batch, batches, value_and_gradient
 from tests.trainer.ppo.test_loss_references import vanilla
-from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.rollout_corr_helper import (
+from verl.algos.rollout_correction import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,
     settings_of,
 )
+from verl.trainer.config import RolloutCorrectionConfig
 
 levels = st.sampled_from([None, "token", "sequence"])
 corrections = st.builds(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from verl.trainer.ppo.run_files import AppendedRows, RunFiles, installed_versions, pick_samples, write_jsonl
+from verl.trainer.run.run_files import AppendedRows, RunFiles, installed_versions, pick_samples, write_jsonl
 
 
 def steps_in(path) -> list[int]:

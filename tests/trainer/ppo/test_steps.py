@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 from ray.exceptions import RayTaskError
 
-from verl.trainer.ppo.steps import StepFailed, root_cause, step, timed_step
+from verl.trainer.run.timing import StepFailed, root_cause, step, timed_step
 
 
 class Loop:

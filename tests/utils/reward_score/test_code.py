@@ -11,10 +11,10 @@ import pytest
 import tenacity
 
 from tests.helpers.sandbox import refused
-from verl.utils.grading import Slots
+from verl.grading.pool import Slots
+from verl.grading.sandbox import SandboxConfig
 from verl.utils.reward_score import default_compute_score, prime_code, sandbox_fusion
 from verl.utils.reward_score.code_cases import Case, cases_of, extract_code, same_output, same_value
-from verl.utils.sandbox import SandboxConfig
 
 SUMS = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [30, 12]], "outputs": [3, 42]}
@@ -177,7 +177,7 @@ else:
     open('/proc/sys/user/max_user_namespaces', 'w').write('0')
 os.setgroups = lambda groups: None  # what is left of root here cannot, nor need it
 os.setresgid = os.setresuid = lambda *ids: None
-from verl.utils.sandbox import run_python, SandboxConfig, SandboxUnavailable
+from verl.grading.sandbox import run_python, SandboxConfig, SandboxUnavailable
 try: print('RAN', run_python('print(1)').stdout)
 except SandboxUnavailable as refusal: print('REFUSED', refusal)
 print('UNCONFINED', run_python('print(1)', limits=SandboxConfig(unconfined=True)).stdout)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.protocol import DataProto
-from verl.trainer.ppo.algos.reweight import compute_pf_ppo_reweight_data
 from verl.utils.groupwise import as_torch_index
-from verl.workers.reward_manager.rows import LOST
+from verl.workers.reward_manager.reward_rows import LOST
 
 MASKED = "masked"
 

@@ -1,21 +1,21 @@
 """The algorithms' public face: every advantage, loss and KL function under verl's import path."""
 # ruff: noqa: F401, I001 (names to be imported from here, several a line)
 
-from verl.trainer.ppo.algos.advantage import (
+from verl.algos.advantage import (
     AdvantageEstimator, Groups, compute_gae_advantage_return, compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage, compute_grpo_passk_outcome_advantage, compute_grpo_vectorized_outcome_advantage,
     compute_opo_outcome_advantage, compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage, compute_remax_outcome_advantage, compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage, estimate_advantages, get_adv_estimator_fn, inputs_of, register_adv_est,
 )
-from verl.trainer.ppo.algos.aggregation import LOSS_AGG_MODES, agg_loss
-from verl.trainer.ppo.algos.kl import (
+from verl.algos.aggregation import LOSS_AGG_MODES, agg_loss
+from verl.algos.kl import (
     AdaptiveKLController, FixedKLController, compute_rewards, get_kl_controller, kl_penalty, kl_penalty_forward,
 )
-from verl.trainer.ppo.algos.policy_loss import (
+from verl.algos.policy_loss import (
     compute_entropy_loss, compute_policy_loss, compute_policy_loss_bypass_mode, compute_policy_loss_cispo,
     compute_policy_loss_clip_cov, compute_policy_loss_geo_mean, compute_policy_loss_gpg, compute_policy_loss_gspo,
     compute_policy_loss_kl_cov, compute_policy_loss_sapo, compute_policy_loss_vanilla, compute_value_loss,
     get_policy_loss_fn, register_policy_loss,
 )
-from verl.trainer.ppo.algos.reweight import compute_pf_ppo_reweight_data
+from verl.algos.reweight import compute_pf_ppo_reweight_data

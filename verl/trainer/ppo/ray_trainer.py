@@ -10,6 +10,12 @@ import torch
 from loguru import logger
 from torch.utils.data import Dataset, Sampler
 
+from verl.algos.rollout_correction import (
+    apply_bypass_mode,
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
+)
+from verl.planning.batch_arithmetic import prompts_a_step
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import limits
@@ -19,16 +25,10 @@ from verl.trainer.ppo.batching import DropCounts, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.reward import compute_reward, drop_failed
-from verl.trainer.ppo.rollout_corr_helper import (
-    apply_bypass_mode,
-    compute_rollout_corr_metrics_from_logprobs,
-    compute_rollout_correction_and_add_to_batch,
-)
 from verl.trainer.ppo.run_keeping import RunKeeping
-from verl.trainer.ppo.steps import step
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.worker_groups import WorkerGroups, actor_role, classes
-from verl.utils.batch_arithmetic import prompts_a_step
+from verl.trainer.run.timing import step
 from verl.utils.groupwise import as_torch_index
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 

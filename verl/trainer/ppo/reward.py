@@ -11,14 +11,14 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from verl.grading.pool import ExternFunction, Slots
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.grading import ExternFunction, Slots
 from verl.utils.import_utils import load_extern_object
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
-from verl.workers.reward_manager.rows import LOST
+from verl.workers.reward_manager.reward_rows import LOST
 
 
 def _plain(mapping: Any) -> dict[str, Any]:

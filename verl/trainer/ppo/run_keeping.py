@@ -13,17 +13,17 @@ import psutil
 from loguru import logger
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.planning.batch_arithmetic import steps_in_all
 from verl.protocol import DataProto
-from verl.trainer.ppo import checkpointing
-from verl.trainer.ppo.data import create_rl_dataset, create_rl_sampler
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
-from verl.trainer.ppo.nonfinite import count_skipped
-from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
-from verl.trainer.ppo.run_files import RunFiles, write_jsonl
-from verl.trainer.ppo.steps import step, timed_step
 from verl.trainer.ppo.validation import ValidationPass, dump_rows
-from verl.utils.batch_arithmetic import steps_in_all
+from verl.trainer.run import checkpointing
+from verl.trainer.run.nonfinite import count_skipped
+from verl.trainer.run.prompt_stream import PromptStream, data_fingerprint
+from verl.trainer.run.run_files import RunFiles, write_jsonl
+from verl.trainer.run.timing import step, timed_step
 from verl.utils.checkpoint.publish import CheckpointWriter
+from verl.utils.dataset.builders import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.redact import redact, redacted_yaml
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger

@@ -10,10 +10,10 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayError
 
+from verl.algos.rollout_correction import use_bypass_loss
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.resources import ResourcePoolManager
-from verl.trainer.ppo.rollout_corr_helper import use_bypass_loss
 from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
 
 CLOSE_TIMEOUT_S = 20

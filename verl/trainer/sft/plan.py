@@ -10,6 +10,11 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from verl.planning.batch_arithmetic import divides_ranks, rank_count
+from verl.planning.config_check import resume_problems, select, tree_problems
+from verl.planning.config_effect import unread
+from verl.planning.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
+from verl.planning.problems import ABSENT, WRONG, ConfigError, Problem, raise_if_any, wrong
 from verl.trainer.dry_run import figure, memory_table, present, print_rows, unless_wrong
 from verl.trainer.dry_run_checks import (
     ROWS_AT_START,
@@ -22,13 +27,8 @@ from verl.trainer.dry_run_checks import (
     row_problems,
 )
 from verl.trainer.sft.settings import engine_parts, model_settings
-from verl.utils.batch_arithmetic import divides_ranks, rank_count
-from verl.utils.config_check import resume_problems, select, tree_problems
-from verl.utils.config_effect import unread
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.import_utils import import_external_libs
-from verl.utils.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
-from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, raise_if_any, wrong
 
 if TYPE_CHECKING:
     from verl.trainer.sft.trainer import FSDPSFTTrainer

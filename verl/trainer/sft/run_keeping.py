@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch.utils.data import Dataset
 
-from verl.trainer.ppo import checkpointing
-from verl.trainer.ppo.nonfinite import count_skipped
-from verl.trainer.ppo.prompt_stream import PromptStream, data_fingerprint
-from verl.trainer.ppo.run_files import RunFiles
+from verl.trainer.run import checkpointing
+from verl.trainer.run.nonfinite import count_skipped
+from verl.trainer.run.prompt_stream import PromptStream, data_fingerprint
+from verl.trainer.run.run_files import RunFiles
 from verl.trainer.sft.data import PaddedRows, RankShares, make_loader
 from verl.trainer.sft.ranks import any_rank, from_first_rank, summed
 from verl.utils.checkpoint.publish import CheckpointWriter

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.config.sft import SFTOptimConfig
+from verl.config.sft import SFTOptimConfig
 from verl.utils.fs import copy_to_local
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 

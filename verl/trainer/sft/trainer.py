@@ -14,13 +14,13 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 
-from verl.trainer.config.sft import SFTConfig
+from verl.config.sft import SFTConfig
+from verl.planning.problems import Problem
 from verl.trainer.sft.data import create_sft_dataset, cut
 from verl.trainer.sft.ranks import summed
 from verl.trainer.sft.run_keeping import RunKeeping
 from verl.trainer.sft.settings import engine_parts
 from verl.utils.fs import copy_to_local
-from verl.utils.problems import Problem
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from verl.planning.problems import one_line
 from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
 from verl.utils.fsdp_utils import full_params, local_tensor
 from verl.utils.peft_weights import full_weights, peft_models, without_adapters
-from verl.utils.problems import one_line
 
 EXTRA_FILE = "extra_state.json"
 _FORMAT = 1

@@ -15,10 +15,10 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from verl.trainer.config.data import DataConfig
+from verl.config.data import DataConfig
+from verl.planning.problems import one_line
 from verl.utils.chat_template import ChatTemplateError, render_chats
 from verl.utils.import_utils import load_extern_object
-from verl.utils.problems import one_line
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 RENDERED_TOGETHER = 64  # prompts in one exchange with the process that renders

@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
-from verl.trainer.config.sft import SFTDataConfig
+from verl.config.sft import SFTDataConfig
 from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.dataset.rl_dataset import FileRows, custom_dataset_class, data_setting, truncate_ids
 from verl.utils.tokenizer import hf_tokenizer

@@ -40,7 +40,7 @@ def default_compute_score(
     """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
 
     Programs run at `sandbox_fusion_url`, else in the local sandbox, both within `sandbox` (a SandboxConfig; the service
-    minds its seconds). Hostile text may crash or fill its process: `verl.utils.grading` calls it where that is caught.
+    minds its seconds). Hostile text may crash or fill its process: `verl.grading.pool` calls it where that is caught.
     """
     sandbox = kwargs.pop("sandbox", None)
     if data_source in _CODE:

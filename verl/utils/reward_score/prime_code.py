@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from verl.grading.sandbox import SandboxConfig, run_python
 from verl.utils.reward_score.code_cases import cases_of, extract_code, share_passed
-from verl.utils.sandbox import SandboxConfig, run_python
 
 # All cases of one answer together may take this many times the limit of one.
 CASES_BUDGET = 10

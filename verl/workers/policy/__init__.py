@@ -1,7 +1,6 @@
 """Policies by name: importing this package registers the built-in ones."""
 
 from verl.workers.policy.base import Policy, get_policy, register_policy
-from verl.workers.policy.bernoulli import BernoulliPolicy
 from verl.workers.policy.causal_lm import CausalLMPolicy
 
-__all__ = ["BernoulliPolicy", "CausalLMPolicy", "Policy", "get_policy", "register_policy"]
+__all__ = ["CausalLMPolicy", "Policy", "get_policy", "register_policy"]

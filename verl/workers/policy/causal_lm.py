@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.utils.memory_estimate import LOGITS_CHUNK
+from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs, is_plain

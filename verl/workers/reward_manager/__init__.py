@@ -6,7 +6,7 @@ from verl.workers.reward_manager.dapo import DAPORewardManager
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.prime import PrimeRewardManager
 from verl.workers.reward_manager.registry import get_reward_manager_cls, register
-from verl.workers.reward_manager.rows import RewardError
+from verl.workers.reward_manager.reward_rows import RewardError
 
 __all__ = [
     "AbstractRewardManager", "BatchRewardManager", "DAPORewardManager", "NaiveRewardManager",

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from loguru import logger
 
+from verl.grading.pool import Failure, GradingPool, TravellingTensor, WholeBatch
 from verl.protocol import DataProto
-from verl.utils.grading import Failure, GradingPool, TravellingTensor, WholeBatch
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rows import RewardError, Row, rows_of
+from verl.workers.reward_manager.reward_rows import RewardError, Row, rows_of
 
 
 @register("batch")

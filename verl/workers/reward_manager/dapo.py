@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from verl.grading.pool import Failure
 from verl.protocol import DataProto
-from verl.utils.grading import Failure
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rows import Row
+from verl.workers.reward_manager.reward_rows import Row
 
 
 @register("dapo")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from verl.config.reward_model import RewardModelConfig
+from verl.grading.pool import ExternFunction, Failure, GradingPool, Together
 from verl.protocol import DataProto
-from verl.utils.grading import ExternFunction, Failure, GradingPool, Together
-from verl.workers.config.reward_model import RewardModelConfig
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.rows import Row, given_scores, log_examples, place_results, rows_of, settle
+from verl.workers.reward_manager.reward_rows import Row, given_scores, log_examples, place_results, rows_of, settle
 
 # Beyond the limit of a row: for a share of rows whose coroutines keep their limits themselves.
 _GRACE_S = 5.0

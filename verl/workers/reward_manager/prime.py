@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from verl.workers.config.reward_model import RewardModelConfig
+from verl.config.reward_model import RewardModelConfig
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
 

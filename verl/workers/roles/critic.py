@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPCriticConfig, HFModelConfig
-from verl.workers.config.model import PluginConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.roles.ranks import ModelWorker, per_rank_sizes

@@ -13,7 +13,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches, restore_order
 from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.reward_manager.rows import place_scores
+from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.roles.critic import value_model
 from verl.workers.roles.ranks import ModelWorker
 

@@ -58,7 +58,7 @@ class BaseRollout(ABC):
 # Rollouts that come with verl are imported when they are asked for: some need packages of their own.
 _BUILT_IN = {
     "hf/sync": "verl.workers.rollout.hf_rollout",
-    "spd/sync": "verl.workers.rollout.spd_rollout",
+    "spd/sync": "recipe.spd.rollout",
     "vllm/sync": "verl.workers.rollout.vllm_rollout",
 }
 _KNOWN = set(_BUILT_IN)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
+from verl.planning.problems import Problem, register_check, wrong
 from verl.protocol import DataProto
-from verl.utils.problems import Problem, register_check, wrong
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import Sampling, answered, prompt_ids, right_padded, sample_seeds, sampling_of

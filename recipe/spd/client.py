@@ -1,0 +1,294 @@
+"""Asks OpenAI-style vLLM servers for greedy completions of token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import tenacity
+from loguru import logger
+
+from recipe.spd.store import Completion, model_dir_fingerprint
+
+URLS_VARIABLE = "SPD_VLLM_URLS"
+_LONGEST_REST_S = 600.0
+
+
+class WrongModelError(RuntimeError):
+    """A server serves another model than the one asked for; the text names both."""
+
+
+class RequestRefused(RuntimeError):
+    """A server understood a request and refused it: asking again would not help."""
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """Patience and load; seconds, prompts, requests."""
+
+    timeout_s: float = 60.0  # one request, from connecting to the last byte
+    attempts: int = 4  # of one request, each on the next server
+    backoff_s: float = 0.5  # first wait; it doubles, with jitter
+    prompts_per_request: int = 48
+    concurrency: int = 8  # requests in flight
+
+
+@dataclass
+class Health:
+    """When servers that failed are asked again: after one time-out's rest, which doubles with each failure in a row.
+
+    While a server rests it is asked last. What was under way when its rest began makes the rest no longer.
+    """
+
+    first_rest_s: float
+    failures: dict[str, int] = field(default_factory=dict)  # in a row
+    rests_until: dict[str, float] = field(default_factory=dict)
+
+    def order(self, urls: Sequence[str], now: float) -> list[str]:
+        """The servers as they are to be asked at the time `now` (monotonic seconds)."""
+        return sorted(urls, key=lambda url: max(0.0, self.rests_until.get(url, 0.0) - now))
+
+    def failed(self, url: str, now: float) -> None:
+        """A request to it failed."""
+        if now < self.rests_until.get(url, 0.0):
+            return
+        self.failures[url] = self.failures.get(url, 0) + 1
+        rest = self.first_rest_s * 2.0 ** (self.failures[url] - 1)
+        self.rests_until[url] = now + min(rest, max(_LONGEST_REST_S, self.first_rest_s))
+
+    def answered(self, url: str) -> bool:
+        """It works; gives whether it had failed before."""
+        self.rests_until.pop(url, None)
+        return self.failures.pop(url, 0) > 0
+
+
+def server_urls(configured: Sequence[str] | str | None) -> list[str]:
+    """SPD_VLLM_URLS (comma separated), else the configured servers; [] means: start a local one."""
+    found = os.environ[URLS_VARIABLE] if os.environ.get(URLS_VARIABLE) else configured or []
+    parts = found.split(",") if isinstance(found, str) else list(found)
+    urls = [part.strip().rstrip("/").removesuffix("/v1") for part in parts if part.strip()]
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"server URL {url!r} in {URLS_VARIABLE} or spd.rollout.servers must start with http:// or https://."
+            )
+    return urls
+
+
+def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
+    """The servers, first the one whose number matches CUDA_VISIBLE_DEVICES (else the rank), then the others."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    first = (int(visible) if visible.isdecimal() else rank) % len(urls)
+    return [*urls[first:], *urls[:first]]
+
+
+class VllmEngineServer:
+    """Client of one or several servers that serve the same model.
+
+    One event loop in a thread of its own keeps a connection pool over the whole training. A request goes to the
+    preferred server and, when that fails or is too slow, to the next; a server that failed rests a while (Health).
+    """
+
+    def __init__(
+        self, urls: Sequence[str], model_path: str, *, max_tokens: int, eos_token_ids: Sequence[int],
+        settings: ClientSettings, served_model: str | None = None,
+    ) -> None:  # fmt: skip
+        if not urls:
+            raise ValueError(f"no server: set {URLS_VARIABLE} or spd.rollout.servers.")
+        self.urls = list(urls)
+        self.model_path = model_path
+        self.max_tokens = max_tokens
+        self.eos = frozenset(eos_token_ids)
+        self.settings = settings
+        self.served_model = served_model
+        self.health = Health(settings.timeout_s)
+        self.last_error = ""
+        self._names: dict[str, str] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="spd-client", daemon=True)
+        self._thread.start()
+
+    def complete(
+        self, contexts: Sequence[Sequence[int]], on_chunk: Callable[[list[int], list[Completion]], None] | None = None
+    ) -> list[Completion | None]:
+        """The greedy completion of each context, None where no server gave one.
+
+        `on_chunk(positions, completions)` is called as soon as a request is answered, in the client's thread.
+        """
+        # Small chunks when there is little to do, so that several servers work side by side.
+        size = max(1, min(self.settings.prompts_per_request, -(-len(contexts) // self.settings.concurrency)))
+        chunks = [list(range(i, min(i + size, len(contexts)))) for i in range(0, len(contexts), size)]
+        return self._run(self._complete(contexts, chunks, on_chunk))
+
+    def check_model(self) -> None:
+        """Ask every server that answers what it serves; another model than ours is an error."""
+        self._run(self._check_all())
+
+    def close(self) -> None:
+        """Close the connections and end the thread."""
+        if self._loop.is_closed():
+            return
+        if self._session is not None:
+            self._run(self._session.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _pool(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.settings.concurrency),
+                timeout=aiohttp.ClientTimeout(total=self.settings.timeout_s),
+                trust_env=False,
+            )
+        return self._session
+
+    async def _complete(self, contexts, chunks, on_chunk) -> list[Completion | None]:
+        gate = asyncio.Semaphore(self.settings.concurrency)
+        done: list[Completion | None] = [None] * len(contexts)
+
+        async def ask(positions: list[int]) -> None:
+            async with gate:
+                try:
+                    answers = await self._ask_with_retry([list(contexts[i]) for i in positions])
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    # Lost for good: the caller counts these rows.
+                    self.last_error = f"{type(error).__name__}: {error}"
+                    logger.warning("{} completions are lost: {}", len(positions), self.last_error)
+                    return
+            for i, answer in zip(positions, answers, strict=True):
+                done[i] = answer
+            if on_chunk is not None:
+                on_chunk(positions, answers)
+
+        await asyncio.gather(*(ask(positions) for positions in chunks))
+        return done
+
+    async def _ask_with_retry(self, prompts: list[list[int]]) -> list[Completion]:
+        """One request, on the next server after each failure. Raises the last failure, or RequestRefused at once."""
+        order = self.health.order(self.urls, time.monotonic())
+        retry = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(self.settings.attempts),
+            wait=tenacity.wait_random_exponential(multiplier=self.settings.backoff_s, max=10),
+            retry=tenacity.retry_if_exception_type((aiohttp.ClientError, TimeoutError)),
+            reraise=True,
+        )
+        async for attempt in retry:
+            with attempt:
+                url = order[(attempt.retry_state.attempt_number - 1) % len(order)]
+                try:
+                    answers = await self._ask(url, prompts)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    self.health.failed(url, time.monotonic())
+                    logger.warning(
+                        "SPD server {}: attempt {} of {} failed: {}: {}", url, attempt.retry_state.attempt_number,
+                        self.settings.attempts, type(error).__name__, error,
+                    )  # fmt: skip
+                    raise
+                if self.health.answered(url):
+                    logger.info("SPD server {} answers again", url)
+        return answers
+
+    async def _ask(self, url: str, prompts: list[list[int]]) -> list[Completion]:
+        body = {
+            "model": await self._model_name(url), "prompt": prompts, "max_tokens": self.max_tokens, "temperature": 0.0,
+            "return_token_ids": True,
+        }  # fmt: skip
+        async with self._pool().post(f"{url}/v1/completions", json=body) as reply:
+            if 400 <= reply.status < 500 and reply.status not in (408, 429):
+                raise RequestRefused(
+                    f"SPD server {url} refused a request of {len(prompts)} prompts (longest "
+                    f"{max(map(len, prompts))} tokens, max_tokens {self.max_tokens}) with {reply.status}: "
+                    f"{(await reply.text())[:500]}"
+                )
+            reply.raise_for_status()
+            return self._read(await reply.json(), len(prompts), url)
+
+    def _read(self, answer: dict[str, Any], count: int, url: str) -> list[Completion]:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if [choice["index"] for choice in choices] != list(range(count)):
+            raise aiohttp.ClientPayloadError(f"{url} gave {len(choices)} choices for {count} prompts")
+        done = []
+        for choice in choices:
+            ids = choice.get("token_ids")
+            if ids is None:
+                raise RequestRefused(
+                    f"SPD server {url} sends no token_ids; a vLLM that knows return_token_ids is needed."
+                )
+            if choice["finish_reason"] == "length" and len(ids) < self.max_tokens:
+                raise RequestRefused(
+                    f"SPD server {url} ended a completion at {len(ids)} tokens for want of room, before the "
+                    f"{self.max_tokens} of spd.rollout.max_tokens: raise its --max-model-len (of a local server: "
+                    "spd.rollout.max_model_len)."
+                )
+            while ids and ids[-1] in self.eos:
+                ids = ids[:-1]
+            done.append(Completion(tuple(ids), hit_limit=choice["finish_reason"] == "length"))
+        return done
+
+    async def _model_name(self, url: str) -> str:
+        """The name under which a server serves our model, asked once."""
+        if url not in self._names:
+            async with self._pool().get(f"{url}/v1/models") as reply:
+                reply.raise_for_status()
+                text = await reply.text()
+            try:
+                models = json.loads(text)["data"]
+                self._names[url] = self._matching(models, url)
+            except (ValueError, KeyError, TypeError) as error:
+                raise RequestRefused(
+                    f"{url}/v1/models answers {text[:120]!r}, which lists no models: is a vLLM server there? Correct "
+                    f"{URLS_VARIABLE} or spd.rollout.servers."
+                ) from error
+        return self._names[url]
+
+    def _matching(self, models: list[dict[str, Any]], url: str) -> str:
+        for model in models:
+            named = model["id"] == self.served_model
+            if named or (self.served_model is None and same_model(model.get("root") or model["id"], self.model_path)):
+                return model["id"]
+        served = ", ".join(f"{model['id']} ({model.get('root')})" for model in models)
+        raise WrongModelError(
+            f"SPD server {url} serves {served}, but the target is {self.served_model or self.model_path!r}. Start it "
+            "with that model, or say under which name it serves it in spd.rollout.served_model."
+        )
+
+    async def _check_all(self) -> None:
+        reached = 0
+        for url in self.urls:
+            try:
+                await self._model_name(url)
+                reached += 1
+            except (aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("SPD server {} does not answer: {}: {}", url, type(error).__name__, error)
+                self.health.failed(url, time.monotonic())
+                self.last_error = f"{type(error).__name__}: {error}"
+        if not reached:
+            raise ConnectionError(
+                f"none of the SPD servers {', '.join(self.urls)} answers ({self.last_error}). Start them, or unset "
+                f"{URLS_VARIABLE} and spd.rollout.servers to have a local one started."
+            )
+
+
+def same_model(served: str, ours: str) -> bool:
+    """Whether what a server calls its model is ours: the same path, equal files, or (not on this disk) its name."""
+    if served == ours:
+        return True
+    served_dir, our_dir = Path(served).expanduser(), Path(ours).expanduser()
+    if served_dir.is_dir() and our_dir.is_dir():
+        return served_dir.resolve() == our_dir.resolve() or model_dir_fingerprint(served_dir) == model_dir_fingerprint(
+            our_dir
+        )
+    return served_dir.name == our_dir.name

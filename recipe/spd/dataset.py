@@ -1,0 +1,259 @@
+"""Drafted blocks for the speculative-decoding scorer: [Context] SEP [Draft] SEP [Target] SEP with its offsets."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from omegaconf import DictConfig
+from torch.utils.data import Dataset
+
+from verl.planning.problems import one_line
+from verl.utils.dataset.rl_dataset import DatasetError, left_pad, read_rows
+
+OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
+IDS = ("context_ids", "draft_ids", "target_ids")
+# Of a block; the first then comes from the metadata.
+OPTIONAL = ("is_correct_baseline", "baseline_length", "question_len")
+SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
+
+
+def build_spd_input(
+    context_ids: list[int], draft_ids: list[int], target_ids: list[int], sep_token_id: int
+) -> tuple[list[int], dict[str, int]]:
+    """The scorer's input ids, and the offsets of its parts in it."""
+    if len(target_ids) != len(draft_ids) + 1:
+        raise ValueError(
+            f"{len(target_ids)} target ids for {len(draft_ids)} draft ids; one more (the bonus token) is needed."
+        )
+    ids = [*context_ids, sep_token_id, *draft_ids, sep_token_id, *target_ids, sep_token_id]
+    draft_start = len(context_ids) + 1
+    return ids, {
+        "context_len": len(context_ids), "draft_start": draft_start, "draft_len": len(draft_ids),
+        "target_start": draft_start + len(draft_ids) + 1, "target_len": len(target_ids),
+    }  # fmt: skip
+
+
+def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Drop what a draft says after its own end token: nobody ever reads it."""
+    end = next((i for i, token in enumerate(draft) if token in ends), None)
+    return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
+
+
+def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
+    """spd_layout: context_start, context_len, draft_start, draft_len, target_start after `padding` columns in front.
+
+    The context ends one column before the separator in front of the draft, whatever was cut off it.
+    """
+    draft_start = offsets["draft_start"] + padding
+    context_start = draft_start - 1 - offsets["context_len"]
+    return [context_start, offsets["context_len"], draft_start, offsets["draft_len"], offsets["target_start"] + padding]
+
+
+@dataclass
+class SPDInputData:
+    """One batch as the scorer reads it; every field is a tensor of the same first dimension."""
+
+    input_ids: torch.Tensor  # [B, P] int64, left-padded
+    attention_mask: torch.Tensor  # [B, P], 1 = text
+    position_ids: torch.Tensor  # [B, P], counted from the context's first token, 0 at padding
+    spd_layout: torch.Tensor  # [B, 5] = context_start, context_len, draft_start, draft_len, target_start
+
+    @classmethod
+    def from_blocks(
+        cls, contexts: Sequence[list[int]], drafts: Sequence[list[int]], targets: Sequence[list[int]], *,
+        sep_token_id: int, pad_token_id: int, device: torch.device | str = "cpu",
+    ) -> SPDInputData:  # fmt: skip
+        """Blocks as ids (each target one longer than its draft), left-padded to the longest."""
+        built = [build_spd_input(c, d, t, sep_token_id) for c, d, t in zip(contexts, drafts, targets, strict=True)]
+        width = max(len(ids) for ids, _ in built)
+        texts = [[pad_token_id] * (width - len(ids)) + ids for ids, _ in built]
+        layout = [left_padded_layout(offsets, width - len(ids)) for ids, offsets in built]
+        layout = torch.tensor(layout, device=device)
+        places = torch.arange(width, device=device) - layout[:, :1]
+        return cls(torch.tensor(texts, device=device), (places >= 0).long(), places.clamp(min=0), layout)
+
+    def as_kwargs(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of ScoringActor.forward."""
+        return dict(vars(self))
+
+
+def ids_error(name: str, ids: Any, vocabulary: int) -> str:
+    """What is wrong with a column of token ids; empty if they are ids of a tokenizer with `vocabulary` entries."""
+    if isinstance(ids, list) and not ids:
+        return f"{name} is empty; it needs at least one token id."
+    rule = f"{name} must be a list of token ids from 0 to {vocabulary - 1}, those of the tokenizer"
+    if not isinstance(ids, list):
+        return f"{rule}, not {one_line(ids)}."
+    if bad := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
+        return f"{rule}, but holds {one_line(bad[0])}. Name the tokenizer that the ids were made with."
+    return ""
+
+
+def facts_error(facts: Mapping[str, Any]) -> str:
+    """What is wrong with a column of OPTIONAL (None: not known); empty if nothing is."""
+    for name, low, high, rule in (
+        ("is_correct_baseline", 0, 1, "0 or 1"),
+        *((name, 0, 2**31 - 1, "a number of tokens") for name in ("baseline_length", "question_len")),
+    ):  # fmt: skip
+        value = facts.get(name)
+        if value is not None and not (isinstance(value, int | float) and low <= value <= high and value == int(value)):
+            return f"{name} must be {rule}, not {one_line(value)}."
+    return ""
+
+
+def truth_error(truth: Any) -> str:
+    """What is wrong with a ground truth: it must be a text with something in it, or a number; empty if it is."""
+    if (isinstance(truth, str) and truth.strip()) or (type(truth) in (int, float) and abs(truth) < float("inf")):
+        return ""
+    return f"ground_truth must be a text or a number, not {one_line(repr(truth))}."
+
+
+@functools.cache
+def spelling_error(names: tuple[str, ...]) -> str:
+    """A name that is nearly one of the columns which may be left out: a slip there would go unseen."""
+    for name in names:
+        if name not in OPTIONAL and (close := difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)):
+            return f"'{name}' is no known column; did you mean '{close[0]}'? Rename it."
+    return ""
+
+
+def resolve_sep_token_id(tokenizer: Any) -> int:
+    """SPD_SEP_TOKEN_ID, else the tokenizer's sep token, else its first reserved special token; else an error."""
+    if SEP_VARIABLE in os.environ:
+        text = os.environ[SEP_VARIABLE]
+        if not text.isdecimal() or int(text) >= len(tokenizer):
+            raise ValueError(f"{SEP_VARIABLE}={text!r} is no token id below {len(tokenizer)}, the tokenizer's size.")
+        return int(text)
+    if tokenizer.sep_token_id is not None:
+        return tokenizer.sep_token_id
+    reserved = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if "reserved" in token.content.lower())
+    if reserved:
+        return reserved[0]
+    raise ValueError(
+        f"the tokenizer has neither a sep token nor a reserved special token: set {SEP_VARIABLE} to a token id that "
+        "never occurs in text."
+    )
+
+
+class SPDRLHFDataset(Dataset):
+    """One sample a drafted block: input_ids, attention_mask, position_ids [P] int64 (left-padded to
+    data.max_prompt_length), spd_layout [5] int64, sample_index, and every other column of the row.
+
+    Offsets in `extra_info` and `rollout_info` are shifted by the padding. An over-long block keeps its last
+    data.max_prompt_length tokens: only context is cut. The ids in `extra_info` stay whole.
+    """
+
+    def __init__(
+        self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:  # fmt: skip
+        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.vocabulary = len(tokenizer)
+        self.max_prompt_length = config.max_prompt_length
+        self.gamma = config.max_response_length
+        if tokenizer.pad_token_id is None:
+            raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
+        rows, origins = [], []
+        for file in self.data_files:
+            found = read_rows(file)
+            rows += found
+            origins += [(str(file), number) for number in range(len(found))]
+        if not rows:
+            raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+        keep = self._chosen(len(rows), max_samples)
+        self.rows = [rows[i] for i in keep]
+        self.origins = [origins[i] for i in keep]
+        cut = sum(self._check(i) for i in range(len(self.rows)))
+        if cut:
+            logger.info(
+                "{} of {} blocks exceed data.max_prompt_length={} and lose the start of their context",
+                cut, len(self.rows), self.max_prompt_length,
+            )  # fmt: skip
+
+    def _chosen(self, count: int, max_samples: int) -> list[int]:
+        """Numbers of the rows to keep: all, or `max_samples` of them, drawn by data.seed if data.shuffle."""
+        if max_samples < 0 or max_samples >= count:
+            return list(range(count))
+        if self.config.shuffle:
+            return np.random.default_rng(self.config.seed).permutation(count)[:max_samples].tolist()
+        return list(range(max_samples))
+
+    def error(self, item: int, what: str) -> DatasetError:
+        """An error about one row, with the file it came from."""
+        file, number = self.origins[item]
+        return DatasetError(f"{file}, row {number}: {what}")
+
+    def _check(self, item: int) -> bool:
+        """Refuse a row whose ids, offsets or lengths do not fit together; True if its context will be cut."""
+        row = self.rows[item]
+        for column in ("input_ids", "extra_info", "rollout_info", "reward_model"):
+            kind = list if column == "input_ids" else Mapping
+            if column not in row or not isinstance(row[column], kind):
+                raise self.error(
+                    item, f"column '{column}' is missing or no {kind.__name__.lower()}; columns: {', '.join(row)}."
+                )
+        extra, ids = row["extra_info"], row["input_ids"]
+        if missing := [k for k in (*OFFSETS, *IDS, "is_correct_baseline") if extra.get(k) is None]:
+            raise self.error(item, f"extra_info lacks {', '.join(missing)}; make the file with train_spd_scorer.py.")
+        if "ground_truth" not in row["reward_model"]:
+            raise self.error(item, f"reward_model has no 'ground_truth'; it has {sorted(row['reward_model'])}.")
+        lists = {"input_ids": ids, **{name: extra[name] for name in IDS}}
+        wrong = [ids_error(name, given, self.vocabulary) for name, given in lists.items()]
+        wrong += [facts_error(extra), truth_error(row["reward_model"]["ground_truth"]), spelling_error(tuple(extra))]
+        if told := next(filter(None, wrong), ""):
+            raise self.error(item, told)
+        context, draft, target = (extra[name] for name in IDS)
+        if len(target) != len(draft) + 1:
+            counts = f"{len(draft)} draft and {len(target)} target ids"
+            raise self.error(item, f"{counts}; one target id (the bonus token) more than draft ids is needed.")
+        sep = ids[len(context)] if len(ids) > len(context) else -1
+        expected, offsets = build_spd_input(context, draft, target, sep)
+        if ids != expected:
+            raise self.error(item, "input_ids is not [context_ids] SEP [draft_ids] SEP [target_ids] SEP of extra_info.")
+        for where in ("extra_info", "rollout_info"):
+            for name, value in offsets.items():
+                if type(row[where].get(name)) is not int or row[where][name] != value:
+                    raise self.error(item, f"{where}.{name} is {row[where].get(name)!r}; input_ids says {value}.")
+        if len(draft) > self.gamma:
+            what = (
+                f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}. Raise it to {len(draft)}."
+            )
+            raise self.error(item, what)
+        needed = len(ids) - len(context) + 1  # one context token must stay: it predicts t_1
+        if needed > self.max_prompt_length:
+            limit = f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it."
+            parts = "draft and target with their separators and one context token"
+            raise self.error(item, f"{parts} need {needed} tokens, {limit}")
+        return len(ids) > self.max_prompt_length
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = dict(self.rows[item])
+        ids = row.pop("input_ids")
+        shift = self.max_prompt_length - len(ids)  # below 0: the first -shift context tokens are cut
+        cut = max(0, -shift)
+        width, pad = self.max_prompt_length, self.tokenizer.pad_token_id
+        input_ids, attention_mask, position_ids = left_pad(ids[cut:], width, pad)
+        offsets = {name: row["extra_info"][name] for name in OFFSETS}
+        offsets["context_len"] -= cut
+        offsets["draft_start"] += shift
+        offsets["target_start"] += shift
+        extra = {**row["extra_info"], **offsets, "ground_truth": row["reward_model"]["ground_truth"]}
+        return {
+            **row, "extra_info": extra, "rollout_info": {**row["rollout_info"], **offsets}, "input_ids": input_ids,
+            "attention_mask": attention_mask, "position_ids": position_ids,
+            "spd_layout": torch.tensor(left_padded_layout(offsets, 0)),
+            "index": extra["index"] if extra.get("index") is not None else item, "sample_index": torch.tensor(item),
+        }  # fmt: skip

@@ -1,0 +1,352 @@
+"""Batched greedy speculative decoding, in which a judge decides on every mismatch between draft and target.
+
+`speculative_generate` runs draft and target until each row has ended on its own; `greedy_generate` is the target
+alone; `replay_blocks` rebuilds the judge's view of recorded blocks. Any pair of Hugging Face causal models with one
+vocabulary and full attention will do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from recipe.spd.hybrid import effective_lengths
+from verl.utils.kv_cache import RowCache
+
+FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
+
+
+@dataclass
+class Block:
+    """What a judge sees: B drafted blocks of g tokens and the target's view of each position.
+
+    Position i of `target_ids`, `target_logits` and `target_hidden` is the target's word on draft token i (given the
+    context and the draft tokens before i); position g is the bonus token's.
+    """
+
+    context_ids: list[list[int]]  # B lists: the prompt and everything committed so far
+    draft_ids: torch.Tensor  # [B, g] int64
+    target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices
+    target_logits: torch.Tensor  # [B, g + 1, V] float32
+    draft_logits: torch.Tensor  # [B, g, V] float32
+    target_hidden: torch.Tensor  # [B, g + 1, H], the input of the target's output layer
+    mismatch: torch.Tensor  # [B, g] bool, True where draft and target differ
+    rows: torch.Tensor  # [B] int64, the question each row belongs to
+
+
+Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case
+
+
+@dataclass
+class SpecResult:
+    """One entry a question in every list; `tokens` leave out the prompt and keep the end token."""
+
+    tokens: list[list[int]]
+    origin: list[list[int]]  # of each token: FROM_TARGET, FROM_MATCH (agreed draft) or FROM_MISMATCH (let through)
+    rounds: list[int]  # target forwards
+    accepted: list[int]  # draft tokens that stand in `tokens`
+    judged_mismatches: list[int]  # mismatches up to and including the first rejection of each block
+    accepted_mismatches: list[int]
+    finished: list[bool]  # True: ended by the end token; False: cut at max_new_tokens
+    seconds: float = 0.0
+
+    @classmethod
+    def empty(cls, questions: int) -> SpecResult:
+        counts = ([0] * questions for _ in range(4))
+        return cls([[] for _ in range(questions)], [[] for _ in range(questions)], *counts, [False] * questions)
+
+
+@dataclass
+class _Rows:
+    """The rows still running: row k of each cache and of each tensor here is question `question[k]`."""
+
+    question: torch.Tensor  # [B] int64
+    previous: torch.Tensor  # [B] the last but one committed token (the last one where there is only one)
+    last: torch.Tensor  # [B] the last committed token, which no cache holds yet
+    length: torch.Tensor  # [B] committed tokens, prompt included
+    caches: list[RowCache] = field(default_factory=list)
+
+    def keep(self, alive: torch.Tensor) -> None:
+        """Drop the rows where `alive` [B] is False: survivors from the end move into the holes."""
+        count = int(alive.sum())
+        if count == alive.numel():
+            return
+        destination = (~alive[:count]).nonzero().flatten()
+        source = alive[count:].nonzero().flatten() + count
+        if source.numel():
+            for cache in self.caches:
+                cache.move_rows(source, destination)
+        for name in ("question", "previous", "last", "length"):
+            column = getattr(self, name)
+            column[destination] = column[source]
+            setattr(self, name, column[:count])
+
+
+def speculative_generate(
+    target: nn.Module, draft: nn.Module, prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int = 8,
+    max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
+    on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
+) -> SpecResult:  # fmt: skip
+    """Continue every prompt by rounds of: draft proposes gamma tokens, target checks them in one forward, judge rules.
+
+    Both models are greedy. Each round commits the leading accepted draft tokens and the target's token after them.
+    A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; what the block holds
+    after that is dropped, from the tokens and from the counts. `on_block(block, accepted)` sees every block with its
+    leading accepts [B] (before such a cut).
+    """
+    _check_prompts(prompts, gamma, max_new_tokens)
+    ends = end_ids(eos_token_id)
+    result = SpecResult.empty(len(prompts))
+    started = time.perf_counter()
+    with _inference(target, draft):
+        for chunk in _chunks(len(prompts), batch_size):
+            contexts = {row: list(prompts[row]) for row in chunk}
+            rows = _start([target, draft], contexts, max_new_tokens, spare=gamma)
+            rounds = 0
+            while rows.question.numel() and rounds != max_rounds:
+                block = _propose_and_verify(target, draft, rows, contexts, gamma)
+                verdict = _check_verdict(judge(block), block)
+                accepted = effective_lengths(verdict | ~block.mismatch)
+                if on_block is not None:
+                    on_block(block, accepted)
+                _commit(block, accepted, contexts, result, max_new_tokens, ends)
+                _advance(rows, block, accepted)
+                rows.keep(_alive(result, block.rows.tolist(), max_new_tokens, accepted.device))
+                rounds += 1
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def greedy_generate(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
+) -> SpecResult:  # fmt: skip
+    """Continue every prompt with the model's own greedy tokens, one forward a token."""
+    _check_prompts(prompts, 1, max_new_tokens)
+    ends = end_ids(eos_token_id)
+    result = SpecResult.empty(len(prompts))
+    started = time.perf_counter()
+    with _inference(model):
+        for chunk in _chunks(len(prompts), batch_size):
+            contexts = {row: list(prompts[row]) for row in chunk}
+            rows = _start([model], contexts, max_new_tokens, spare=0)
+            while rows.question.numel():
+                logits, _ = _forward(model, rows.caches[0], rows.last[:, None], rows.length[:, None] - 1)
+                token = logits[:, -1].argmax(-1)
+                questions = rows.question.tolist()
+                for question, choice in zip(questions, token.tolist(), strict=True):
+                    _append(result, question, [choice], [FROM_TARGET], max_new_tokens, ends)
+                rows.last, rows.length = token, rows.length + 1
+                rows.keep(_alive(result, questions, max_new_tokens, token.device))
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def replay_blocks(
+    target: nn.Module, draft: nn.Module, context_ids: Sequence[Sequence[int]], draft_ids: Sequence[Sequence[int]], *,
+    batch_size: int = 256,
+) -> Iterator[Block]:  # fmt: skip
+    """Show recorded blocks to a judge again: yields Blocks whose `rows` are places in the given lists.
+
+    The target's tokens are computed anew, so they are right for these models whatever the record says. Blocks of
+    different draft length come in different Blocks.
+    """
+    _check_prompts(context_ids, 1, 1)
+    by_length: dict[int, list[int]] = {}
+    for place, tokens in enumerate(draft_ids):
+        by_length.setdefault(len(tokens), []).append(place)
+    for length, places in sorted(by_length.items()):
+        if length == 0:
+            raise ValueError(f"draft_ids[{places[0]}] is empty; a block needs at least one drafted token")
+        for start in range(0, len(places), batch_size):
+            chunk = places[start : start + batch_size]
+            contexts = {place: list(context_ids[place]) for place in chunk}
+            with _inference(target, draft):
+                rows = _start([target, draft], contexts, length, spare=0)
+                given = torch.tensor([list(draft_ids[place]) for place in chunk], device=rows.last.device)
+                draft_logits = _forward(draft, rows.caches[1], *_verification_input(rows, given))[0][:, :-1]
+                yield _verify(target, rows, contexts, given, draft_logits)
+
+
+def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_tokens: int, spare: int) -> _Rows:
+    """Prefill every context but its last token into one cache a model.
+
+    Room is reserved for `new_tokens` committed ones and `spare` slots of a draft that runs past them.
+    """
+    device = next(models[0].parameters()).device
+    lengths = [len(tokens) for tokens in contexts.values()]
+    rows = _Rows(
+        question=torch.tensor(list(contexts), device=device),
+        previous=torch.tensor([tokens[-2:][0] for tokens in contexts.values()], device=device),
+        last=torch.tensor([tokens[-1] for tokens in contexts.values()], device=device),
+        length=torch.tensor(lengths, device=device),
+    )
+    # Right padding: the slots it fills lie after each row's end, so they are masked until a real token overwrites them.
+    width = max(lengths) - 1
+    padded = torch.tensor([(tokens[:-1] + [0] * width)[:width] for tokens in contexts.values()], device=device)
+    for model in models:
+        _check_positions(model, max(lengths), new_tokens)
+        layers = model.config.get_text_config().num_hidden_layers
+        cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
+        if width:
+            positions = torch.arange(width, device=device).expand(len(lengths), width)
+            mask = cache.announce(positions, _dtype(model))
+            model.base_model(
+                input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+        rows.caches.append(cache)
+    return rows
+
+
+def _propose_and_verify(
+    target: nn.Module, draft: nn.Module, rows: _Rows, contexts: dict[int, list[int]], gamma: int
+) -> Block:
+    """One round's forwards: gamma of the draft, one of the target over its last token and the whole draft."""
+    # The draft never saw its own last token of a fully accepted block: feeding the last two tokens covers every row.
+    tokens = torch.stack([rows.previous, rows.last], dim=1)
+    positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
+    draft_ids, draft_logits = [], []
+    for step in range(gamma):
+        logits, _ = _forward(draft, rows.caches[1], tokens, positions)
+        draft_logits.append(logits[:, -1])
+        draft_ids.append(logits[:, -1].argmax(-1))
+        tokens, positions = draft_ids[-1][:, None], rows.length[:, None] + step
+    return _verify(target, rows, contexts, torch.stack(draft_ids, dim=1), torch.stack(draft_logits, dim=1))
+
+
+def _verification_input(rows: _Rows, draft_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last committed token followed by the draft [B, g], and their positions: two of [B, g + 1]."""
+    offsets = torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
+    return torch.cat([rows.last[:, None], draft_ids], dim=1), (rows.length - 1)[:, None] + offsets
+
+
+def _verify(
+    target: nn.Module, rows: _Rows, contexts: dict[int, list[int]], draft_ids: torch.Tensor, draft_logits: torch.Tensor
+) -> Block:
+    """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
+    logits, hidden = _forward(target, rows.caches[0], *_verification_input(rows, draft_ids), with_hidden=True)
+    target_ids = logits.argmax(-1)
+    return Block(
+        context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
+        target_ids=target_ids, target_logits=logits, draft_logits=draft_logits, target_hidden=hidden,
+        mismatch=draft_ids != target_ids[:, :-1], rows=rows.question.clone(),
+    )  # fmt: skip
+
+
+def _forward(
+    model: nn.Module, cache: RowCache, tokens: torch.Tensor, positions: torch.Tensor, *, with_hidden: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run tokens [B, q] at positions [B, q]; returns logits [B, q, V] float32 and the last hidden state [B, q, H]."""
+    mask = cache.announce(positions, _dtype(model))
+    # A draft may run past the last position that can be committed; its tokens there are dropped, so any index will do.
+    limit = model.config.get_text_config().max_position_embeddings - 1
+    output = model(
+        input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
+        use_cache=True, output_hidden_states=with_hidden,
+    )  # fmt: skip
+    return output.logits.float(), output.hidden_states[-1] if with_hidden else None
+
+
+def _commit(
+    block: Block, accepted: torch.Tensor, contexts: dict[int, list[int]], result: SpecResult, max_new_tokens: int,
+    ends: frozenset[int],
+) -> None:  # fmt: skip
+    """Write each row's leading accepts [B] and the target's next token into the result and the contexts."""
+    columns = (block.rows, accepted, block.draft_ids, block.target_ids, block.mismatch)
+    for question, count, drafted, chosen, mismatch in zip(*(column.tolist() for column in columns), strict=True):
+        tokens = drafted[:count] + [chosen[count]]
+        origin = [FROM_MISMATCH if wrong else FROM_MATCH for wrong in mismatch[:count]] + [FROM_TARGET]
+        kept = _append(result, question, tokens, origin, max_new_tokens, ends)
+        passed = origin[:kept].count(FROM_MISMATCH)
+        rejected = kept == count + 1 and count < len(drafted)
+        result.accepted[question] += min(kept, count)
+        result.accepted_mismatches[question] += passed
+        result.judged_mismatches[question] += passed + rejected
+        contexts[question].extend(tokens[:kept])
+
+
+def _advance(rows: _Rows, block: Block, accepted: torch.Tensor) -> None:
+    """Move every row behind its committed tokens; ended rows are dropped next, so theirs do not matter."""
+    before = block.draft_ids.gather(1, (accepted - 1).clamp(min=0)[:, None]).flatten()
+    rows.previous = torch.where(accepted > 0, before, rows.last)
+    rows.last = block.target_ids.gather(1, accepted[:, None]).flatten()
+    rows.length = rows.length + accepted + 1
+
+
+def _append(
+    result: SpecResult, question: int, tokens: list[int], origin: list[int], max_new_tokens: int, ends: frozenset[int]
+) -> int:
+    """Add a round's tokens up to the first end token and the limit; returns how many were kept."""
+    kept = min(len(tokens), max_new_tokens - len(result.tokens[question]))
+    end = next((i for i, token in enumerate(tokens[:kept]) if token in ends), None)
+    if end is not None:
+        kept = end + 1
+        result.finished[question] = True
+    result.tokens[question].extend(tokens[:kept])
+    result.origin[question].extend(origin[:kept])
+    result.rounds[question] += 1
+    return kept
+
+
+def _alive(result: SpecResult, questions: list[int], max_new_tokens: int, device: torch.device) -> torch.Tensor:
+    """[B] bool, True where a question has neither ended nor reached the limit."""
+    ended = [result.finished[question] or len(result.tokens[question]) >= max_new_tokens for question in questions]
+    return ~torch.tensor(ended, device=device)
+
+
+def _check_verdict(verdict: torch.Tensor, block: Block) -> torch.Tensor:
+    if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
+        raise TypeError(
+            f"the judge returned {verdict.dtype} of shape {tuple(verdict.shape)}; "
+            f"expected torch.bool of shape {tuple(block.draft_ids.shape)}, True = accept"
+        )
+    return verdict
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens: int) -> None:
+    if gamma < 1 or max_new_tokens < 1:
+        raise ValueError(f"gamma={gamma} and max_new_tokens={max_new_tokens} must both be at least 1")
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompt {index} is empty; give it at least one token, for example the bos token")
+
+
+def _check_positions(model: nn.Module, longest: int, new_tokens: int) -> None:
+    limit = model.config.get_text_config().max_position_embeddings
+    if longest + new_tokens > limit:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones do not fit into the {limit} positions of "
+            f"{type(model).__name__}; shorten the prompt or lower max_new_tokens"
+        )
+
+
+def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    """The end tokens as a set: of one id, of several, or of none."""
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(eos_token_id)
+
+
+def _chunks(count: int, size: int) -> Iterator[range]:
+    return (range(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+@contextmanager
+def _inference(*models: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; each model's training flag is put back afterwards."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.callback(model.train, model.training)
+            model.eval()
+        # Not inference_mode: a judge's caller may train on the tensors of a recorded block.
+        stack.enter_context(torch.no_grad())
+        yield

@@ -1,0 +1,146 @@
+"""Reward of a judged block: how many draft tokens were accepted, against what that did to the answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from verl.utils.registry import nearest
+
+LENGTHS = ("effective", "gain")
+ZERO_LENGTHS = ("neutral", "mask")
+# environment variable -> coefficient; a variable that is set wins over the config
+VARIABLES = {
+    "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
+    "REWARD_CORRECT_BASE": "correct_base",
+}  # fmt: skip
+SCENARIOS = ("A", "B", "C", "D", "zero")
+
+
+@dataclass(frozen=True)
+class SPDRewardConfig:
+    """The coefficients; the recipe's yaml (group spd.reward) holds the same defaults."""
+
+    alpha: float = 0.125
+    penalty_break: float = -16.0
+    useless: float = 0.0
+    correct_base: float = 1.0
+    # effective: every leading accept counts; gain: only those beyond what exact match accepts anyway.
+    length: str = "effective"
+    # neutral: a block of which nothing is accepted stays in its group with reward 0; mask: the rollout takes it out.
+    zero_length: str = "neutral"
+    # Cost of a correct answer per baseline length that it is longer than the baseline's.
+    length_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("length", LENGTHS), ("zero_length", ZERO_LENGTHS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(
+                    f"spd.reward.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}."
+                )
+        if self.length_penalty < 0:
+            raise ValueError(f"spd.reward.length_penalty={self.length_penalty} is negative; it is a cost: 0 or above.")
+
+
+def refuse_unknown(group: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
+    """An error with the nearest known name for the first setting of a config group that is not known."""
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{group}.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
+
+
+def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
+    """Settings by name, with REWARD_* environment variables over them; an unknown name is refused."""
+    refuse_unknown("spd.reward", settings, [f.name for f in fields(SPDRewardConfig)])
+    values = dict(settings)
+    for variable, name in VARIABLES.items():
+        if variable in os.environ:
+            try:
+                values[name] = float(os.environ[variable])
+            except ValueError as error:
+                raise ValueError(f"{variable}={os.environ[variable]!r} is no number.") from error
+    return SPDRewardConfig(**values)
+
+
+def leading_matches(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:
+    """L0: draft tokens that exact match accepts, those before the first mismatch."""
+    for i, (drafted, wanted) in enumerate(zip(draft_ids, target_ids, strict=False)):
+        if drafted != wanted:
+            return i
+    return len(draft_ids)
+
+
+def scenario_of(effective_len: int, hybrid_correct: bool, baseline_correct: bool) -> str:
+    """A sped up a right answer, B broke one, C useless, D repaired a wrong one; zero: nothing was accepted."""
+    if effective_len == 0:
+        return "zero"
+    if baseline_correct:
+        return "A" if hybrid_correct else "B"
+    return "D" if hybrid_correct else "C"
+
+
+def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, float]:
+    for name in ("effective_len", "is_correct_hybrid", "is_correct_baseline"):
+        if extra_info.get(name) is None:
+            raise ValueError(f"extra_info has no '{name}'; the spd rollout writes it. It has: {', '.join(extra_info)}.")
+    accepted = int(extra_info["effective_len"])
+    hybrid, baseline = bool(extra_info["is_correct_hybrid"]), bool(extra_info["is_correct_baseline"])
+    scenario = scenario_of(accepted, hybrid, baseline)
+    counted = accepted
+    if config.length == "gain":
+        counted -= min(accepted, leading_matches(extra_info["draft_ids"], extra_info["target_ids"]))
+    score = {
+        "A": config.alpha * counted,
+        "B": config.penalty_break,
+        "C": config.useless,
+        "D": config.correct_base + config.alpha * counted,
+        "zero": 0.0,
+    }[scenario]
+    cost = _length_cost(extra_info, config.length_penalty) if scenario in ("A", "D") else 0.0
+    return {
+        "score": score - cost, "acc": float(hybrid), "accepted_len": float(accepted), "length_cost": cost,
+        **{f"scenario_{name}": float(name == scenario) for name in SCENARIOS},
+    }  # fmt: skip
+
+
+def _length_cost(extra_info: Mapping[str, Any], penalty: float) -> float:
+    """penalty * max(0, extra tokens) / the baseline's tokens (at least 1), both counted from the end of the context."""
+    if penalty == 0:
+        return 0.0
+    lengths = [extra_info.get(name) for name in ("hybrid_length", "baseline_length")]
+    if None in lengths:
+        raise ValueError(
+            f"spd.reward.length_penalty={penalty} needs the lengths of both outputs, but extra_info has "
+            f"hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}."
+        )
+    return penalty * max(0, lengths[0] - lengths[1]) / max(1, lengths[1])
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], **settings: Any
+) -> dict[str, float]:
+    """The score of one judged block with its parts; `settings` are fields of SPDRewardConfig.
+
+    Reads effective_len (L), is_correct_hybrid (S_h), is_correct_baseline (S_t) from `extra_info`. L = 0 gives 0, else
+    S_t S_h alpha L + S_t (1-S_h) penalty_break + (1-S_t)(1-S_h) useless + (1-S_t) S_h (correct_base + alpha L).
+    """
+    return _score(extra_info, reward_config(settings))
+
+
+def compute_score_batch(
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]], settings: Mapping[str, Any],
+) -> list[dict[str, float]]:  # fmt: skip
+    """`compute_score` of every row; an error names the row. The batch's tensors are not asked for: they stay behind."""
+    config, scores = reward_config(settings), []
+    for i, extra_info in enumerate(extra_infos):
+        try:
+            scores.append(_score(extra_info, config))
+        except ValueError as error:
+            raise ValueError(
+                f"row {i} (data_source={data_sources[i]!r}, index={extra_info.get('index')!r}): {error}"
+            ) from error
+    return scores

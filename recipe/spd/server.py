@@ -1,0 +1,177 @@
+"""A local vLLM server on 127.0.0.1, started for one run and gone with its owner."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from loguru import logger
+
+if TYPE_CHECKING:
+    from recipe.spd.settings import SPDSettings
+
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
+LOCAL_VARIABLE = "SPD_LOCAL_SERVER"  # names, to the processes of a run, the server that its entry started for them
+_LOG_TAIL = 25
+_GPU_SHARE = 0.5  # spd.rollout.server_args=[--gpu-memory-utilization,...] sets another
+_KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM fills it with zeros before it serves, which takes seconds a GiB
+
+
+class ServerError(RuntimeError):
+    """The local server did not come up or is gone; the text names its log file."""
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def sees_gpu() -> bool:
+    """Whether torch finds a GPU; a CPU build says so by its version, without the seconds that its import takes."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class RunningServer:
+    """A server of this machine that may still be loading: `wait_ready()` before the first request."""
+
+    def __init__(self, pid: int, url: str, log_file: str | Path) -> None:
+        self.pid = pid  # of its supervisor
+        self.url = url
+        self.log_file = Path(log_file)
+        self._ready = False
+
+    def handle(self) -> str:
+        """What another process of this machine needs to find it by `from_handle`."""
+        return f"{self.pid} {self.url} {self.log_file}"
+
+    @staticmethod
+    def from_handle(text: str) -> RunningServer:
+        """The server that `handle` described."""
+        pid, url, log_file = text.split(" ", 2)
+        return RunningServer(int(pid), url, log_file)
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Wait until it answers, at most `timeout_s` from its start, check it with one completion; gives its URL."""
+        while not self._ready:
+            age = self._age()
+            if age is None:
+                raise ServerError(f"the local vLLM server has ended.{self._tail()}")
+            if age > timeout_s:
+                raise ServerError(
+                    f"the local vLLM server was not ready after {timeout_s:.0f} s "
+                    f"(spd.rollout.start_timeout_s).{self._tail()}"
+                )
+            if self._healthy():
+                self._check_completion()
+                self._ready = True
+                logger.info("local vLLM server is ready after {:.0f} s", age)
+            else:
+                time.sleep(0.2)
+        return self.url
+
+    def _age(self) -> float | None:
+        """Seconds since its start; None when it has ended."""
+        try:
+            supervisor = psutil.Process(self.pid)
+            ended = supervisor.status() == psutil.STATUS_ZOMBIE
+            return None if ended else time.time() - supervisor.create_time()
+        except psutil.NoSuchProcess:
+            return None
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+                return reply.status == 200
+        except OSError:
+            return False
+
+    def _check_completion(self) -> None:
+        """/health answers 200 also where the engine dies at the first request."""
+        request = {"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
+        head = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(request).encode(), headers=head)
+        try:
+            with urllib.request.urlopen(asked, timeout=120.0) as reply:
+                json.load(reply)
+        except (OSError, ValueError) as error:
+            raise ServerError(f"the local vLLM server failed its first completion: {error}.{self._tail()}") from error
+
+    def _tail(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+        return f" Last lines of {self.log_file}:\n" + "\n".join(lines)
+
+
+class LocalVllmServer(RunningServer):
+    """vLLM's OpenAI server for the model in a directory, owned by this process. Start it early.
+
+    Its output is in `log_file`. Both processes (a supervisor and vLLM with its children) end with this process,
+    however that ends.
+    """
+
+    def __init__(
+        self, model_path: str, log_file: str | Path, max_model_len: int, extra_args: list[str] | None = None
+    ) -> None:
+        port = free_port()
+        model_path, log_file = str(Path(model_path).expanduser()), Path(log_file).expanduser()
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--host", "127.0.0.1", "--port", str(port),
+            "--model", model_path, "--max-model-len", str(max_model_len),
+            "--disable-uvicorn-access-log",
+        ]  # fmt: skip
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        # A rendezvous of the trainer's ranks in the environment is not the server's.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        if not sees_gpu():
+            command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]
+            # The worker inside the engine's process is one Python start less. It takes its threads from here then; with
+            # more of them than free cores a batch costs several times the CPU time.
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
+        else:  # the trainer lives on the same GPU; of two arguments alike the last one counts
+            command += ["--gpu-memory-utilization", str(_GPU_SHARE)]
+        command += list(extra_args or [])
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_file, "w") as log:
+            log.write(" ".join(command) + "\n")
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), *command], stdin=subprocess.PIPE,
+                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+            )  # fmt: skip
+        super().__init__(self._process.pid, f"http://127.0.0.1:{port}", log_file)
+        logger.info("local vLLM server for {} starts at {}; log: {}", model_path, self.url, self.log_file)
+
+    def stop(self) -> None:
+        """End the server with all its processes; calling it twice does no harm."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            logger.warning("the supervisor {} of the local vLLM server did not end; killing it", self._process.pid)
+            self._process.kill()
+            self._process.wait(timeout=10)
+
+
+def server_of(settings: SPDSettings, prompt_length: int, response_length: int) -> LocalVllmServer:
+    """Start the server of a run; it takes context, block and completion together, unless max_model_len says else."""
+    rollout = settings.rollout
+    length = rollout.max_model_len or prompt_length + rollout.rounds * (response_length + 1) + rollout.max_tokens
+    return LocalVllmServer(settings.target_path, rollout.server_log, length, rollout.server_args)

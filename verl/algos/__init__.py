@@ -1,0 +1,1 @@
+"""Advantages, policy losses, KL terms and corrections: pure functions."""

@@ -1,0 +1,296 @@
+"""Policy losses, one function a loss, all in one registry; with the value loss and the entropy loss beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algos.aggregation import agg_loss
+from verl.algos.rollout_correction import compute_rollout_correction_and_rejection_mask, settings_of
+from verl.utils.registry import Registry
+from verl.utils.torch_functional import masked_mean
+
+LossAndMetrics = tuple[Tensor, dict[str, Any]]
+PolicyLossFn = Callable[..., LossAndMetrics]
+
+_POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
+)
+# Decorator: enter a loss `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+# rollout_is_weights) -> (scalar loss, metrics)`, tensors [B, T], under a name.
+register_policy_loss = _POLICY_LOSSES.register
+get_policy_loss_fn = _POLICY_LOSSES.get
+
+
+def _clip_range(config) -> tuple[float, float]:
+    """(low, high) of the ratio's clip range; each falls back to `clip_ratio`."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return low, high
+
+
+def _log_ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """log(pi / pi_old), within 20 so that its exponential stays finite. [B, T] -> [B, T]."""
+    return (log_prob - old_log_prob).clamp(-20.0, 20.0)
+
+
+def _aggregate(losses: Tensor, response_mask: Tensor, loss_agg_mode: str, config, weights: Tensor | None) -> Tensor:
+    """Weights the per-token losses by the rollout's importance weights, then aggregates. [B, T] -> scalar."""
+    if weights is not None:
+        losses = losses * weights
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+
+
+def _free_and_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """-A r and -A clip(r, 1 - low, 1 + high), both [B, T]."""
+    return -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+
+
+def _mean(values: Tensor, mask: Tensor) -> float:
+    return masked_mean(values.detach().float(), mask).item()
+
+
+def _metrics(log_ratio: Tensor, mask: Tensor, clipped: Tensor, below: Tensor | None = None) -> dict[str, float]:
+    """Share of tokens clipped, mean log(pi_old / pi), share clipped for A < 0 (None: the loss has no such clip)."""
+    return {
+        "actor/pg_clipfrac": _mean(clipped, mask),
+        "actor/ppo_kl": _mean(-log_ratio, mask),
+        "actor/pg_clipfrac_lower": 0.0 if below is None else _mean(below, mask),
+    }
+
+
+def _dual_clip(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, clip_ratio_c: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-token dual-clip loss, whether clipped by the range, whether clipped by c; all [B, T]."""
+    if clip_ratio_c <= 1.0:
+        raise ValueError(f"clip_ratio_c={clip_ratio_c} must be above 1 (it bounds the ratio for A < 0); usual: 3.0.")
+    free, clipped = _free_and_clipped(log_ratio.exp(), advantages, low, high)
+    ppo = torch.maximum(free, clipped)
+    bound = -advantages * clip_ratio_c
+    negative = advantages < 0
+    losses = torch.where(negative, torch.minimum(ppo, bound), ppo)
+    return losses, clipped > free, (ppo > bound) & negative
+
+
+@register_policy_loss("vanilla")
+def compute_policy_loss_vanilla(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """PPO's clipped loss with dual clip. All [B, T] -> scalar, metrics.
+
+    r = pi / pi_old;  L = max(-A r, -A clip(r, 1 - low, 1 + high)) (arXiv 1707.06347), and for A < 0
+    min(L, -A c) (arXiv 1912.09729), so that one very unlikely token cannot blow up the loss.
+    """
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    losses, clipped, below = _dual_clip(log_ratio, advantages, *_clip_range(config), config.clip_ratio_c)
+    loss = _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, _metrics(log_ratio, response_mask, clipped, below)
+
+
+def compute_policy_loss(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, cliprange: float | None = None,
+    cliprange_low: float | None = None, cliprange_high: float | None = None, clip_ratio_c: float = 3.0,
+    loss_agg_mode: str = "token-mean",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The vanilla loss without a config: (loss, clipfrac, ppo_kl, clipfrac_lower), each a scalar tensor."""
+    low, high = (cliprange if bound is None else bound for bound in (cliprange_low, cliprange_high))
+    if low is None or high is None:
+        raise ValueError("compute_policy_loss needs `cliprange`, or both `cliprange_low` and `cliprange_high`.")
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    losses, *clipped = _dual_clip(log_ratio, advantages, low, high, clip_ratio_c)
+    above, below = (masked_mean(tokens.float(), response_mask) for tokens in clipped)
+    return agg_loss(losses, response_mask, loss_agg_mode), above, masked_mean(-log_ratio, response_mask), below
+
+
+@register_policy_loss("gspo")
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """Clipping of the sequence's ratio (GSPO-token, arXiv 2507.18071). All [B, T] -> scalar, metrics.
+
+    s_i = (pi / pi_old of the sequence)^(1 / length); s_it = sg(s_i) * pi_t / sg(pi_t);
+    L = mean over sequences of the token mean of max(-A s, -A clip(s)). The formula is a sequence mean, whatever
+    `loss_agg_mode` says.
+    """
+    log_ratio = log_prob - old_log_prob
+    sequence = masked_mean(log_ratio, response_mask, axis=-1).unsqueeze(-1)  # [B, 1]
+    ratio = (log_prob - log_prob.detach() + sequence.detach()).clamp(max=10.0).exp()
+    free, clipped = _free_and_clipped(ratio, advantages, *_clip_range(config))
+    losses = torch.maximum(free, clipped)
+    loss = _aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
+    return loss, _metrics(log_ratio, response_mask, clipped > free)
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """A soft gate in place of the clip (SAPO, arXiv 2511.20347). All [B, T] -> scalar, metrics.
+
+    f(r) = 4 / tau * sigmoid(tau * (r - 1)), tau = tau_pos for A > 0 and tau_neg otherwise; L = -f(r) A, a mean over
+    sequences of token means, whatever `loss_agg_mode` says.
+    """
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    tau = torch.full_like(advantages, config.tau_neg).masked_fill(advantages > 0, config.tau_pos)
+    gate = 4.0 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+    loss = _aggregate(-gate * advantages, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
+    return loss, _metrics(log_ratio, response_mask, torch.zeros_like(gate))
+
+
+@register_policy_loss("gpg")
+def compute_policy_loss_gpg(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """Plain policy gradient L = -A log pi, no ratio (GPG, arXiv 2504.02546). All [B, T] -> scalar, metrics."""
+    return _aggregate(-log_prob * advantages, response_mask, loss_agg_mode, config, rollout_is_weights), {}
+
+
+@register_policy_loss("cispo")
+def compute_policy_loss_cispo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """The clipped ratio as a constant weight (CISPO, arXiv 2506.13585). All [B, T] -> scalar, metrics.
+
+    L = -sg(clip(r, 1 - low, 1 + high)) A log pi: every token keeps a gradient.
+    """
+    low, high = _clip_range(config)
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    ratio = log_ratio.exp().detach()
+    clipped = ratio.clamp(1 - low, 1 + high)
+    loss = _aggregate(-clipped * advantages * log_prob, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, _metrics(log_ratio, response_mask, ratio != clipped)
+
+
+def _covariances(advantages: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
+    """(A - mean A) * (log pi - mean log pi) of each token, means over counted tokens. [B, T] -> [B, T]."""
+    log_prob = log_prob.detach()
+    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+
+
+@register_policy_loss("clip_cov")
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """PPO's loss, less a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> scalar, metrics.
+
+    Tokens with clip_cov_lb < cov(A, log pi) < clip_cov_ub drive the entropy down; max(1, clip_cov_ratio * tokens) of
+    them, those that PPO clips already excepted, lose their gradient. Means and choice are those of the micro-batch.
+    """
+    settings = config.policy_loss
+    counted = response_mask != 0
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    free, clipped = _free_and_clipped(log_ratio.exp(), advantages, *_clip_range(config))
+    cov = _covariances(advantages, log_prob, response_mask)
+    between = (cov > settings.clip_cov_lb) & (cov < settings.clip_cov_ub)
+    candidates = (between & counted & (clipped <= free)).flatten().nonzero().squeeze(-1)
+    number = max(int(settings.clip_cov_ratio * counted.sum().item()), 1)
+    chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:number]]
+    keep = torch.ones_like(free).flatten().index_fill(0, chosen, 0.0).view_as(free)
+    metrics = {"actor/pg_clipfrac": _mean(keep == 0, response_mask), "actor/ppo_kl": _mean(-log_ratio, response_mask)}
+    losses = torch.maximum(free, clipped) * keep
+    return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), metrics
+
+
+@register_policy_loss("kl_cov")
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """Unclipped ratio loss; the tokens of highest covariance also pay |log r| (KL-Cov, arXiv 2505.22617).
+
+    L = -A r, plus ppo_kl_coef * |log pi - log pi_old| on the max(1, kl_cov_ratio * tokens) counted tokens whose
+    cov(A, log pi) is highest in the micro-batch. All [B, T] -> scalar, metrics.
+    """
+    settings = config.policy_loss
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    losses = -advantages * log_ratio.exp()
+    cov = _covariances(advantages, log_prob, response_mask).masked_fill(response_mask == 0, -torch.inf)
+    tokens = int((response_mask != 0).sum())
+    number = min(max(int(settings.kl_cov_ratio * tokens), 1), tokens)
+    chosen = cov.flatten().topk(number).indices
+    pays = torch.zeros_like(losses).flatten().index_fill(0, chosen, 1.0).view_as(losses)
+    losses = losses + settings.ppo_kl_coef * pays * log_ratio.abs()
+    loss = _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
+    return loss, {"actor/ppo_kl": _mean(log_ratio.abs(), response_mask)}
+
+
+@register_policy_loss("geo_mean")
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """The geometric mean of the clipped token ratios (GMPO, arXiv 2507.20673). All [B, T] -> scalar, metrics.
+
+    log r_t is clipped to [-low, high], the pessimistic of clipped and free is taken by the sign of A_t;
+    L = mean over sequences of -mean(A) * exp(mean_t log r_t), whatever `loss_agg_mode` says.
+    """
+    low, high = _clip_range(config)
+    log_ratio = log_prob - old_log_prob
+    sign = advantages.sign()
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+    ratio = masked_mean(pessimistic, response_mask, axis=-1).exp()  # [B]
+    losses = (-masked_mean(advantages, response_mask, axis=-1) * ratio).unsqueeze(-1).expand_as(log_prob)
+    clipped = pessimistic != log_ratio
+    loss = _aggregate(losses, response_mask, "seq-mean-token-mean", config, rollout_is_weights)
+    return loss, _metrics(log_ratio, response_mask, clipped & (advantages > 0), clipped & (advantages < 0))
+
+
+@register_policy_loss("bypass_mode")
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """The loss where old_log_prob [B, T] are the rollout's (algorithm.rollout_correction.bypass_mode).
+
+    ppo_clip: the vanilla loss, whose ratio corrects for the rollout; reinforce: -A w log pi with the truncated weight
+    w = pi / pi_rollout. What rejection leaves out counts as a token with loss 0. The weights are those of the present
+    policy, known only behind its forward: with `rollout_is_batch_normalize` their mean is that of the micro-batch.
+    """
+    settings = config.policy_loss.rollout_correction
+    weights, kept, found = compute_rollout_correction_and_rejection_mask(
+        log_prob.detach(), old_log_prob, response_mask, **settings_of(settings)
+    )
+    weight = kept.to(log_prob.dtype)  # no mask of its own: what is rejected stays in every divisor
+    if settings.loss_type == "ppo_clip":
+        loss, metrics = compute_policy_loss_vanilla(
+            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weight
+        )
+        return loss, {**metrics, **found}
+    if weights is not None:
+        weight = weight * weights.batch["rollout_is_weights"]
+    loss = _aggregate(-advantages * log_prob, response_mask, loss_agg_mode, config, weight)
+    log_ratio = _log_ratio(log_prob, old_log_prob)
+    return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **found}
+
+
+def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
+    """Aggregated entropy of the next-token distribution: logits [B, T, V], response_mask [B, T] -> scalar."""
+    log_probs = logits.log_softmax(-1)
+    return agg_loss(-(log_probs.exp() * log_probs).sum(-1), response_mask, loss_agg_mode)
+
+
+def compute_value_loss(
+    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float,
+    loss_agg_mode: str = "token-mean", global_batch_info: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped value loss (arXiv 2005.12729). All [B, T] -> (loss, share clipped), scalars.
+
+    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2. `global_batch_info` are the counts of the whole
+    mini-batch that `agg_loss` takes.
+    """
+    near = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
+    free = (vpreds - returns).square()
+    clipped = (near - returns).square()
+    loss = 0.5 * agg_loss(torch.maximum(free, clipped), response_mask, loss_agg_mode, **(global_batch_info or {}))
+    return loss, masked_mean((clipped > free).float(), response_mask)

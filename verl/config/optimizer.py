@@ -1,0 +1,95 @@
+"""Settings of the optimizer with its schedule, and the optimizer they name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from verl.base_config import BaseConfig
+from verl.config.fields import setting
+from verl.utils.registry import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEDULES = ("constant", "cosine", "linear", "wsd")
+
+
+@dataclass
+class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_steps", "lr_warmup_steps")):
+    """Learning rate, its warm-up and decay, weight decay, clipping of the gradient's norm."""
+
+    lr: float = setting(0.001, low=0)
+    lr_warmup_steps_ratio: float = setting(0.0, low=0, high=1)
+    total_training_steps: int = setting(-1, low=-1)
+    weight_decay: float = setting(0.01, low=0)
+    lr_warmup_steps: int | None = -1
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_grad: float = setting(1.0, above=0)
+    grad_clip: float | None = setting(None, above=0)
+    optimizer: str = "adamw"
+    lr_min: float = setting(0.0, low=0)
+    lr_start: float = setting(0.0, low=0)
+    lr_decay_ratio: float = setting(1.0, low=0, high=1)
+    lr_scheduler_type: str = setting("constant", choices=SCHEDULES)
+    override_optimizer_config: dict | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.999].")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.grad_clip is not None:
+            logger.warning("optim.grad_clip is an old name; it sets optim.clip_grad={}", self.grad_clip)
+            object.__setattr__(self, "clip_grad", self.grad_clip)
+
+
+@dataclass
+class FSDPOptimizerConfig(OptimizerConfig):
+    """OptimizerConfig for a class of any module: `optimizer_impl` names the module, `optimizer` the class."""
+
+    optimizer: str = "AdamW"
+    optimizer_impl: str = "torch.optim"
+    min_lr_ratio: float | None = setting(0.0, low=0, high=1)
+    warmup_style: str | None = setting(None, choices=SCHEDULES)
+    num_cycles: float = setting(0.5, above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup_style is not None:
+            logger.warning("optim.warmup_style is an old name; it sets optim.lr_scheduler_type={}", self.warmup_style)
+            object.__setattr__(self, "lr_scheduler_type", self.warmup_style)
+
+
+def build_optimizer(parameters: Iterable[Any], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that the config names, over the parameters that require a gradient.
+
+    `parameters`: tensors, or (name, tensor) pairs. A class whose first argument is called `named_parameters` gets the
+    pairs, others the tensors. `betas` goes to optimizers that take it; override_optimizer_config is passed on as
+    keyword arguments.
+    """
+    try:
+        module = importlib.import_module(config.optimizer_impl)
+    except ImportError as e:
+        name = f"optim.optimizer_impl={config.optimizer_impl!r}"
+        raise ImportError(f"{name} cannot be imported ({e}); install it or use 'torch.optim'.") from e
+    if config.optimizer not in vars(module):
+        near = nearest(config.optimizer, [n for n in vars(module) if n[:1].isupper()]) or "."
+        unknown = f"optim.optimizer={config.optimizer!r} is not in {config.optimizer_impl}{near}"
+        raise ValueError(f"{unknown} Name a class of that module, such as AdamW.")
+    optimizer_class = vars(module)[config.optimizer]
+    kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    takes = list(inspect.signature(optimizer_class).parameters)
+    if "betas" in takes:
+        kwargs["betas"] = config.betas
+    kwargs.update(config.override_optimizer_config or {})
+    pairs = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(parameters)]
+    trained = [(name, p) for name, p in pairs if p.requires_grad]
+    if not trained:
+        raise ValueError("No parameter requires a gradient, so there is nothing to optimize; check what is frozen.")
+    return optimizer_class(trained if takes[0] == "named_parameters" else [p for _, p in trained], **kwargs)

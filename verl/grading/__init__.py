@@ -1,0 +1,1 @@
+"""Grading of answers: processes with time limits, and a sandbox for programs."""

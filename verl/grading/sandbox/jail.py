@@ -1,0 +1,251 @@
+"""Starts one Python program without rights, kills it when it is due, reports how it ended.
+
+Run as a script by `verl.grading.sandbox.run`, with the standard library alone: `python -I -S jail.py CONTROL_FD`.
+CONTROL_FD is a socket: a request comes in (8 bytes of length, then JSON), a report goes out (JSON); when the other end
+closes, the program is killed. Descriptors 0, 1, 2 are the program's.
+
+Layers: user, pid, mount, network, ipc, uts and cgroup namespaces; a root of read-only libraries and one small tmpfs;
+rlimits; no new privileges; Landlock; a filter of system calls (no fork, socket, ptrace, mount, ...). The program is
+process 1 of its pid namespace, hence nothing of it outlives it.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+
+NOBODY = 65534
+INSIDE_ID = 1000
+NEW_USER_AND_PID = 0x10000000 | 0x20000000
+NEW_OTHERS = 0x00020000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000  # mount, net, ipc, uts, cgroup
+MS_RDONLY_ATTR, MS_NOSUID_ATTR, MS_NODEV_ATTR = 1, 2, 4
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 4096, 16384, 1 << 18, 2
+AT_FDCWD, AT_RECURSIVE, OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC, MOVE_MOUNT_F_EMPTY_PATH = -100, 0x8000, 1, os.O_CLOEXEC, 4
+SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 428, 429, 442, 155
+SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+MACHINE = "x86_64"  # the numbers above and below are this machine's
+# fork, vfork, ptrace, socket, shmget, the mount family, process_vm_*, keys, bpf, io_uring, namespaces, modules, memfd
+FORBIDDEN = (
+    57, 58, 101, 41, 29, 155, 161, 165, 166, 428, 429, 430, 431, 432, 433, 442, 310, 311, 312, 438, 248, 249, 250, 321,
+    425, 426, 427, 298, 323, 303, 304, 246, 320, 175, 313, 176, 272, 308, 319, 447, 163, 167, 169,
+)  # fmt: skip
+SYS_CLONE, SYS_CLONE3, SYS_PRCTL, CLONE_THREAD = 56, 435, 157, 0x00010000
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Refused(Exception):
+    """The kernel did not grant a layer; the text names it."""
+
+
+def call(what: str, name: str, *args) -> int:
+    """A libc function; ints go as longs, so that they serve `syscall` too."""
+    full = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
+    result = getattr(libc, name)(*full)
+    if result < 0:
+        raise Refused(f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def new_ids() -> None:
+    """An id without rights outside, in user and pid namespaces of its own; as root the id becomes nobody's first."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        call("dumpable", "prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self belongs to root
+    uid, gid = os.getuid(), os.getgid()
+    call("user namespace", "unshare", NEW_USER_AND_PID)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{INSIDE_ID} {uid} 1"), ("gid_map", f"{INSIDE_ID} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def clone_trees(paths: list[str]) -> list[tuple[str, str | int]]:
+    """(path, text of the link) or (path, handle on a detached copy of the mount) of each path that exists."""
+    found: list[tuple[str, str | int]] = []
+    for path in filter(os.path.lexists, paths):
+        if os.path.islink(path):
+            found.append((path, os.readlink(path)))
+        else:
+            flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE
+            found.append((path, call(f"copy of {path}", "syscall", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)))
+    return found
+
+
+def new_root(trees: list[tuple[str, str | int]], disk_mb: int) -> None:
+    """A root that holds the trees, read-only, /dev/null, and an empty writable /tmp."""
+    base = next(d for d in ("/mnt", "/srv", "/opt", "/tmp") if os.path.isdir(d))
+    quiet = MS_NOSUID | MS_NODEV
+    call("tmpfs", "mount", b"tmpfs", base.encode(), b"tmpfs", quiet, b"size=1m,nr_inodes=512,mode=755")
+    for path, tree in trees:
+        show(base + path, tree)
+    os.mkdir(f"{base}/tmp")
+    os.mkdir(f"{base}/dev")
+    null = f"{base}/dev/null"
+    os.close(os.open(null, os.O_CREAT))
+    attributes = struct.pack("QQQQ", MS_RDONLY_ATTR | MS_NOSUID_ATTR | MS_NODEV_ATTR, 0, 0, 0)
+    call("read-only root", "syscall", SYS_MOUNT_SETATTR, AT_FDCWD, base.encode(), AT_RECURSIVE, attributes, 32)
+    call("device", "mount", b"/dev/null", null.encode(), None, MS_BIND, None)
+    size = f"size={disk_mb}m,nr_inodes=1024,mode=700"
+    call("tmpfs", "mount", b"tmpfs", f"{base}/tmp".encode(), b"tmpfs", quiet, size.encode())
+    os.chdir(base)
+    call("new root", "syscall", SYS_PIVOT_ROOT, b".", b".")
+    call("old root", "umount2", b".", MNT_DETACH)
+    os.chdir("/tmp")
+
+
+def show(target: str, tree: str | int) -> None:
+    """Put a tree at a path of the new root, or make a link."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if isinstance(tree, str):
+        os.symlink(tree, target)
+        return
+    if os.fstat(tree).st_mode & 0o170000 == 0o040000:
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT))
+    call(f"mount {target}", "syscall", SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH)
+
+
+def limit(request: dict) -> None:
+    """Resource limits, which the program cannot raise."""
+    megabyte = 1 << 20
+    limits = {
+        resource.RLIMIT_AS: request["memory_mb"] * megabyte, resource.RLIMIT_FSIZE: request["disk_mb"] * megabyte,
+        resource.RLIMIT_CPU: int(request["seconds"]) + 1, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_MEMLOCK: 0, resource.RLIMIT_MSGQUEUE: 0,
+    }  # fmt: skip
+    if not request["unconfined"]:  # counted in the user namespace; without one it would count all of the user's
+        limits[resource.RLIMIT_NPROC] = request["threads"]
+    for which, most in limits.items():
+        resource.setrlimit(which, (most, most))
+
+
+def landlock() -> None:
+    """Read and execute everywhere, write in /tmp alone; no TCP, no signals or abstract sockets to the outside."""
+    abi = call("Landlock", "syscall", SYS_LANDLOCK_CREATE, None, 0, 1)
+    rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
+    attributes = struct.pack("QQQ", rights, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = call("Landlock", "syscall", SYS_LANDLOCK_CREATE, attributes, len(attributes), 0)
+    read, write = 0b1101, 1 << 1
+    inside = read | write | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 13 | 1 << 14  # remove, make, move, truncate
+    for path, allowed in (("/", read), ("/tmp", inside), ("/dev/null", 1 << 2 | write)):
+        handle = os.open(path, os.O_PATH)
+        rule = struct.pack("=Qi", allowed & rights, handle)
+        call(f"Landlock {path}", "syscall", SYS_LANDLOCK_ADD, rules, 1, rule, 0)
+    call("Landlock", "syscall", SYS_LANDLOCK_RESTRICT, rules, 0)
+
+
+def filter_calls() -> None:
+    """Forbid the calls above, new processes (threads are allowed), and giving up the death signal."""
+    load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill = 0x7FFF0000, 0x80000000
+    not_permitted, not_known = 0x00050000 | 1, 0x00050000 | 38
+    code = [
+        (load, 0, 0, 4), (equal, 1, 0, 0xC000003E), (leave, 0, 0, kill),  # another architecture
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (leave, 0, 0, kill),  # the x32 numbers
+        (equal, 0, 1, SYS_CLONE3), (leave, 0, 0, not_known),  # libc then takes clone, whose flags can be seen
+        (equal, 0, 4, SYS_CLONE), (load, 0, 0, 16), (any_bit, 1, 0, CLONE_THREAD), (leave, 0, 0, not_permitted),
+        (leave, 0, 0, allow),
+        (equal, 0, 4, SYS_PRCTL), (load, 0, 0, 16), (equal, 0, 1, PR_SET_PDEATHSIG), (leave, 0, 0, not_permitted),
+        (leave, 0, 0, allow),
+    ]  # fmt: skip
+    for number in FORBIDDEN:
+        code += [(equal, 0, 1, number), (leave, 0, 0, not_permitted)]
+    code.append((leave, 0, 0, allow))
+    packed = b"".join(struct.pack("HBBI", *line) for line in code)
+    keep = ctypes.create_string_buffer(packed, len(packed))
+    program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(keep))
+    call("system call filter", "prctl", PR_SET_SECCOMP, 2, program)
+
+
+def start(request: dict, trees: list[tuple[str, str | int]], failure: int) -> None:
+    """The child: becomes the program, or says through `failure` why not."""
+    try:
+        os.setsid()
+        if request["unconfined"]:
+            os.chdir(request["folder"])
+        else:
+            call("other namespaces", "unshare", NEW_OTHERS)
+            call("private mounts", "mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+            new_root(trees or clone_trees(request["visible"]), request["disk_mb"])
+        with open("main.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(request["program"])
+        call("no new privileges", "prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        call("death signal", "prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        limit(request)
+        if not request["unconfined"]:
+            landlock()
+            filter_calls()
+        os.execve(request["python"], [request["python"], "-I", "-B", "main.py"], {})
+    except Exception as error:
+        os.write(failure, str(error if isinstance(error, Refused) else repr(error)).encode())
+    finally:
+        os._exit(127)
+
+
+def supervise(pid: int, control: int, seconds: float) -> dict:
+    """Wait for the program, kill it at its time or when the other end of the control socket is gone."""
+    began = time.monotonic()
+    watched = select.poll()
+    ended = os.pidfd_open(pid)
+    watched.register(ended, select.POLLIN)
+    watched.register(control, select.POLLIN | select.POLLHUP)
+    seen = [handle for handle, _ in watched.poll(seconds * 1000)]
+    if ended not in seen:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it ended in this moment
+    _, status = os.waitpid(pid, 0)
+    return {
+        "exit": os.waitstatus_to_exitcode(status), "timeout": not seen, "seconds": time.monotonic() - began,
+    }  # fmt: skip
+
+
+def serve(control: int) -> dict:
+    """One request, answered by a report: how the program ended, or {"refused": why it was not started}."""
+    received = b""
+    while len(received) < 8 or len(received) < 8 + int.from_bytes(received[:8], "big"):
+        part = os.read(control, 1 << 20)
+        if not part:
+            raise Refused("the request broke off")
+        received += part
+    request = json.loads(received[8:])
+    trees = []
+    if not request["unconfined"]:
+        if os.uname().machine != MACHINE:
+            raise Refused(f"system call filter: written for {MACHINE}, this is {os.uname().machine}")
+        if os.geteuid() == 0:  # nobody may not reach them any more
+            trees = clone_trees(request["visible"])
+        new_ids()
+    told, failure = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        start(request, trees, failure)
+    os.close(failure)
+    for handle in (0, 1, 2):
+        os.close(handle)  # the program alone holds them: their end is its end
+    if reason := os.read(told, 4096):
+        os.waitpid(pid, 0)
+        raise Refused(reason.decode())
+    return supervise(pid, control, request["seconds"])
+
+
+if __name__ == "__main__":
+    channel = int(sys.argv[1])
+    os.set_inheritable(channel, False)  # the program must not write its own report
+    try:
+        report = serve(channel)
+    except (Refused, OSError) as problem:
+        report = {"refused": str(problem)}
+    try:
+        os.write(channel, json.dumps(report).encode())
+    except OSError:
+        pass  # nobody is left to read it

@@ -1,0 +1,1 @@
+"""What a configuration would do: checks, batch arithmetic, memory estimate, dry runs."""

@@ -1,0 +1,189 @@
+"""Batch sizes: what a step is cut into on each rank, with the cuts that do not come out even."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.planning.problems import Problem, wrong
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """One training step in numbers; micro-batch counts are upper bounds where micro-batches are cut by tokens."""
+
+    ranks: int
+    prompts: int
+    samples_per_prompt: int
+    mini_batches: int
+    samples_per_mini_batch: int
+    micro_batch_size: int
+    epochs: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.prompts * self.samples_per_prompt // self.ranks
+
+    def rows(self) -> dict[str, str]:
+        """The plan as a person reads it: name -> figure."""
+        prompts, n, minis = self.prompts, self.samples_per_prompt, self.mini_batches
+        share = max(1, self.samples_per_mini_batch // self.ranks)
+        micros = math.ceil(share / self.micro_batch_size)
+        return {
+            "ranks": str(self.ranks),
+            "prompts a step": f"{prompts:,}",
+            "samples a step": f"{prompts * n:,} ({prompts:,} prompts x {n})",
+            "samples a step and rank": f"{self.samples_per_rank:,}",
+            "mini-batches a step": f"{minis:,} of {self.samples_per_mini_batch:,} samples",
+            "samples a mini-batch and rank": f"{share:,}",
+            "micro-batches a mini-batch and rank": f"{micros:,} of {self.micro_batch_size:,} samples",
+            "optimizer steps a step": f"{minis * self.epochs:,} ({minis:,} mini-batches x {self.epochs} epochs)",
+        }
+
+
+def rank_count(config: Mapping[str, Any]) -> int:
+    """Ranks of the run."""
+    return config["trainer"]["nnodes"] * config["trainer"]["n_gpus_per_node"]
+
+
+def fills_from_several(config: Mapping[str, Any]) -> bool:
+    """Whether a step's batch is filled with the groups that pass a filter (DAPO), of as many draws as that takes."""
+    algorithm = config["algorithm"]
+    filters = algorithm["filter_groups"] if "filter_groups" in algorithm else None
+    return bool(filters and filters["enable"])
+
+
+def prompts_a_step(config: Mapping[str, Any]) -> tuple[str, int]:
+    """(key, its value) that says how many prompts a step trains on: all that are drawn, where none is filtered."""
+    data = config["data"]
+    drawn, wanted = (f"data.{name}" for name in ("gen_batch_size", "train_batch_size"))
+    if fills_from_several(config) or data["gen_batch_size"] <= data["train_batch_size"]:  # fewer are refused
+        return wanted, data["train_batch_size"]
+    return drawn, data["gen_batch_size"]
+
+
+def steps_in_all(draws: int, config: Mapping[str, Any]) -> int:
+    """Steps of trainer.total_epochs of `draws` each: one draw a step, or as many as data.train_batch_size takes."""
+    drawn, wanted = (config["data"][name] for name in ("gen_batch_size", "train_batch_size"))
+    return max(1, draws * config["trainer"]["total_epochs"] * drawn // max(drawn, wanted))
+
+
+def plan_batches(config: Mapping[str, Any]) -> BatchPlan:
+    """The plan of a config in which batch_problems finds nothing."""
+    actor, n = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]["n"]
+    ranks, prompts, mini = rank_count(config), prompts_a_step(config)[1], actor["ppo_mini_batch_size"]
+    samples = min(mini, prompts) * n
+    micro = min(micro_batch_size(actor, config, ranks), max(1, samples // ranks))
+    return BatchPlan(ranks, prompts, n, math.ceil(prompts / mini), samples, micro, actor["ppo_epochs"])
+
+
+def micro_batch_size(actor: Mapping[str, Any], config: Mapping[str, Any], ranks: int) -> int:
+    """Samples per forward on one rank; with dynamic batches, full-length samples that fit into the token limit."""
+    if actor["use_dynamic_bsz"]:
+        longest = config["data"]["max_prompt_length"] + config["data"]["max_response_length"]
+        return max(1, actor["ppo_max_token_len_per_gpu"] // longest)
+    return actor["ppo_micro_batch_size_per_gpu"] or max(1, actor["ppo_micro_batch_size"] // ranks)
+
+
+def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use_critic: bool) -> list[Problem]:
+    """Every batch size that cannot be shared out, with numbers that can. `config`: the resolved tree as plain dicts."""
+    roles, data, reward = config["actor_rollout_ref"], config["data"], config["reward_model"]
+    actor, rollout, ref, model = roles["actor"], roles["rollout"], roles["ref"], roles["model"]
+    ranks, log_prob, (prompts_key, size) = rank_count(config), "log_prob_micro_batch_size", prompts_a_step(config)
+    sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": rollout["n"], "prompts_key": prompts_key}
+    found = actor_problems(actor, **sizes)
+    found += one_of(rollout, "actor_rollout_ref.rollout", log_prob, ranks, rollout["log_prob_use_dynamic_bsz"])
+    if use_reference_policy and model["lora_rank"] == 0 and model["lora_adapter_path"] is None:
+        found += one_of(ref, "actor_rollout_ref.ref", log_prob, ranks, ref["log_prob_use_dynamic_bsz"])
+    if use_critic:
+        told = {p.key.rpartition(".")[2] for p in found}
+        found += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in told]
+    if reward["enable"]:
+        found += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
+    found += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
+    found += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
+    if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):
+        key = "data.gen_batch_size"
+        rule = f"{key}={drawn} is smaller than data.train_batch_size={size}, which one generation must be able to fill."
+        mend = "Use at least as many, or DAPO with algorithm.filter_groups.enable=true, where several fill it."
+        found.append(wrong(key, f"{rule} {mend}"))
+    return found
+
+
+def actor_problems(
+    actor: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int,
+    prompts_key: str = "data.train_batch_size",
+) -> list[Problem]:
+    """Problems of the actor's batch sizes; `prompts_key` is the key that a step's prompts come from."""
+    grouped, step = actor["share_prompt_forward"], (prompts_key, train_batch_size)
+    found = _uneven(*step, rollout_n, n_gpus, grouped)
+    return found + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, step, rollout_n, grouped)
+
+
+def critic_problems(
+    critic: Mapping[str, Any], *, n_gpus: int, train_batch_size: int, rollout_n: int,
+    prompts_key: str = "data.train_batch_size",
+) -> list[Problem]:
+    """Problems of the critic's batch sizes; `prompts_key` is the key that a step's prompts come from."""
+    return _update_problems(critic, "critic", n_gpus, (prompts_key, train_batch_size), rollout_n, grouped=False)
+
+
+def _update_problems(
+    role: Mapping[str, Any], prefix: str, ranks: int, step: tuple[str, int], n: int, grouped: bool
+) -> list[Problem]:
+    prompts_key, prompts = step
+    key, mini = f"{prefix}.ppo_mini_batch_size", role["ppo_mini_batch_size"]
+    found = _uneven(key, mini, n, ranks, grouped)
+    if mini > prompts:
+        rule = f"{key}={mini} is larger than {prompts_key}={prompts}, so no step could fill it."
+        found.append(wrong(key, f"{rule} Use {prompts} or less."))
+    return found + one_of(role, prefix, "ppo_micro_batch_size", ranks, role["use_dynamic_bsz"])
+
+
+def _uneven(key: str, prompts: int, n: int, ranks: int, grouped: bool) -> list[Problem]:
+    """Samples that ranks cannot share; `grouped`: those of one prompt stay on one rank."""
+    step = ranks if grouped else ranks // math.gcd(n, ranks)
+    if prompts % step == 0:
+        return []
+    samples = f"{key}={prompts} x actor_rollout_ref.rollout.n={n} gives {prompts * n} samples"
+    rule = f"{samples}, which {ranks} ranks cannot share"
+    if grouped:
+        switch = "actor_rollout_ref.actor.share_prompt_forward=true keeps the samples of a prompt on one rank"
+        rule = f"{switch}, and {key}={prompts} prompts cannot be shared by {ranks} ranks"
+    return [wrong(key, f"{rule} evenly. Use a multiple of {step}{_near(prompts, step)}.")]
+
+
+def one_of(role: Mapping[str, Any], prefix: str, name: str, ranks: int, dynamic: bool) -> list[Problem]:
+    """Exactly one of `name` (all ranks together, the old way) and `name`_per_gpu, unless batches are cut by tokens."""
+    key, together, each = f"{prefix}.{name}", role[name], role[f"{name}_per_gpu"]
+    if dynamic:
+        return []
+    if together is None and each is None:
+        switch = "log_prob_use_dynamic_bsz" if name.startswith("log_prob") else "use_dynamic_bsz"
+        mend = f"Set it to the samples that one rank can hold in a forward, or set {prefix}.{switch}=true."
+        return [wrong(f"{key}_per_gpu", f"{key}_per_gpu is not set. {mend}")]
+    if together is not None and each is not None:
+        rule = f"{key}={together} and {key}_per_gpu={each} are both set."
+        return [wrong(key, f"{rule} Keep {key}_per_gpu; {name} is the old name.")]
+    if together is not None and together % ranks:
+        rule = f"{key}={together} cannot be shared evenly by {ranks} ranks. Use a multiple of {ranks}"
+        own = f"set {key}_per_gpu={max(1, together // ranks)} in its place"
+        return [wrong(key, f"{rule}{_near(together, ranks)}, or {own}.")]
+    return []
+
+
+def divides_ranks(key: str, section: Mapping[str, Any], ranks: int) -> list[Problem]:
+    """The value of `key` must divide the ranks (-1 stands for all of them)."""
+    value = section[key.rpartition(".")[2]]
+    if value < 1 or ranks % value == 0:
+        return []
+    fitting = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
+    return [wrong(key, f"{key}={value} does not divide the {ranks} ranks. Use one of {fitting}.")]
+
+
+def _near(value: int, step: int) -> str:
+    """The multiples of `step` around a value, as text: ' (56 or 64)'."""
+    below = value // step * step
+    return f" ({below} or {below + step})" if below else f" ({step})"

@@ -1,0 +1,337 @@
+"""Everything that is wrong with a composed config, found before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.fields import field_types, value_errors
+from verl.planning.batch_arithmetic import batch_problems
+from verl.planning.problems import Problem, wrong
+from verl.trainer import config as trainer
+from verl.workers import config as workers
+
+SECTIONS: dict[str, type] = {
+    "data": trainer.DataConfig,
+    "actor_rollout_ref.model": workers.HFModelConfig,
+    "actor_rollout_ref.actor": workers.FSDPActorConfig,
+    "actor_rollout_ref.ref": workers.FSDPRefConfig,
+    "actor_rollout_ref.rollout": workers.RolloutConfig,
+    "critic": workers.FSDPCriticConfig,
+    "reward_model": workers.RewardModelConfig,
+    "reward_manager": workers.RewardManagerConfig,
+    "algorithm": trainer.AlgoConfig,
+    "trainer": trainer.TrainerConfig,
+}
+# Below these any key is accepted: a name anywhere, or the end of a path.
+OPEN = (
+    "override_config", "override_optimizer_config", "engine_kwargs", "reward_kwargs", "apply_chat_template_kwargs",
+    "pf_ppo", "fused_kernel_options", "wrap_policy", "mixed_precision", "rollout.custom", "data.custom",
+    "loader.kwargs", "policy.kwargs", "ray_kwargs.ray_init",
+)  # fmt: skip
+ADDABLE = {"trainer.wandb_proxy"}  # upstream's scripts add these with a +, which a key in the yaml would forbid
+
+# Names whose wrong values would make the batch arithmetic, or the plan of a dry run, meaningless.
+ARITHMETIC = {
+    "train_batch_size", "gen_batch_size", "n", "nnodes", "n_gpus_per_node", "ppo_mini_batch_size", "fsdp_size",
+    "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size", "use_dynamic_bsz",
+    "log_prob_micro_batch_size_per_gpu", "micro_batch_size", "micro_batch_size_per_gpu", "tensor_model_parallel_size",
+    "max_prompt_length", "max_response_length", "ppo_max_token_len_per_gpu", "ppo_epochs", "total_epochs", "dtype",
+    "model_dtype", "lora_rank", "max_num_seqs",
+}  # fmt: skip
+
+# Keys that users' scripts set and that have one working value here: what each must be, and why.
+FIXED: dict[str, tuple[Any, str]] = {
+    "actor_rollout_ref.hybrid_engine": (True, "training and rollout always share their ranks"),
+    "actor_rollout_ref.rollout.multi_turn.enable": (False, "multi-turn is not built yet"),
+    "transfer_queue.enable": (False, "the transfer queue is not part of this project"),
+    "global_profiler.tool": (None, "no profiler is built in yet"),
+}
+
+
+def is_open(path: str) -> bool:
+    """Whether any sub-key is accepted under this dotted path."""
+    return f".{path}".endswith(tuple(f".{name}" for name in OPEN))
+
+
+def find_problems(
+    config: DictConfig,
+    *,
+    known: DictConfig | None = None,
+    use_reference_policy: bool | None = None,
+    use_critic: bool | None = None,
+) -> list[Problem]:
+    """All problems of an RL config: unknown keys, values, names of registered parts, batch arithmetic.
+
+    `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
+    SECTIONS are compared. The two roles follow from the config where they are not given.
+    """
+    found, plain = tree_problems(config, SECTIONS, known=known, fixed=FIXED)
+    if plain is None or "actor_rollout_ref" not in plain or "algorithm" not in plain:
+        return found
+    found += registered_names(plain)
+    whole = all(isinstance(select(plain, section, None), Mapping) for section in SECTIONS)
+    if whole and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in found):
+        reference, critic = roles_in_use(plain)
+        reference = reference if use_reference_policy is None else use_reference_policy
+        critic = critic if use_critic is None else use_critic
+        found += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
+        found += cross_problems(plain)
+    return found
+
+
+def tree_problems(
+    config: DictConfig,
+    sections: Mapping[str, type],
+    *,
+    known: DictConfig | None = None,
+    fixed: Mapping[str, tuple[Any, str]] | None = None,
+) -> tuple[list[Problem], dict[str, Any] | None]:
+    """Unknown keys, missing values, types and ranges of any tree; and the resolved tree, None where that fails.
+
+    `sections`: dataclass of each section, "" for the root; `fixed`: keys with one working value, and why.
+    """
+    known = known_tree() if known is None else known
+    raw = OmegaConf.to_container(config, resolve=False)
+    found = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
+    missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
+    found += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
+    try:
+        plain = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as e:
+        if not missing:
+            found.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
+        return found, None
+    told = {p.key for p in found}
+    values = [p for section, t in sections.items() for p in value_problems(plain, section, t) if p.key not in told]
+    values += [
+        wrong(key, f"{key}={text(value)} does not work here: {why}. Set it to {text(needed)}.")
+        for key, (needed, why) in (fixed or {}).items()
+        if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
+    ]
+    return found + told_at_the_source(values + grading_problems(plain), raw), plain
+
+
+def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
+    """(reference policy, critic): whether the config needs each."""
+    algorithm, critic = plain["algorithm"], plain["critic"]["enable"]
+    reference = algorithm["use_kl_in_reward"] or plain["actor_rollout_ref"]["actor"]["use_kl_loss"]
+    return reference, algorithm["adv_estimator"] == "gae" if critic is None else critic
+
+
+def known_tree() -> DictConfig | None:
+    """The tree of the running Hydra application without its overrides, group choices kept; None outside of one."""
+    from hydra import compose
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if not (HydraConfig.initialized() and GlobalHydra.instance().is_initialized()):
+        return None
+    app = HydraConfig.get()
+    loader = GlobalHydra.instance().config_loader()
+    overrides = OverridesParser.create().parse_overrides(list(app.overrides.task))
+    groups = [o.input_line for o in overrides if loader.get_group_options(o.key_or_group)]
+    return compose(app.job.config_name, overrides=groups)
+
+
+def unknown_keys(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:
+    """Keys that the known tree does not have (with the nearest it has), sections turned into values, removed keys."""
+    return list(_compare(mine, theirs, "", list(paths(theirs))))
+
+
+def _compare(mine: Mapping, theirs: Mapping, path: str, names: list[str]) -> Iterator[Problem]:
+    for key, value in mine.items():
+        full = f"{path}.{key}" if path else str(key)
+        if full in ADDABLE or is_open(full):
+            continue
+        if key not in theirs:
+            yield wrong(full, f"{full} is no known key{nearest_key(full, names)}")
+        elif isinstance(theirs[key], dict) and isinstance(value, dict):
+            yield from _compare(value, theirs[key], full, names)
+        elif isinstance(value, dict):
+            yield wrong(full, f"{full} is one value, not a section; it has no key {', '.join(map(str, value))}.")
+        elif isinstance(theirs[key], dict) and not is_interpolation(value):
+            yield wrong(full, f"{full}={value} is a section; set one of its keys: {', '.join(map(str, theirs[key]))}.")
+    for full in (f"{path}.{key}" if path else str(key) for key in theirs if key not in mine):
+        yield wrong(full, f"{full} was removed from the config; leave it in, and change its value.")
+
+
+def nearest_key(full: str, names: list[str]) -> str:
+    """'; did you mean x?': a sibling first, then the same name elsewhere, then the whole path; else what there is."""
+    parent, _, name = full.rpartition(".")
+    siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
+    close = [siblings[c] for c in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
+    close = close or difflib.get_close_matches(
+        full, sorted(n for n in names if n.rpartition(".")[2] == name), n=1, cutoff=0.0
+    )
+    close = close or difflib.get_close_matches(full, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f". Keys of this section: {', '.join(siblings) or 'none'}."
+
+
+def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type) -> list[Problem]:
+    """Keys, types and ranges of one section with its sub-sections, then the rules between its keys."""
+    node = select(plain, section, None) if section else plain
+    if not isinstance(node, Mapping):
+        return []
+    start = f"{section}." if section else ""
+    known = [f"{start}{f.name}" for f in dataclasses.fields(dataclass_type)]
+    found = [
+        wrong(key, f"{key} is no known key{nearest_key(key, known)}")
+        for key in (f"{start}{name}" for name in node)
+        if key not in known and key not in ADDABLE
+    ]
+    found += [wrong(f"{start}{name}", message) for name, message in value_errors(dataclass_type, node, section)]
+    for name, hint in field_types(dataclass_type).items():
+        nested = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        if nested is not None and isinstance(node.get(name), Mapping):
+            found += value_problems(plain, f"{start}{name}", nested)
+    if not found:
+        try:
+            dataclass_type(**{k: v for k, v in node.items() if f"{start}{k}" in known})
+        except ValueError as e:
+            found.append(wrong(section, f"{section}: {e}"))
+    return found
+
+
+def told_at_the_source(problems: list[Problem], raw: Mapping[str, Any]) -> list[Problem]:
+    """Without the problems of keys that only follow another key, where that other one is told of already."""
+    follows = {p.key for p in problems if is_interpolation(select(raw, p.key, None))}
+    told = {p.message.partition("=")[2] for p in problems if p.key not in follows}
+    return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in told]
+
+
+def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
+    """Names that registries of this floor must know; external_lib is imported first, since it may add some."""
+    from verl.algos.names import POLICY_LOSSES, AdvantageEstimator
+
+    found = []
+    key = "actor_rollout_ref.model.external_lib"
+    if module := select(plain, key, None):
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            found.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
+    built_in = {
+        "algorithm.adv_estimator": tuple(AdvantageEstimator),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
+    }
+    others = {key: name for key, known in built_in.items() if (name := select(plain, key, MISSING)) not in known}
+    if others:
+        from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn  # takes seconds
+
+        look_up = dict(zip(built_in, (get_adv_estimator_fn, get_policy_loss_fn), strict=True))
+        for key, name in others.items():
+            try:
+                look_up[key](name)
+            except ValueError as e:
+                found.append(wrong(key, str(e)))
+    return found
+
+
+def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """Rules between keys of different sections."""
+    sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
+    found = algorithm_problems(plain)
+    if plain["actor_rollout_ref"]["rollout"]["temperature"] == 0:
+        told = "actor_rollout_ref.rollout.temperature"
+        rule = f"{told}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."
+        found.append(wrong(told, f"{rule} Set it to 1, say; validation is greedy by val_kwargs."))
+    if sampling["do_sample"] and sampling["temperature"] == 0:
+        rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
+        found.append(wrong(f"{key}.temperature", rule))
+    if not sampling["do_sample"] and sampling["n"] > 1:
+        rule = f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true"
+        found.append(wrong(f"{key}.n", f"{rule} and a temperature."))
+    correction, rollout = plain["algorithm"]["rollout_correction"], plain["actor_rollout_ref"]["rollout"]
+    parts = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
+    if used := [name for name in parts if correction and correction[name]]:
+        key = f"algorithm.rollout_correction.{used[0]}"
+        wanted = "actor_rollout_ref.rollout.calculate_log_probs"
+        if not rollout["calculate_log_probs"]:
+            rule = f"{key}={text(correction[used[0]])} compares with the rollout's log-probs, which are not asked for."
+            found.append(wrong(key, f"{rule} Set {wanted}=true."))
+    if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
+        rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
+        found.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
+    return found + resume_problems(plain["trainer"])
+
+
+def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """What an estimator, a KL term or n samples of a prompt need and the config does not give."""
+    algorithm, actor, rollout = plain["algorithm"], plain["actor_rollout_ref"]["actor"], "actor_rollout_ref.rollout"
+    sampling, found = plain["actor_rollout_ref"]["rollout"], []
+    kl_terms = {
+        "algorithm.kl_penalty": algorithm["kl_penalty"] if algorithm["use_kl_in_reward"] else None,
+        "actor_rollout_ref.actor.kl_loss_type": actor["kl_loss_type"] if actor["use_kl_loss"] else None,
+    }
+    for key, estimator in kl_terms.items():
+        if estimator in ("full", "full+"):
+            rule = f"{key}={estimator} needs the log-probs of the whole vocabulary, which are never held here."
+            found.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
+    if algorithm["adv_estimator"] == "gae" and plain["critic"]["enable"] is False:
+        rule = "critic.enable=false with algorithm.adv_estimator=gae, which rests on the critic's values."
+        found.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
+    n, key = sampling["n"], f"{rollout}.n"
+    if algorithm["adv_estimator"] == "grpo_passk" and n < 2:
+        rule = f"{key}={n} with algorithm.adv_estimator=grpo_passk, which compares the best sample with the second."
+        found.append(wrong(key, f"{rule} Set {key} to 2 or more."))
+    if n > 1 and not sampling["do_sample"]:
+        rule = f"{key}={n} samples of {rollout}.do_sample=false would be all the same."
+        found.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
+    return found
+
+
+def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """Whether a program that hangs is stopped before the process that grades it; nothing in a tree without rewards."""
+    key, above = "reward_model.sandbox.seconds", "reward_model.item_timeout"
+    seconds, limit = select(plain, key, None), select(plain, above, None)
+    if not (isinstance(seconds, int | float) and isinstance(limit, int | float)) or seconds < limit:
+        return []
+    rule = f"{key}={seconds:g} must be below {above}={limit:g}, or a program that hangs costs its row"
+    return [wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other.")]
+
+
+def resume_problems(run: Mapping[str, Any]) -> list[Problem]:
+    """Whether trainer.resume_mode=resume_path has a path."""
+    key, path = "trainer.resume_from_path", run["resume_from_path"]
+    if run["resume_mode"] != "resume_path" or (path is not None and "global_step_" in path):
+        return []
+    return [wrong(key, f"{key}={path} must name a folder global_step_N, since resume_mode is resume_path.")]
+
+
+def select(plain: Mapping[str, Any], path: str, default: Any) -> Any:
+    """The value at a dotted path; the default where there is none."""
+    node: Any = plain
+    for part in path.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return default
+        node = node[part]
+    return node
+
+
+def paths(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted paths of all keys, sections too."""
+    for key, value in node.items():
+        full = f"{prefix}.{key}" if prefix else str(key)
+        yield full
+        if isinstance(value, Mapping):
+            yield from paths(value, full)
+
+
+def is_interpolation(value: Any) -> bool:
+    """Whether a raw value only follows another key."""
+    return isinstance(value, str) and value.startswith("${")
+
+
+def text(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,116 @@
+"""A rough estimate of one rank's memory, from a model's config alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.utils.registry import Registry
+
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
+LOGITS_CHUNK = 896  # tokens whose logits the token policy holds at once, unless its chunk_tokens says otherwise
+LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an entropy's gradient, their softmax
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache, none with 0 heads.
+
+    `trained_layers` keep activations for the backward; `group_forward`: the samples of a prompt are forwarded once.
+    """
+
+    parameters: int
+    trainable: int
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    trained_layers: int
+    group_forward: bool = False
+
+
+MEASURES: Registry[Callable[[Any, Mapping[str, Any]], ModelSize]] = Registry(
+    "actor_rollout_ref.model.loader.name", "Register a measure beside the loader."
+)  # what a loader makes of (hf_config, the resolved config); a loader without one is taken for the plain model
+
+
+def measure_loaded(hf_config: Any, config: Mapping[str, Any]) -> tuple[ModelSize, bool]:
+    """Sizes of the model that the config's loader makes, and whether the loader has its own measure."""
+    model = config["actor_rollout_ref"]["model"]
+    name = model["loader"]["name"]
+    if name in MEASURES:
+        return MEASURES.get(name)(hf_config, config), True
+    return measure_model(hf_config, model["lora_rank"]), name == "auto"
+
+
+def measure_model(hf_config: Any, lora_rank: int = 0, with_lm_head: bool = True) -> ModelSize:
+    """Sizes of the model that a Hugging Face config describes, built on the meta device: no weight is allocated."""
+    import torch
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = (AutoModelForCausalLM if with_lm_head else AutoModel).from_config(hf_config)
+    parameters = sum(p.numel() for p in model.parameters())
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    adapters = sum(lora_rank * (m.in_features + m.out_features) for m in linear)
+    text = hf_config.get_text_config()
+    settings, heads = text.to_dict(), text.num_attention_heads
+    return ModelSize(
+        parameters=parameters + adapters,
+        trainable=adapters if lora_rank else parameters,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or text.hidden_size // heads,
+        vocabulary=text.vocab_size,
+        trained_layers=text.num_hidden_layers,
+    )
+
+
+def training_memory(
+    size: ModelSize, engine: Mapping[str, Any], shards: int, tokens: int, logits: int, checkpointed: bool
+) -> dict[str, int]:
+    """Bytes of one rank by part for a micro-batch of `tokens`, of which `logits` need the vocabulary at once.
+
+    `engine` has model_dtype and dtype; weights are shared by `shards` ranks.
+    """
+    master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
+    # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
+    # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
+    kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
+    return {
+        "weights": size.parameters * master // shards,
+        "gradients": size.trainable * master // shards,
+        "optimizer (two moments)": 2 * size.trainable * master // shards,
+        "activations of a micro-batch": tokens * size.hidden * kept * compute,
+        "logits of a micro-batch": logits * size.vocabulary * 4 * LOSS_COPIES,
+    }
+
+
+def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micro: int, samples: int) -> dict[str, int]:
+    """Bytes on one rank by part: weights, gradients, optimizer, activations and logits of a micro-batch of `micro`
+    full-length samples, reference, rollout weights, KV cache of `samples` full-length sequences at most."""
+    roles, data = config["actor_rollout_ref"], config["data"]
+    engine, rollout = roles["actor"]["fsdp_config"], roles["rollout"]
+    shards = ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
+    compute = BYTES[engine["dtype"]]
+    length = data["max_prompt_length"] + data["max_response_length"]
+    tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
+    chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
+    logits = min(micro * data["max_response_length"], chunk)
+    checkpointed = roles["model"]["enable_gradient_checkpointing"]
+    parts = training_memory(size, engine, shards, tokens, logits, checkpointed)
+    if (config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]) and roles["model"]["lora_rank"] == 0:
+        parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
+    shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
+    split, kept_as = (1, compute) if shares else (rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]])
+    if not shares:
+        parts["rollout weights"] = size.parameters * kept_as // split
+    sequence = 2 * size.layers * size.kv_heads * size.head_dim * kept_as * length
+    if sequence:
+        parts["KV cache of the rollout"] = min(samples, rollout["max_num_seqs"]) * sequence // split
+    return parts

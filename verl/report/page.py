@@ -1,0 +1,197 @@
+"""Makes the self-contained offline report page (report.html) of a run from the files the run leaves behind.
+
+    python -m verl.report RUN_DIR
+
+Reads, in RUN_DIR: `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`,
+`run_config.yaml` and `versions.json`; each but the first is optional, so that a page can be made while a run goes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+
+from verl.report.plots import Curve, draw_panel
+
+TEMPLATE = Path(__file__).with_name("template.html.jinja")
+
+_DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
+# Panels shown first when the run has their metrics: (title, what it tells, names or prefixes ending in "/" or "_").
+HEADLINES = (
+    ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
+    ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
+    ("Scenario shares", "A sped up, B broke, C useless, D repaired, zero: nothing accepted", ("spd/scenario/",)),
+    ("Output length ratio", "hybrid completion over the baseline completion", ("spd/output_length_ratio",)),
+    ("Policy loss", "", ("actor/pg_loss",)),
+    ("Loss", "mean over the learned tokens of a step", ("train/loss",)),
+    ("Refinement", "loss of each round, of the clean text, and their weighted sum", ("train/loss_",)),
+    ("Entropy", "nats per decision", ("actor/entropy",)),
+    ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
+    ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
+    ("Response length", "tokens", ("response_length/mean", "response_length/max")),
+    ("Validation", "", ("val-core/", "val/loss")),
+    ("Learning rate", "", ("actor/lr", "train/lr")),
+    ("Completions", "requested, asked of a server, found in the store, failed", ("spd/completions/",)),
+)
+TRENDS = {
+    "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "loss",
+    "val/loss": "validation loss",
+}  # fmt: skip
+COUNTERS = {
+    "training/dropped_samples": "dropped samples", "spd/dropped_samples": "lost completions' samples",
+    "spd/completions/failed": "failed completions", "actor/nonfinite_steps": "non-finite steps",
+    "train/skipped_steps": "skipped steps",
+}  # fmt: skip
+
+
+@dataclass
+class Panel:
+    """One picture of the page: title, a line on what it tells, and the drawn SVG text."""
+
+    title: str
+    note: str
+    svg: str
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a jsonl file; a last line cut off by a running writer is left out. A file that is not there has none."""
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at a U+2028 within a text
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except json.JSONDecodeError as e:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON ({e.msg}); repair or remove the line") from e
+    return rows
+
+
+def collect_series(rows: list[dict]) -> dict[str, Curve]:
+    """Metric name -> (steps, values); a step logged twice (after a resume) keeps its last value."""
+    by_name: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        for name, value in row["data"].items():
+            if isinstance(value, int | float):
+                by_name[name][int(row["step"])] = float(value)
+    ordered = {name: sorted(points.items()) for name, points in by_name.items()}
+    return {name: Curve(name, [s for s, _ in points], [v for _, v in points]) for name, points in ordered.items()}
+
+
+def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
+    exact = {w for w in wanted if not w.endswith(("/", "_"))}
+    families = tuple(w for w in wanted if w.endswith(("/", "_")))
+    return [c for name, c in series.items() if name in exact or name.startswith(families)]
+
+
+def headline_panels(series: dict[str, Curve]) -> list[Panel]:
+    """The panels of HEADLINES that this run has data for, and the stacked timings."""
+    found = ((title, note, _matching(series, wanted)) for title, note, wanted in HEADLINES)
+    panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in found if curves]
+    timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
+    if timings:
+        least = sum(sum(c.values) for c in timings) / 100
+        timings = sorted((c for c in timings if sum(c.values) >= least), key=lambda c: -sum(c.values))
+        note = "stacked, one step; phases of at least 1 %"
+        panels.append(Panel("Seconds per phase", note, draw_panel(timings[:8], stacked=True)))
+    return panels
+
+
+def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str, str]]]:
+    """Panels of every other metric, siblings (`a/b/x`, `a/b/y`) in one; and (name, value) of those with nothing to
+    draw: a curve that never moves, or that runs like one already drawn."""
+    shown = [c for _, _, wanted in HEADLINES for c in _matching(series, wanted)]
+    drawn = {(tuple(c.steps), tuple(c.values)): c.name for c in shown}
+    headlines = set(drawn.values()) | {c.name for c in shown}
+    groups: dict[str, list[Curve]] = defaultdict(list)
+    flat = []
+    for name, curve in sorted(series.items()):
+        if name in headlines or name.startswith("timing_s/"):
+            continue
+        same = drawn.setdefault((tuple(curve.steps), tuple(curve.values)), name)
+        if len(curve.steps) > 1 and len(set(curve.values)) == 1:
+            flat.append((name, f"{curve.values[0]:g} at every step"))
+        elif same != name:
+            flat.append((name, f"as {same}"))
+        else:
+            groups[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
+    titled = ((title if len(curves) > 1 else curves[0].name, curves) for title, curves in groups.items())
+    return [Panel(title, "", draw_panel(curves)) for title, curves in titled], flat
+
+
+def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]:
+    """(label, value) pairs of the page's head: steps, first and last reward, sums of what was dropped or failed."""
+    cards = [("steps", str(steps))]
+    for name, label in TRENDS.items():
+        if name in series:
+            values = series[name].values
+            k = max(1, len(values) // 10)
+            first, last = sum(values[:k]) / k, sum(values[-k:]) / k
+            cards.append((f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}"))
+    if "timing_s/step" in series:
+        cards.append(("seconds in steps", f"{sum(series['timing_s/step'].values):.0f}"))
+    cards += [(label, f"{sum(series[name].values):.0f}") for name, label in COUNTERS.items() if name in series]
+    return cards
+
+
+def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
+    """Write RUN_DIR/report.html and return its path.
+
+    Raises FileNotFoundError when RUN_DIR holds no metrics.jsonl. PNG pictures lying in RUN_DIR are shown as well.
+    """
+    run_dir = Path(run_dir)
+    metrics_file = run_dir / "metrics.jsonl"
+    if not metrics_file.exists():
+        raise FileNotFoundError(f"{run_dir} holds no metrics.jsonl: name a run's folder (trainer.default_local_dir)")
+    rows = read_jsonl(metrics_file)
+    series = collect_series(rows)
+    steps = max((int(r["step"]) for r in rows), default=0)
+    config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
+    others, flat = other_panels(series)
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page = env.from_string(TEMPLATE.read_text()).render(
+        title=title or run_dir.resolve().name,
+        made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
+        cards=summary_cards(series, steps),
+        panels=headline_panels(series),
+        others=others,
+        flat=flat,
+        samples=last_samples(read_jsonl(run_dir / "samples.jsonl")),
+        pictures=[
+            (picture.stem.capitalize(), base64.b64encode(picture.read_bytes()).decode())
+            for picture in sorted(run_dir.glob("*.png"))
+        ],
+        config=config_file.read_text() if config_file.exists() else "",
+        versions=json.loads(versions_file.read_text()) if versions_file.exists() else {},
+    )
+    out = run_dir / "report.html"
+    partial = out.with_suffix(".html.tmp")
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, out)
+    return out
+
+
+def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:
+    """The newest samples, best first within a step; at most `limit`. `notes` is the text of their extras."""
+    order = {"best": 0, "worst": 1, "random": 2}
+    newest = sorted(samples[-limit:], key=lambda s: (-s["step"], order[s["kind"]]))
+    return [{**sample, "notes": _notes(sample["extras"])} for sample in newest]
+
+
+def _notes(extras: dict[str, float | str | None]) -> list[str]:
+    """`name value` of each extra; of the scenarios, which are one-hot, only the one that holds."""
+    notes = []
+    for name, value in extras.items():
+        if name.startswith("scenario_"):
+            notes += [name.replace("_", " ")] if value else []
+        elif name != "score" and value is not None:
+            notes.append(f"{name} {value:.4g}" if isinstance(value, int | float) else f"{name} {value}")
+    return notes

@@ -1,1 +1,0 @@
-"""Pure functions of the algorithms: advantages, policy losses, KL terms, loss aggregation."""

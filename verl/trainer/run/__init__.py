@@ -1,0 +1,1 @@
+"""What surrounds a training loop: log, checkpoints, validation, sessions."""

@@ -1,0 +1,206 @@
+"""The driver's side of a run: our own Ray cluster, signals, the way an error is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import RayActorError
+
+from verl.trainer.run.timing import StepFailed, root_cause
+from verl.utils.stop_signals import StopSignals
+
+WORKER_ENV = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
+    "VLLM_LOGGING_LEVEL": "WARN",
+}
+FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
+TEMP_PREFIX = "verl-ray-"
+SESSION_FILE = "ray_session.json"  # in the run folder while a session of our own lives
+GUARD = Path(__file__).with_name("session_guard.py")
+
+
+@ray.remote(num_cpus=0)
+class StopFlag:
+    """A flag that the driver sets and the trainer reads after each step."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+
+@contextmanager
+def started_session(config: DictConfig) -> Iterator[bool]:
+    """A Ray session for the block: one that is there already, the cluster of RAY_ADDRESS, else a local one of our own.
+
+    Gives whether it is our own. What was started here is stopped at the end, and nothing else.
+    """
+    if ray.is_initialized():
+        yield False
+        return
+    settings = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    settings["runtime_env"] = with_worker_env(settings.get("runtime_env") or {})
+    if os.environ.get("RAY_ADDRESS") or settings.get("address"):
+        settings.pop("num_cpus", None)  # a running cluster has its CPUs counted
+        ray.init(**settings)
+        try:
+            yield False
+        finally:
+            ray.shutdown()
+        return
+    run_dir = Path(config.trainer.default_local_dir).expanduser()
+    stop_left_session(run_dir)
+    remove_dead_sessions()
+    # A short path: Ray puts sockets below it, and those allow 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
+    if settings.get("num_cpus") is None:
+        settings["num_cpus"] = logical_cpus(config)
+    record = run_dir / SESSION_FILE
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
+        record.write_text(json.dumps(me) + "\n", encoding="utf-8")
+        # Our actors bring an environment of their own: Ray's idle workers would start, and never be used.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        with guarded(folder):
+            ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
+            try:
+                yield True
+            finally:
+                ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        record.unlink(missing_ok=True)
+
+
+@contextmanager
+def guarded(folder: Path) -> Iterator[None]:
+    """A process that ends our session of Ray should this one be killed in the block."""
+    command = [sys.executable, "-I", str(GUARD), str(os.getpid()), str(folder)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        with suppress(BrokenPipeError):
+            guard.communicate(b".", timeout=30)
+
+
+def stop_left_session(run_dir: Path) -> None:
+    """End what a killed run of this folder left of its own Ray session; a run that still lives is refused (exit)."""
+    record = run_dir / SESSION_FILE
+    if not record.is_file():
+        return
+    try:
+        left = json.loads(record.read_text(encoding="utf-8"))
+        folder, pid, started = Path(left["temp_dir"]), left["pid"], left["started"]
+    except (ValueError, KeyError, TypeError) as e:
+        logger.warning(f"{record} is torn ({e}): no session is stopped")
+        return
+    # The start time tells the driver from a later process that got its number.
+    if psutil.pid_exists(pid) and psutil.Process(pid).create_time() == started:
+        sys.exit(f"trainer.default_local_dir={run_dir} is in use by the run of process {pid}; stop it first.")
+    if folder.name.startswith(TEMP_PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
+        # Workers carry another title, and die with their raylet, whose command line names the folder.
+        lines = [(p, " ".join(p.info["cmdline"] or ())) for p in psutil.process_iter(["cmdline"])]
+        own = [p for p, line in lines if str(folder) in line and "/ray/" in line]
+        logger.warning(f"ending {len(own)} Ray processes of the killed run {pid} in {folder}")
+        for process in own:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        psutil.wait_procs(own, timeout=10)
+        shutil.rmtree(folder, ignore_errors=True)
+    record.unlink()
+
+
+def logical_cpus(config: DictConfig) -> int:
+    """CPUs to tell a local Ray of: at least one for the task runner, one a CPU rank, one for a reward task."""
+    return max(os.cpu_count() or 1, config.trainer.nnodes * config.trainer.n_gpus_per_node + 2)
+
+
+def with_worker_env(runtime_env: dict[str, Any]) -> dict[str, Any]:
+    """Our defaults, then the driver's own settings, then what the user wrote into ray_init.runtime_env."""
+    forwarded = {key: value for key, value in os.environ.items() if key.startswith(FORWARDED)}
+    chosen = {key: os.environ.get(key, value) for key, value in WORKER_ENV.items()}
+    return {**runtime_env, "env_vars": {**chosen, **forwarded, **runtime_env.get("env_vars", {})}}
+
+
+def remove_dead_sessions() -> None:
+    """Delete the folders of our own sessions whose driver was killed; folders of live processes stay."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*"):
+        pid = folder.name.removeprefix(TEMP_PREFIX).split("-")[0]
+        if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_here(runner: Any, config: DictConfig) -> int:
+    """Run the task runner in this process, on a Ray of its own; the exit code. Signals as in run_until_done."""
+    for name, value in WORKER_ENV.items():
+        os.environ.setdefault(name, value)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the ranks', which have what Ray gave them
+    try:
+        with StopSignals() as signals:
+            runner.run(config, lambda: signals.asked)
+        return 0
+    except Exception as e:
+        tell(e)
+        return 1
+
+
+def run_until_done(runner: Any, config: DictConfig) -> int:
+    """Run the task runner, an actor; the exit code.
+
+    The first signal asks it to stop behind its step, a second one ends the process.
+    """
+    try:
+        stop = StopFlag.remote()
+        with StopSignals() as signals:
+            running = runner.run.remote(config, partial(_is_set, stop))
+            told = False
+            while not ray.wait([running], timeout=0.5)[0]:
+                if signals.asked and not told:
+                    ray.get(stop.set.remote())
+                    told = True
+            ray.get(running)
+        return 0
+    except Exception as e:
+        tell(e)
+        return 1
+
+
+def _is_set(flag: Any) -> bool:
+    return ray.get(flag.is_set.remote())
+
+
+def tell(error: Exception) -> None:
+    """The run's own error first, in one line; Ray's long text only where its cause is unknown."""
+    cause = root_cause(error)
+    logger.debug(f"{error}")
+    if isinstance(cause, StepFailed):
+        text = str(cause)
+    elif isinstance(cause, RayActorError):
+        text = f"a process of the run died: {cause}"
+    else:
+        text = f"{type(cause).__name__}: {cause}"
+    sys.stderr.write(f"\nTraining failed: {text}\nThe whole traceback: LOGURU_LEVEL=DEBUG\n")
+    sys.stderr.flush()

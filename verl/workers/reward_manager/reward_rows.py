@@ -1,0 +1,160 @@
+"""A batch of answers seen as rows of text, with the way back from one score a row to token-level scores."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import torch
+from loguru import logger
+
+from verl.grading.pool import Failure
+from verl.protocol import DataProto
+
+# Column of rows that nothing can be learnt from: a rollout marks them, or a reward (with how it failed).
+LOST = "__lost__"
+
+
+class RewardError(RuntimeError):
+    """A reward function failed or gave something that is no score; the text names the row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer: its position in the batch, ids without padding, what the data set says about it."""
+
+    index: int
+    data_source: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    ground_truth: Any
+    extra_info: dict[str, Any] | None
+
+    def __str__(self) -> str:
+        known = (self.extra_info or {}).get("index")
+        return f"row {self.index} (data_source={self.data_source!r}, index={known!r})"
+
+
+def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
+    """The rows of a batch with prompts [B, P], responses [B, R], attention_mask [B, P+R].
+
+    `reward_model` is needed for its ground truth; `extra_info` and `__num_turns__` are taken where present.
+    """
+    extras = data.non_tensor_batch
+    for key in (reward_fn_key, "reward_model"):
+        if key not in extras:
+            raise RewardError(
+                f"the batch has no column {key!r} to score by; it has {', '.join(sorted(extras))}. "
+                "Add the column to the data set, or name another one in data.reward_fn_key."
+            )
+    prompts, responses = data.batch["prompts"].tolist(), data.batch["responses"].tolist()
+    valid = data.batch["attention_mask"].bool().tolist()
+    rows = []
+    for i, (prompt, response, kept) in enumerate(zip(prompts, responses, valid, strict=True)):
+        extra_info = extras["extra_info"][i] if "extra_info" in extras else None
+        if "__num_turns__" in extras:
+            extra_info = {**(extra_info or {}), "num_turns": extras["__num_turns__"][i]}
+        reward_model = extras["reward_model"][i]
+        if "ground_truth" not in reward_model:
+            raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
+        prompt_ids = list(compress(prompt, kept[: len(prompt)]))
+        response_ids = list(compress(response, kept[len(prompt) :]))
+        truth = reward_model["ground_truth"]
+        rows.append(Row(i, extras[reward_fn_key][i], prompt_ids, response_ids, truth, extra_info))
+    return rows
+
+
+def settle(rows: list[Row], results: list[Any], drop: bool) -> list[tuple[float, dict[str, Any]] | Failure]:
+    """(score, extras) of what the reward function gave for each row: a number, or a dict with 'score'.
+
+    A dict is an extra as a whole, its score included; a plain number has none. Rows without a score stay Failures when
+    `drop`, logged with their names; otherwise a RewardError names the first and counts the others.
+    """
+    settled = [result if isinstance(result, Failure) else _split(result) for result in results]
+    failed = [(row, found) for row, found in zip(rows, settled, strict=True) if isinstance(found, Failure)]
+    if not failed:
+        return settled
+    row, first = next((pair for pair in failed if pair[1].fatal), failed[0])
+    if drop and not first.fatal:
+        for row, failure in failed:
+            logger.warning("{} is left out: the reward function {}", row, failure.text)
+        return settled
+    timeouts = sum(failure.kind == "timeout" for _, failure in failed)
+    raise RewardError(
+        f"{row}: the reward function {first.text.rstrip('.')}. {len(failed)} of {len(rows)} rows have no score "
+        f"({timeouts} took too long); reward_model.error=drop would leave such rows out."
+    ) from first.cause
+
+
+def _split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
+    extras = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in extras:
+        return Failure("error", f"gave a dict without 'score': {sorted(result)}")
+    try:
+        number = float(extras["score"])
+    except (TypeError, ValueError):
+        return Failure("error", f"gave {extras['score']!r} as a score; a number is needed")
+    if not math.isfinite(number):
+        return Failure("error", f"gave the score {number}; a finite number is needed")
+    return number, extras if isinstance(result, dict) else {}
+
+
+def place_scores(data: DataProto, scores: list[float]) -> torch.Tensor:
+    """One score a row, on the row's last counted position. [B] -> [B, R] float32.
+
+    Counted by `response_mask` [B, R] when the batch has one, else by the response part of `attention_mask`. A row
+    in which the mask counts nothing falls back to its last valid token, or to position 0 of an empty response.
+    """
+    responses = data.batch["responses"]
+    last = _last_set(data.batch["attention_mask"][:, -responses.shape[-1] :].bool())
+    if "response_mask" in data.batch:
+        counted = data.batch["response_mask"].bool()
+        last = torch.where(counted.any(-1), _last_set(counted), last)
+    placed = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    values = torch.tensor(scores, dtype=torch.float32, device=responses.device)
+    return placed.scatter_(1, last.unsqueeze(-1), values.unsqueeze(-1))
+
+
+def _last_set(mask: torch.Tensor) -> torch.Tensor:
+    """Index of the last True of each row; 0 where there is none. [B, R] -> [B]."""
+    positions = torch.arange(mask.shape[-1], device=mask.device)
+    return torch.where(mask, positions, 0).amax(-1)
+
+
+def place_results(data: DataProto, settled: list[tuple[float, dict[str, Any]] | Failure]) -> dict[str, Any]:
+    """Scores [B, R] and extras: {name: list of B}, None where a row lacks the name.
+
+    Where rows failed, their score is 0 and the extra `__lost__` says of each row how it failed ('' for the others).
+    """
+    pairs = [(0.0, {}) if isinstance(found, Failure) else found for found in settled]
+    extras = [extra for _, extra in pairs]
+    names = dict.fromkeys(name for extra in extras for name in extra)
+    columns = {name: [extra[name] if name in extra else None for extra in extras] for name in names}
+    if any(isinstance(found, Failure) for found in settled):
+        columns[LOST] = [found.kind if isinstance(found, Failure) else "" for found in settled]
+    return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
+
+
+def given_scores(data: DataProto) -> dict[str, Any] | None:
+    """The scores that came with the batch as `rm_scores` [B, R], with their extras; None without them."""
+    if "rm_scores" not in data.batch:
+        return None
+    names = data.meta_info["reward_extra_keys"] if "reward_extra_keys" in data.meta_info else []
+    extras = {name: data.non_tensor_batch[name] for name in names}
+    return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
+
+
+def log_examples(tokenizer: Any, rows: list[Row], settled: list[Any], num_examine: int) -> None:
+    """Log the first `num_examine` rows of each data source as readable text."""
+    shown: Counter[str] = Counter()
+    for row, result in zip(rows, settled, strict=True):
+        if shown[row.data_source] >= num_examine:
+            continue
+        shown[row.data_source] += 1
+        prompt, answer = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt_ids, row.response_ids))
+        text = "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}"
+        score = result.text if isinstance(result, Failure) else result[1] or result[0]
+        logger.info(text, prompt, answer, row.ground_truth, score)
