@@ -325,13 +325,13 @@ def truths(*texts):
 
 def manager(name="score", cls=NaiveRewardManager, **settings):
     made = cls(TOKENIZER, 0, ExternFunction(REWARDS, name))
-    made.config = RewardModelConfig(**{"item_timeout": 2.0, **settings})
+    made.config = RewardModelConfig(**{"item_timeout": 1.0, **settings})
     return made
 
 
 def test_a_row_that_hangs_is_killed_and_named():
     said = (
-        r"row 1 \(data_source='x', index=11\): the reward function took longer than 2 s and was killed. "
+        r"row 1 \(data_source='x', index=11\): the reward function took longer than 1 s and was killed. "
         r"1 of 2 rows have no score \(1 took too long\); reward_model.error=drop"
     )
     with pytest.raises(RewardError, match=said):

@@ -1,4 +1,4 @@
-"""Calls a function for many items in worker processes that are killed when one item takes too long."""
+"""Grades many items in worker processes that are killed when one item takes too long."""
 
 from __future__ import annotations
 
@@ -7,36 +7,40 @@ import fcntl
 import functools
 import inspect
 import multiprocessing
+import multiprocessing.context
 import os
 import resource
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from verl.utils.import_utils import load_extern_object
 
 if TYPE_CHECKING:
-    import torch  # takes seconds to load, and most functions that grade do without
+    import torch  # takes seconds to import, and most reward functions do without it
 
-# The server that workers are forked from imports these once, so that a killed worker is replaced in milliseconds;
-# the dear ones for the functions that use them.
+# The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
+# functions that need them.
 _PRELOAD = ["verl.grading.pool"]
 _PRELOAD_FOR = {"verl.utils.reward_score": ["verl.utils.reward_score", "math_verify"]}
-_MEMORY_BYTES = 4 << 30  # that one worker may take beyond what it starts with
+_MEMORY_BYTES = 4 << 30  # that one worker may allocate beyond what it starts with
 _F_SETSIG = 10  # Linux
 
 
 class ExternFunction:
-    """A function by file or module and name, with bound keyword arguments (they win); travels to other processes.
+    """A function given by file or module and name, with bound keyword arguments (which win); it can be pickled.
 
-    Looks like the function itself to `inspect.signature`.
+    `inspect.signature` sees the signature of the function itself.
     """
 
     def __init__(self, path: str, name: str, bound: dict[str, Any] | None = None) -> None:
@@ -57,7 +61,7 @@ class ExternFunction:
 
 @dataclass(frozen=True)
 class Failure:
-    """What came instead of a result: kind 'error' or 'timeout', what happened, whether it concerns every item."""
+    """Stands in for a result: kind 'error' or 'timeout', a description, whether it concerns every item."""
 
     kind: str
     text: str
@@ -66,16 +70,16 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """That of a raised exception."""
+        """The failure for a raised exception."""
         return cls("error", f"raised {type(error).__name__}: {error}", isinstance(error, FatalGradingError), error)
 
 
 class FatalGradingError(RuntimeError):
-    """Raised where no item can be graded, whatever it holds: dropping items would hide it."""
+    """Raised when no item can be graded, whatever its content: dropping single items would hide the cause."""
 
 
 class Slots(threading.Semaphore):
-    """A semaphore that travels: each process has `number` slots of its own, which a killed one cannot keep."""
+    """A semaphore that can be pickled: each process has `number` slots of its own, which a killed one cannot keep."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -86,7 +90,7 @@ class Slots(threading.Semaphore):
 
 
 class Together:
-    """A coroutine function for several items at once, each within `seconds`."""
+    """Awaits a coroutine function for several items at once, each for at most `seconds`."""
 
     def __init__(self, function: Any, seconds: float) -> None:
         self.function, self.seconds = function, seconds
@@ -103,8 +107,8 @@ class Together:
             return Failure.of(error)
 
 
-class WholeBatch:
-    """A function that is called once for many rows."""
+class FullBatch:
+    """Calls a function once for a batch; the result is a list of one score a row."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -114,7 +118,7 @@ class WholeBatch:
 
 
 class TravellingTensor:
-    """A CPU tensor that arrives in another process as a tensor of its own, not as memory that both share."""
+    """Pickles a CPU tensor by value: multiprocessing would share its memory, which a killed process may keep."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach().cpu().contiguous()
@@ -122,158 +126,140 @@ class TravellingTensor:
     def __reduce__(self) -> tuple:
         import torch
 
-        raw = self.tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tensor_of, (raw, self.tensor.dtype, tuple(self.tensor.shape))
+        return _rebuild, (self.tensor.reshape(-1).view(torch.uint8).numpy(), self.tensor.dtype, self.tensor.shape)
 
 
-def _tensor_of(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _rebuild(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of `shape` from its bytes, uint8 [N]."""
     import torch
 
-    return (torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(shape)
+    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
 
 
 class GradingPool:
-    """`workers` processes that call `function` on one item each; started on the first use, replaced when killed.
+    """`workers` processes that call `function` on one item each, started on first use and replaced when killed.
 
-    The function runs in the main thread of its process. Coroutine functions are awaited there.
+    The function runs in the main thread of its process; coroutines are awaited there.
     """
 
     def __init__(self, function: Any, workers: int, seconds: float) -> None:
         self.function, self.workers, self.seconds = function, workers, seconds
-        self._idle: list[_Worker] = []
         self.restarts = 0
+        self._life, self._alive = multiprocessing.Pipe(duplex=False)  # closed when this process ends, however it does
+        self._pool: ProcessPool | None = None
 
     def __reduce__(self) -> tuple:
         return GradingPool, (self.function, self.workers, self.seconds)
 
     def map(self, items: Sequence[dict[str, Any]]) -> list[Any]:
-        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`."""
-        results: list[Any] = [None] * len(items)
-        waiting = list(range(len(items)))[::-1]
-        busy: dict[_Worker, int] = {}
-        while waiting or busy:
-            while waiting and len(busy) < self.workers:
-                worker = self._idle.pop() if self._idle else _Worker(self.function)
-                number = waiting.pop()
-                if failure := worker.send(items[number], self.seconds):
-                    results[number] = failure
-                    self._idle.append(worker)
-                else:
-                    busy[worker] = number
-            for worker in _ready(busy):
-                number = busy.pop(worker)
-                results[number] = worker.take()
-                if worker.alive:
-                    self._idle.append(worker)
-                else:
-                    self.restarts += 1
-        return results
+        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`.
+
+        Raises FatalGradingError when the workers end without having started an item.
+        """
+        results: dict[int, Any] = {}
+        for _ in range(2):  # again when idle workers were killed from outside
+            missing = [i for i in range(len(items)) if i not in results]
+            results.update(self._run(missing, items))
+            if len(results) == len(items):
+                return [results[i] for i in range(len(items))]
+            self.close()
+        raise FatalGradingError(f"the grading processes could not load {self.function!r}; the error is logged above.")
 
     def close(self) -> None:
-        """End the workers."""
-        for worker in self._idle:
-            worker.kill()
-        self._idle = []
+        """Stop the workers."""
+        if self._pool is not None:
+            self._stop()
+            self._pool = None
 
-
-class _Worker:
-    def __init__(self, function: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        dear = _PRELOAD_FOR[function.__module__] if function.__module__ in _PRELOAD_FOR else []
-        context.set_forkserver_preload([*_PRELOAD, *dear])
-        self.connection, other = context.Pipe()
-        life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
-        self.process = context.Process(target=_work, args=(other, life, function), daemon=True)
-        with _without_main():
-            self.process.start()
-        other.close()
-        life.close()
-        self.alive = True
+    def _run(self, numbers: list[int], items: Sequence[dict[str, Any]]) -> dict[int, Any]:
+        """Results by item number, without those that no worker started."""
+        if self._pool is None or not self._pool.active:
+            self._pool = self._new_pool()
+            self._stop = weakref.finalize(self, _stop, self._pool)  # also when nobody calls close
+        futures = {i: self._pool.schedule(_call, kwargs=items[i], timeout=self.seconds) for i in numbers}
         try:
-            self.connection.recv()  # the function is loaded: the time of an item does not count imports
-        except EOFError as error:
-            self.kill()
-            raise FatalGradingError(f"a grading process could not load {function!r}; its error is above.") from error
+            while wait(futures.values(), timeout=1.0).not_done and self._pool.active:
+                pass
+        except BaseException:  # interrupted: the next map must not wait for these items
+            self.close()
+            raise
+        return {i: self._result(future) for i, future in futures.items() if not _is_lost(future)}
 
-    def send(self, item: dict[str, Any], seconds: float) -> Failure | None:
-        self.seconds, self.deadline = seconds, time.monotonic() + seconds
+    def _result(self, future: ProcessFuture) -> Any:
         try:
-            self.connection.send(item)
-        except OSError:
-            pass  # it died while idle; `take` says so
-        except Exception as error:  # the item cannot travel
-            return Failure.of(error)
-        return None
-
-    def take(self) -> Any:
-        """The result, or why there is none; the worker is dead after the latter."""
-        if not self.connection.poll():
-            self.kill()
+            return future.result()
+        except TimeoutError:
+            self.restarts += 1
             return Failure("timeout", f"took longer than {self.seconds:g} s and was killed")
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            self.kill()
-            return Failure("error", f"ended its process with exit code {self.process.exitcode}")
+        except ProcessExpired as error:
+            self.restarts += 1
+            return Failure("error", f"ended its process with exit code {error.exitcode}")
+        except Exception as error:  # the item or its result cannot be pickled
+            return Failure.of(error)
 
-    def kill(self) -> None:
-        self.alive = False
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-        self._alive.close()
+    def _new_pool(self) -> ProcessPool:
+        context = _Context()
+        context.set_forkserver_preload([*_PRELOAD, *_PRELOAD_FOR.get(self.function.__module__, [])])
+        return ProcessPool(self.workers, initializer=_start, initargs=(self.function, self._life), context=context)
 
 
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Workers import no part of the script that was started: it may run at import."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join()
 
 
-def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
-    """Workers that answered or died, or those whose time is up; waits for the first, where there is one."""
-    if not busy:
-        return []
-    left = min(worker.deadline for worker in busy) - time.monotonic()
-    answered = wait([worker.connection for worker in busy], timeout=max(0.0, left))
-    return [w for w in busy if w.connection in answered or w.deadline <= time.monotonic()]
+def _is_lost(future: ProcessFuture) -> bool:
+    return not future.done() or isinstance(future.exception(), BrokenProcessPool)
 
 
-def _work(connection: Connection, life: Connection, function: Any) -> None:
-    # The kernel kills this process when the owner is gone: a call without end may never run Python code again.
+class _Process(multiprocessing.context.ForkServerProcess):
+    """Imports nothing of the script that was started, which may have no `if __name__ == "__main__"`."""
+
+    _lock = threading.Lock()
+
+    def start(self) -> None:
+        with self._lock:
+            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            try:
+                super().start()
+            finally:
+                sys.modules["__main__"] = main
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    Process = _Process
+
+
+_function: Any = None  # what this worker process calls; set once, by _start
+
+
+def _start(function: Any, life: Connection) -> None:
+    """Prepare a worker process."""
+    global _function
+    _function = function
+    # The kernel kills this process when its owner is gone: a call without end may never run Python code again.
     fcntl.fcntl(life.fileno(), fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life.fileno(), _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    _bound_memory()
-    connection.send("ready")
-    while True:
-        try:
-            item = connection.recv()
-        except (EOFError, OSError):
-            return  # the owner is gone
-        try:
-            connection.send(finished(function(**item)))
-        except Exception as error:
-            connection.send(replace(Failure.of(error), cause=None))  # the exception itself may not travel
-
-
-def finished(result: Any) -> Any:
-    """The result of a call; that of a coroutine once it is run."""
-
-    async def run() -> Any:
-        return await result
-
-    return asyncio.run(run()) if inspect.isawaitable(result) else result
-
-
-def _bound_memory() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for Python code to run
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     wanted = size + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def _call(**item: Any) -> Any:
+    try:
+        return finished(_function(**item))
+    except Exception as error:
+        return replace(Failure.of(error), cause=None)  # the exception itself may not be picklable
+
+
+def finished(result: Any) -> Any:
+    """The result of a call; a coroutine is run to its end."""
+
+    async def run() -> Any:
+        return await result
+
+    return asyncio.run(run()) if inspect.isawaitable(result) else result

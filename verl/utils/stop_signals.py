@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a wish that a loop asks for."""
+"""Turns SIGTERM and Ctrl-C into a flag that a training loop checks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 
 
-def stop_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that started this one is gone, however it ended (Linux).
+def stop_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have the kernel send this signal when the thread that started this process is gone, however it ended (Linux).
 
     torchrun starts its ranks in sessions of their own: without this they would train on when it is killed.
     """
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it went before the kernel was told
-            os.kill(os.getpid(), signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), number)
 
 
 class StopSignals:
-    """Context manager. The first signal sets `asked`; a second one ends the process with code 143.
+    """Context manager. The first signal sets `asked`; a second one exits the process with code 143.
 
     Signals within 2 s are one: a launcher signals every process of its tree, and a shell passes its own signal on.
     """

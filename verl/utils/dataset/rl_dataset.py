@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch.utils.data import Dataset
 
 from verl.config.data import DataConfig
 from verl.planning.problems import one_line
-from verl.utils.chat_template import ChatTemplateError, render_chats
+from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.import_utils import load_extern_object
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-RENDERED_TOGETHER = 64  # prompts in one exchange with the process that renders
 
 
 class DatasetError(ValueError):
@@ -207,9 +205,7 @@ class RLHFDataset(FileRows):
         if not data_setting(self.config, "filter_overlong_prompts"):
             return
         before = len(self.rows)
-        bounds = [*range(0, before, RENDERED_TOGETHER), before]
-        lengths = [len(ids) for part in pairwise(bounds) for ids in self._prompts_ids(range(*part))]
-        self._keep([i for i, length in enumerate(lengths) if length <= self.max_prompt_length])
+        self._keep([i for i in range(before) if len(self.prompt_ids(i)) <= self.max_prompt_length])
         self.dropped_overlong = before - len(self.rows)
         text = "data.filter_overlong_prompts: {} of {} rows kept, {} exceed data.max_prompt_length={}"
         logger.info(text, len(self.rows), before, self.dropped_overlong, self.max_prompt_length)
@@ -222,21 +218,15 @@ class RLHFDataset(FileRows):
         return self.chat(item, self.prompt_key, "data.prompt_key")
 
     def prompt_ids(self, item: int) -> list[int]:
-        """The ids of a row's prompt through the chat template, neither cut nor padded."""
-        return self._prompts_ids([item])[0]
-
-    def _prompts_ids(self, items: Sequence[int]) -> list[list[int]]:
-        """As prompt_ids, of several rows."""
-        conversations = [self.messages(item) for item in items]
+        """The ids of a row's prompt through the chat template, neither truncated nor padded."""
+        messages = self.messages(item)
         if not self.tokenizer.chat_template:
             raise DatasetError(no_chat_template(self.tokenizer))
-        settings = {"add_generation_prompt": True, **self.template_kwargs}
-        texts = []
-        for item, text in zip(items, render_chats(self.tokenizer, conversations, **settings), strict=True):
-            if isinstance(text, ChatTemplateError):
-                raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {text}") from text
-            texts.append(text)
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        try:
+            text = render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
+        except ChatTemplateError as error:
+            raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids = self.prompt_ids(item)

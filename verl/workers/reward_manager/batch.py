@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from loguru import logger
 
-from verl.grading.pool import Failure, GradingPool, TravellingTensor, WholeBatch
+from verl.grading.pool import Failure, FullBatch, GradingPool, TravellingTensor
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
@@ -65,7 +65,7 @@ class BatchRewardManager(NaiveRewardManager):
         return results
 
     def _called(self, arguments: dict[str, Any]) -> list[Any] | Failure:
-        call = WholeBatch(self.compute_score)
+        call = FullBatch(self.compute_score)
         if not self.in_processes:
             try:
                 return call(**arguments)

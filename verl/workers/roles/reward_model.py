@@ -6,7 +6,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.chat_template import ChatTemplateError, render_chats
+from verl.utils.chat_template import render_chat
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.tokenizer import hf_tokenizer
@@ -77,11 +77,7 @@ class RewardModelWorker(ModelWorker):
             [*messages, {"role": "assistant", "content": text}]
             for messages, text in zip(data.non_tensor_batch["raw_prompt"], texts, strict=True)
         ]
-        chats = []
-        for chat in render_chats(self.tokenizer, conversations):
-            if isinstance(chat, ChatTemplateError):
-                raise chat
-            chats.append(chat)
+        chats = [render_chat(self.tokenizer, messages) for messages in conversations]
         longest = self.settings.max_length or data.batch["input_ids"].shape[1]
         encoded = self.tokenizer(
             chats, add_special_tokens=False, return_tensors="pt", padding="max_length", truncation=True,
