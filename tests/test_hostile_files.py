@@ -12,7 +12,7 @@ import torch
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.test_house import ROOT, product_files
 from verl import DataProto
-from verl.trainer.run.checkpointing import TrainerState, read_trainer_state, write_trainer_state
+from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 
 LOADERS = {"load", "loads", "Unpickler", "read_pickle"}
 
@@ -75,7 +75,7 @@ def test_data_position_and_random_states_of_the_driver(checkpoint, hostile, tmp_
     for content in hostile:
         shutil.copytree(checkpoint[1], tmp_path / "step", dirs_exist_ok=True)
         (tmp_path / "step" / file).write_bytes(content)
-        refused(lambda: read_trainer_state(tmp_path / "step"), file, "is not loaded")
+        refused(lambda: read_trainer_state(tmp_path / "step"), file, "cannot be loaded")
 
 
 def test_an_adapter(checkpoint, hostile, tiny_llama, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,8 +21,8 @@ from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
 from verl.planning.problems import Problem, wrong
+from verl.trainer.run.ranks import summed
 from verl.trainer.sft.data import cut
-from verl.trainer.sft.ranks import summed
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.policy.causal_lm import causal_model
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 
 SEED_COLUMN = "noise_seed"
 VALIDATION_SEED = 1_000_003  # of the first row of the validation set; the others count on
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step's noise decides: positions that count on all ranks, and warm-up rounds without a gradient."""
+
+    counted: int
+    warm_up: int
 
 
 class IterativeRefineTrainer(FSDPSFTTrainer):
@@ -70,7 +78,6 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         setattr(model.config, NOISE_KEY, self.noise.token)
         if self.pattern.has_width:
             setattr(model.config, WINDOW_KEY, settings.block_length)
-        self._counted, self._warm_up = 0, 0
 
     @classmethod
     def problems(cls, config: DictConfig, found: Findings) -> Iterator[Problem]:
@@ -101,30 +108,30 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         files = [files] if isinstance(files, str) else list(files)
         return IterativeSFTDataset(files, tokenizer, config.data, max_samples)
 
-    def training_step(self, batch: TensorDict) -> dict[str, float]:
-        """Draw the step's noise, the same on every rank, then train."""
+    def step_inputs(self, batch: TensorDict) -> StepInputs:
+        """Draw the step's noise, the same on every rank; its seeds become a column of `batch`."""
         ranks, rank = self.engine.world_size, self.engine.rank
         seeds = draw_seeds(self.noise_generator, len(batch) * ranks)[rank::ranks]
+        warm_up = 0
         if self.pattern.warm_up:
             limit = self.iterative.trajectory_max_rounds + 1
-            self._warm_up = int(torch.randint(limit, (), generator=self.noise_generator))
+            warm_up = int(torch.randint(limit, (), generator=self.noise_generator))
         batch[SEED_COLUMN] = torch.tensor(seeds)
         counted = count_labels({"response_mask": batch["loss_mask"]}, seeds, self.noise)
-        self._counted = int(summed({"counted": float(counted)}, self.engine.device)["counted"])
-        return super().training_step(batch)
+        return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
-    def backward(self, micro: TensorDict, tokens: int, is_last: bool) -> dict[str, float]:
+    def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs) -> dict[str, float]:
         layout = self._layout(micro, self.noise)
         ranks = self.engine.get_data_parallel_size()
         with self.engine.autocast():
             told = self.loss.run(
                 self.engine.module, layout.to(self.engine.device),
                 lambda loss, last: self.engine.backward(loss, is_last_micro_batch=last),
-                scale=ranks / self._counted, ar_scale=ranks / tokens, is_last=is_last, warm_up=self._warm_up,
+                scale=ranks / inputs.counted, ar_scale=ranks / tokens, is_last=is_last, warm_up=inputs.warm_up,
                 rounds=1 if self.global_steps <= self.iterative.single_round_steps else None,
             )  # fmt: skip
-        found = self._losses("train", told, ranks / self._counted, ranks / tokens)
-        return self._with_total("train", found) | {"train/noise_mean": layout.noised * ranks / self._counted}
+        found = self._losses("train", told, ranks / inputs.counted, ranks / tokens)
+        return self._with_total("train", found) | {"train/noise_mean": layout.noised * ranks / inputs.counted}
 
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
         """Sums of the rounds' losses, and of the plain next-token loss.

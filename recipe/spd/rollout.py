@@ -90,6 +90,8 @@ class SPDRollout(BaseRollout):
     recipe's group `spd`. Without servers one is started on this machine by the first rank of each node.
     """
 
+    keeps_weights = True  # they are the actor's own
+
     def __init__(self, config: Any, model_config: Any, device_mesh: Any) -> None:
         super().__init__(config, model_config, device_mesh)
         self.settings = SPDSettings.from_custom(config.custom)

@@ -10,7 +10,7 @@ import torch
 
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.trainer import self_generate
-from dllm_reasoning.trainer.iterative_refine_trainer import VALIDATION_SEED, IterativeRefineTrainer
+from dllm_reasoning.trainer.iterative_refine_trainer import VALIDATION_SEED, IterativeRefineTrainer, StepInputs
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
 from tests.helpers.ranks import run_ranks
@@ -34,14 +34,14 @@ def test_one_round_without_noise_is_sft_to_the_last_bit(place, tmp_path):
     trainer = runs.trainer_of(config)
     batch = trainer._draw()
     batch["noise_seed"] = torch.arange(8)
-    trainer._counted = tokens = int(batch["loss_mask"][:, 1:].sum())
+    tokens = int(batch["loss_mask"][:, 1:].sum())
     with trainer.engine.train_mode():
         for micro in cut(batch, config.data):
             trainer.engine.optimizer_zero_grad()
-            found = trainer.backward(micro, tokens, True)
+            found = trainer.backward(micro, tokens, True, StepInputs(counted=tokens, warm_up=0))
             mine = [p.grad.clone() for p in trainer.engine.module.parameters()]
             trainer.engine.optimizer_zero_grad()
-            wanted = super(IterativeRefineTrainer, trainer).backward(micro, tokens, True)
+            wanted = super(IterativeRefineTrainer, trainer).backward(micro, tokens, True, None)
             assert found["train/loss_s0"] == found["train/loss_total"] == wanted["train/loss"]
             assert all(torch.equal(a, p.grad) for a, p in zip(mine, trainer.engine.module.parameters(), strict=True))
 

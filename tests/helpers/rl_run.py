@@ -111,12 +111,22 @@ class FakeGroup:
         self.updates: list[DataProto] = []
         self.generated: list[list[str]] = []
         self.version = 0
+        self.rollout_version, self.awake = None, False
 
     def init_model(self) -> None:
         self.calls.append("init_model")
 
+    def rollout_mode(self) -> list[bool]:
+        outdated, self.rollout_version, self.awake = self.rollout_version != self.version, self.version, True
+        self.calls += ["send_weights"] * outdated
+        return [outdated] * self.world_size
+
+    def trainer_mode(self) -> None:
+        self.awake = False
+
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         self.calls.append("generate")
+        assert self.awake and self.rollout_version == self.version
         assert len(prompts) % self.world_size == 0
         n = prompts.meta_info["n"]
         self.generated.append(prompts.non_tensor_batch["uid"].tolist())

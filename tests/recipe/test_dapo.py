@@ -103,7 +103,7 @@ def test_surplus_prompts_survive_a_resume(tmp_path):
                        whole.actor_rollout_wg.updates[2].batch["input_ids"])
 
 
-def test_surplus_prompts_of_other_data_are_let_go(tmp_path, told):
+def test_surplus_prompts_of_other_data_are_dropped(tmp_path, told):
     dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1).fit()  # leaves 4 and 5 over
     config = dapo_config(tmp_path, trainer__allow_data_change="true", trainer__total_training_steps=2)
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
@@ -112,7 +112,7 @@ def test_surplus_prompts_of_other_data_are_let_go(tmp_path, told):
     again.fit()
     assert again.actor_rollout_wg.generated == [["6", "7", "8", "9", "10", "11"]]
     assert [line for line in told if "surplus" in line] == [
-        "2 surplus prompts of the checkpoint are let go: they are rows of other data\n"
+        "2 surplus prompts of the checkpoint are dropped: they are rows of other data\n"
     ]
 
 
@@ -191,8 +191,8 @@ def test_the_limit_ends_a_run_whose_groups_are_all_alike(tmp_path):
         trainer.fit()
 
 
-def test_a_metric_that_no_reward_gives_is_named(tmp_path):
-    with pytest.raises(StepFailed, match="metric='accc' is nothing that the reward gives.*seq_reward.*words"):
+def test_a_metric_that_no_reward_returns_is_refused(tmp_path):
+    with pytest.raises(StepFailed, match="metric='accc' is unknown: the reward returns seq_reward.*words"):
         dapo(tmp_path, FakeGroup, algorithm__filter_groups__metric="accc").fit()
 
 
@@ -258,7 +258,8 @@ def test_ranks_share_the_forward_of_a_generation_that_is_no_even_share(tmp_path)
         actor_rollout_ref__actor__share_prompt_forward="true",
     )  # fmt: skip
     trainer = fake_trainer(config, Shares, RayDAPOTrainer, {Role.RefPolicy: FakeGroup})
-    samples = trainer._gather_from(trainer._next_prompts())
+    with trainer._rollout_awake():
+        samples, _ = trainer._gather_from(trainer._next_prompts()[0])
     trainer._reward_with_penalty(samples)
     assert len(samples) == 12
     # old log-probs 0, 1, 2 by group, reference -0.1, 6 tokens
@@ -309,3 +310,16 @@ def test_a_step_of_the_loop_that_fails_is_named(tmp_path):
 
     with pytest.raises(StepFailed, match="step 'gen' of global step 1 failed"):
         dapo(tmp_path, Broken).fit()
+
+
+def test_weights_are_sent_once_per_step_with_validation_and_two_draws(tmp_path):
+    config = dapo_config(tmp_path, data__gen_batch_size=3, algorithm__filter_groups__keep_surplus="false",
+                         trainer__test_freq=1, trainer__val_before_train="true")  # fmt: skip
+    trainer = fake_trainer(config, FakeGroup, RayDAPOTrainer)
+    trainer.fit()
+    calls, rows = trainer.actor_rollout_wg.calls, metrics_rows(tmp_path)
+    assert [row["train/num_gen_batches"] for row in rows[1:]] == [2, 2, 2]
+    # before training; then after each update, for the validation: the next step's draws find the weights there
+    assert calls.count("send_weights") == 1 + 3
+    assert [row["rollout/weight_syncs"] for row in rows] == [1, 1, 1, 1]
+    assert all(row["val-aux/requested_samples"] == 4 for row in rows)

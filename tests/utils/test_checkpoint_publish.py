@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.disks import leave_free, small_disk
-from verl.trainer.run.checkpointing import TrainerState, write_trainer_state
+from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
 from verl.utils.checkpoint import (
     CheckpointCorruptError,
     CheckpointWriteError,

@@ -25,7 +25,8 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     assert rows[0]["critic/score/mean"] == pytest.approx((2 + 3 + 4 + 5) / 4 / 6)
     assert rows[0]["reward/words/mean"] == 6
     group = trainer.actor_rollout_wg
-    assert group.calls == ["init_model"] + ["generate", "update"] * 6  # no old-log-prob pass: it would be the same
+    # no old-log-prob pass: its result would be the same
+    assert group.calls == ["init_model"] + ["send_weights", "generate", "update"] * 6
     update = group.updates[0]
     assert {"advantages", "response_mask", "group_index"} <= set(update.batch.keys())
     assert update.meta_info["temperature"] == 1.0
@@ -143,10 +144,10 @@ def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
 def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3))
     for skipped in (1.0, 1.0, 0.0, 1.0, 2.0):  # the third is no step in a row
-        trainer.metrics = {"critic/nonfinite_steps": skipped, "actor/nonfinite_steps": 0.0}
-        trainer._watch_nonfinite()
+        metrics = {"critic/nonfinite_steps": skipped, "actor/nonfinite_steps": 0.0}
+        trainer._watch_nonfinite(metrics)
     with pytest.raises(NonFiniteRun, match="3 steps in a row"):
-        trainer._watch_nonfinite()
+        trainer._watch_nonfinite(metrics)
 
 
 def test_stop_finishes_the_step_and_saves_it(tmp_path):

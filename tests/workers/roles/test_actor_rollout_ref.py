@@ -41,6 +41,6 @@ def test_a_weight_that_is_not_finite_never_reaches_a_rollout():
 def test_rollout_with_other_weights_than_the_actor_is_refused():
     worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     worker.config = OmegaConf.create({"rollout": {"name": "hf"}})
-    worker.weights_version, worker.rollout_version = 3, None
-    with pytest.raises(RuntimeError, match="holds weights version None, the actor 3: it was not refitted"):
-        worker._generate_with_checked_weights(None)
+    worker.weights_version, worker.rollout_version, worker.rollout_is_awake = 3, None, True
+    with pytest.raises(RuntimeError, match="holds weights version None, the actor 3: it was not given the weights"):
+        worker.generate_sequences(None)

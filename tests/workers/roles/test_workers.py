@@ -1,4 +1,4 @@
-"""Roles as a rank builds them, in this process: reference by adapters, versions of weights, a reward model's own words.
+"""Roles as a rank builds them, in this process: reference by adapters, weights versions, reward model.
 
 Not covered here: Ray, several ranks (tests/trainer/ppo/test_ray_trainer_ranks.py).
 """
@@ -17,6 +17,7 @@ from tests.helpers.models import CHAT_TEMPLATE, WORDS, make_tokenizer
 from tests.helpers.rl_run import compose_run
 from verl.protocol import DataProto
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker
+from verl.workers.rollout.base import BaseRollout
 
 P, N = 12, 4
 
@@ -82,29 +83,65 @@ def test_the_reference_of_a_lora_run_is_its_base_model(worker, tiny_llama):
     assert (trained - found)[mask].abs().max() > 1e-3  # the adapters are on again, and have learned
 
 
-def test_every_sample_carries_its_weights_and_a_rollout_that_was_not_refitted_is_refused(worker, tmp_path):
-    def refused(*versions):
-        held, actual = versions
-        said = f"holds weights version {held}, the actor {actual}: it was not refitted"
-        with pytest.raises(RuntimeError, match=said):
-            worker._generate_with_checked_weights(prompts(2))
+def test_samples_carry_their_weights_version_and_an_outdated_rollout_is_refused(worker, tmp_path):
+    def refused(held, actual):
+        message = f"holds weights version {held}, the actor {actual}: it was not given the weights"
+        with pytest.raises(RuntimeError, match=message):
+            worker.generate_sequences(prompts(2))
 
     before = worker.weights_version
-    refused(None, before)  # asleep since the batch before, or since its start
     samples = worker.generate_sequences(prompts(2))
     assert samples.non_tensor_batch["weights_version"].tolist() == [before] * 8 * N
-    refused(None, before)
     worker.rollout_mode()
     update(worker, samples, 5)
-    refused(before, 5)  # awake, but the actor has moved on
+    refused(before, 5)  # awake while the actor was updated
+    worker.trainer_mode()
     assert set(worker.generate_sequences(prompts(3)).non_tensor_batch["weights_version"]) == {5}
     folder = tmp_path / "global_step_5" / "actor"
     worker.save_checkpoint(str(folder), None, 5, None)
     update(worker, samples, 6)
     worker.rollout_mode()
     worker.load_checkpoint(str(folder))
-    refused(None, 5)  # filled before the resume
+    refused(None, 5)  # woken before the resume
+    worker.trainer_mode()
     assert set(worker.generate_sequences(prompts(3)).non_tensor_batch["weights_version"]) == {5}
+
+
+class RecordingRollout(BaseRollout):
+    """Records what it is asked for and where the actor's weights are then."""
+
+    def __init__(self, moves, keeps_weights):
+        self.moves, self.keeps_weights, self.events = moves, keeps_weights, []
+
+    def update_weights(self, weights, **kwargs):
+        self.events.append(("weights", len(list(weights)) > 0, self.moves[-1]))
+
+    def generate_sequences(self, prompts):
+        self.events.append(("generate", self.moves[-1]))
+        return DataProto.from_dict(non_tensors={"row": np.arange(len(prompts))})
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+def test_weights_are_sent_once_per_version_and_are_offloaded_while_the_rollout_generates(
+    worker, monkeypatch, keeps_weights
+):
+    moves, engine = ["cpu"], worker.engine  # the device that the engine moved its parameters to last
+    monkeypatch.setattr(type(engine), "is_param_offload_enabled", True)
+    monkeypatch.setattr(engine, "to", lambda device, **kw: moves.append("cpu" if device == "cpu" else "device"))
+    monkeypatch.setattr(engine, "device_type", "accelerator")
+    monkeypatch.setattr(worker, "rollout", RecordingRollout(moves, keeps_weights))
+    monkeypatch.setattr(worker, "rollout_version", None)
+    sent = []
+    for version in (7, 7, 8):
+        worker.weights_version = version
+        sent.append(worker.rollout_mode())
+        for _ in range(2):
+            worker.generate_sequences(prompts(1))
+        worker.trainer_mode()
+    assert sent == ([True, False, True] if keeps_weights else [True, True, True])
+    events = worker.rollout.events
+    assert [e for e in events if e[0] == "weights"] == [("weights", True, "device")] * sum(sent)
+    assert [e for e in events if e[0] == "generate"] == [("generate", "cpu")] * 6
 
 
 def test_a_reward_model_reads_the_answer_in_its_own_template_and_vocabulary(tiny_llama, tmp_path):

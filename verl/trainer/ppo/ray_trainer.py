@@ -1,11 +1,14 @@
-"""RayPPOTrainer: the RL loop, one short method a step."""
+"""RayPPOTrainer: the RL loop, one short method per step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from loguru import logger
 from torch.utils.data import Dataset, Sampler
@@ -22,24 +25,38 @@ from verl.single_controller.ray.watchdog import limits
 from verl.trainer.ppo import batching, core_algos, utils
 from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.batching import DropCounts, compute_response_mask
-from verl.trainer.ppo.metric_utils import reduce_metrics
+from verl.trainer.ppo.data_loading import RLData, update_from_batch
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    reduce_metrics,
+)
 from verl.trainer.ppo.resources import ResourcePoolManager
-from verl.trainer.ppo.reward import compute_reward, drop_failed
-from verl.trainer.ppo.run_keeping import RunKeeping
+from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.worker_groups import WorkerGroups, actor_role, classes
+from verl.trainer.run.checkpoints import Checkpoints
+from verl.trainer.run.nonfinite import count_skipped
+from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
+from verl.trainer.run.validator import Validator
 from verl.utils.groupwise import as_torch_index
+from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 __all__ += ["compute_response_mask"]
 
+Metrics = dict[str, Any]
+WEIGHT_SYNCS = "rollout/weight_syncs"
 
-class RayPPOTrainer(RunKeeping):
-    """Trains a policy by RL. The driver holds batches and advantages; models live in Ray worker groups.
 
-    Variants override a step: `_gather_batch` to draw differently, `variant_state`/`load_variant_state` to save more.
+class RayPPOTrainer:
+    """Trains a policy by RL. The driver holds batches and advantages; models live in worker groups.
+
+    Each step of `fit` changes the batch in place and returns its metrics. Variants override a step: `_gather_batch` to
+    draw prompts differently, `variant_state` and `load_variant_state` to save more.
     """
 
     def __init__(
@@ -78,7 +95,8 @@ class RayPPOTrainer(RunKeeping):
         self.critic_warmup = config.trainer.critic_warmup
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.correction = utils.rollout_correction(config)
-        # One update on the whole batch sees ratio 1: its own detached log-probs are the old ones.
+        self.keeps_groups_whole = bool(actor.share_prompt_forward)
+        # One update on the full batch sees ratio 1: its own detached log-probs are the old ones.
         self.needs_old_log_probs = bool(
             actor.ppo_epochs > 1
             or prompts_a_step(config)[1] > actor.ppo_mini_batch_size
@@ -86,10 +104,18 @@ class RayPPOTrainer(RunKeeping):
             or rollout.calculate_log_probs
         )
         self.needs_greedy_baseline = "reward_baselines" in core_algos.inputs_of(config.algorithm.adv_estimator)
-        self._init_run(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.global_steps = 0
+        self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
+        self.best: dict[str, Any] = {}
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.data = RLData.create(config, tokenizer, processor, train_dataset, val_dataset, collate_fn, train_sampler)
+        self.train_dataset, self.val_dataset = self.data.train_dataset, self.data.val_dataset
+        self.train_dataloader, self.val_dataloader = self.data.train_loader, self.data.val_loader
+        self.prompt_stream, self.total_training_steps = self.data.stream, self.data.total_steps
+        self.run_log = RunLog(config, self.total_training_steps)
 
     def init_workers(self) -> None:
-        """Make the pools, start the ranks, load the models."""
+        """Create the resource pools, start the ranks, load the models."""
         self.resource_pool_manager.create_resource_pool()
         parts = classes(self.config, self.role_worker_mapping, self.device_name, self.total_training_steps)
         self.groups = WorkerGroups(
@@ -103,6 +129,23 @@ class RayPPOTrainer(RunKeeping):
             if group is not None:
                 group.init_model()
         self.ranks = self.actor_rollout_wg.world_size
+        if self.config.actor_rollout_ref.rollout.skip_rollout:
+            RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
+        trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}
+        if self.use_critic:
+            trained["critic"] = self.critic_wg
+        self.checkpoints = Checkpoints(
+            trainer, trained, self.prompt_stream, self.data.fingerprint, trainer.max_actor_ckpt_to_keep,
+            delete_after_load=trainer.del_local_ckpt_after_load,
+        )  # fmt: skip
+        self.rollout = RolloutPhase(
+            self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg, self._get_gen_batch
+        )
+        self.validator = Validator(
+            self.config, self.val_dataloader, self.tokenizer,
+            generate=partial(self.rollout.generate, validate=True),
+            score=partial(self.rollout.score, reward_fn=self.val_reward_fn),
+        )  # fmt: skip
 
     def shutdown(self) -> None:
         """End the ranks and free their pools."""
@@ -111,172 +154,125 @@ class RayPPOTrainer(RunKeeping):
             self.actor_rollout_wg = self.critic_wg = self.rm_wg = None
 
     def fit(self) -> None:
-        """Train until the last step, or until a stop is asked for, then leave checkpoint, metrics and report."""
-        with self._run_files_kept():
+        """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report."""
+        with self.run_log:
             self._load_checkpoint()
             self._validate_before_training()
             for self.global_steps in self._remaining_steps():  # noqa: B020
                 with self._timed("step"):
-                    batch = self._gather_batch()  # prompts, generate, reward: [prompts * n, T]
-                    self._balance_batch(batch)  # reorders rows; uid keeps groups together
-                    batch.union(self._compute_old_log_prob(batch))
+                    with self._rollout_awake() as metrics:
+                        batch, gathered = self._gather_batch()  # prompts, generate, reward: [prompts * n, T]
+                    metrics |= gathered
+                    metrics |= self._balance_batch(batch)  # reorders rows; uid keeps groups together
+                    metrics |= self._compute_old_log_prob(batch)
                     if self.use_reference_policy:
-                        batch.union(self._compute_ref_log_prob(batch))
+                        metrics |= self._compute_ref_log_prob(batch)
                     if self.use_critic:
-                        batch.union(self._compute_values(batch))
-                    self._assign_token_rewards(batch)  # scores less the KL penalty
-                    self._correct_rollout(batch)
-                    self._assign_advantages(batch)  # registry call, on the driver
+                        metrics |= self._compute_values(batch)
+                    metrics |= self._assign_token_rewards(batch)  # scores minus the KL penalty
+                    metrics |= self._correct_rollout(batch)
+                    metrics |= self._assign_advantages(batch)  # registry call, on the driver
                     if self.use_critic:
-                        self._update_critic(batch)
+                        metrics |= self._update_critic(batch)
                     if self.global_steps >= self.critic_warmup:
-                        self._update_actor(batch)
-                    self._watch_nonfinite()
-                self._validate_if_due()
-                self._log(batch)  # before saving: a checkpoint never lies behind its step's metrics
+                        metrics |= self._update_actor(batch)
+                    self._watch_nonfinite(metrics)
+                self._validate_if_due(metrics)
+                self._log(batch, metrics)  # before saving: a checkpoint is never newer than the logged metrics
                 self._save_if_due()
 
-    def _gather_batch(self) -> DataProto:
-        """One step's samples with scores: prompts of one draw, n samples each, less what was dropped."""
-        return self._gather_from(self._draw_prompts())
+    def _gather_batch(self) -> tuple[DataProto, Metrics]:
+        """One step's samples with scores: prompts of one draw, n samples each, without those that were dropped."""
+        prompts, metrics = self._draw_prompts()
+        samples, gathered = self._gather_from(prompts)
+        return samples, metrics | gathered
 
-    def _gather_from(self, prompts: DataProto) -> DataProto:
+    def _gather_from(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+        """Samples of these prompts that have a score and can be trained on; raises ValueError if there are none."""
         baselines = self._greedy_baselines(prompts) if self.needs_greedy_baseline else None
-        samples, counts = self._drop_lost(self._generate(prompts))
+        samples, metrics = self._generate(prompts)
+        samples, counts = self._drop_lost(samples)
         if counts.scored:
-            samples, counts = self._score(samples, counts)
-        self.metrics.update(counts.metrics())
+            samples, counts, scored = self._score(samples, counts)
+            metrics |= scored
+        metrics |= counts.metrics()
         if not counts.scored:
             raise ValueError(
                 f"none of the {counts.requested} samples can be trained on: {counts.lost} generations failed, "
                 f"{counts.masked} are masked by their rollout, {counts.no_reward} have no reward, "
-                f"{counts.small_group} were alone in their group, {counts.uneven} gave the ranks no even share."
+                f"{counts.small_group} were alone in their group, {counts.uneven} the ranks cannot share."
             )
         if baselines is not None:
             own = [baselines[uid] for uid in samples.non_tensor_batch["uid"]]
             samples.batch["reward_baselines"] = torch.tensor(own, dtype=torch.float32)
-        return samples
+        return samples, metrics
 
     def _drop_lost(self, samples: DataProto) -> tuple[DataProto, DropCounts]:
         """The samples that can be trained on, as many as the ranks share evenly."""
-        return batching.drop_lost(samples, self.n, self.ranks, self._keeps_groups_whole())
+        return batching.drop_lost(samples, self.n, self.ranks, self.keeps_groups_whole)
 
     @step("gen_max")
     def _greedy_baselines(self, prompts: DataProto) -> dict[str, float]:
         """The score of each prompt's greedy answer, by uid (ReMax, arXiv 2310.10505)."""
-        again = DataProto(prompts.batch, dict(prompts.non_tensor_batch), dict(prompts.meta_info))
-        meta = {**self.generation_meta(validate=False), "n": 1, "do_sample": False}
-        answers, _ = self.generate_rows(again, meta)
-        if batching.LOST in answers.non_tensor_batch:
-            lost = answers.non_tensor_batch.pop(batching.LOST).astype(bool)
-            if lost.any():
-                raise ValueError(f"{lost.sum()} greedy answers were lost; advantages need one of each prompt.")
-        self._add_rm_scores(answers)
-        answers, scores, _, failed = drop_failed(answers, *compute_reward(answers, self.reward_fn))
+        answers, _ = self.rollout.generate(prompts, self.global_steps, n=1, do_sample=False)
+        answers, lost = without_lost(answers)
+        if lost:
+            raise ValueError(f"{lost} greedy answers were lost; advantages need one for each prompt.")
+        answers, scores, _, failed = self.rollout.score(answers, self.reward_fn)
         if failed:
-            raise ValueError(f"{failed.total()} greedy answers have no reward; advantages need one of each prompt.")
+            raise ValueError(f"{failed.total()} greedy answers have no reward; advantages need one for each prompt.")
         return dict(zip(answers.non_tensor_batch["uid"].tolist(), scores.sum(-1).tolist(), strict=True))
 
     @step("data")
-    def _draw_prompts(self) -> DataProto:
-        self.metrics["training/epoch"] = self.prompt_stream.epoch
+    def _draw_prompts(self) -> tuple[DataProto, Metrics]:
+        metrics = {"training/epoch": self.prompt_stream.epoch}
         prompts = self.prompt_stream.draw()
         logger.debug(f"step {self.global_steps}: {len(prompts)} prompts from the data loader")
-        return prompts
+        return prompts, metrics
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """Take the tensors out of `batch` as the rollout's input; every column goes along, extra_info too [SPD Fix]."""
-        gen_batch = DataProto(batch.batch, dict(batch.non_tensor_batch), {})
-        batch.batch = None
-        return gen_batch
-
-    def generation_meta(self, validate: bool) -> dict[str, Any]:
-        """What a rollout must know of a batch: number of samples a prompt, sampling, special tokens."""
-        rollout = self.config.actor_rollout_ref.rollout
-        sampling = rollout.val_kwargs if validate else rollout
-        return {
-            "n": sampling.n,
-            "temperature": sampling.temperature,
-            "do_sample": sampling.do_sample,
-            "eos_token_id": self.tokenizer.eos_token_id,
-            "pad_token_id": self.tokenizer.pad_token_id,
-            "validate": validate,
-            "recompute_log_prob": False,
-            "global_steps": self.global_steps,
-        }
+        """The rollout's input for these prompts: tensors and all other columns, extra_info included [SPD Fix]."""
+        return DataProto(batch.batch, dict(batch.non_tensor_batch), {})
 
     @step("gen")
-    def _generate(self, prompts: DataProto) -> DataProto:
+    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
-        samples, metrics = self.generate_rows(prompts, self.generation_meta(validate=False))
-        self.metrics.update(metrics)
-        self.metrics["training/weights_version"] = _one_version(samples)
-        return samples
+        samples, metrics = self.rollout.generate(prompts, self.global_steps)
+        versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
+        if len(versions) != 1:
+            raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
+        return samples, metrics | {"training/weights_version": int(versions[0])}
 
-    def generate_rows(self, prompts: DataProto, meta: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
-        """Samples of the prompts joined with the prompts' own columns; the rollout's metrics. Serves validation too."""
-        gen_batch = self._get_gen_batch(prompts)
-        gen_batch.meta_info.update(meta)
-        n = gen_batch.meta_info["n"]
-        padded, pad = pad_dataproto_to_divisor(gen_batch, self.ranks)
-        output = unpad_dataproto(self.actor_rollout_wg.generate_sequences(padded), pad_size=pad * n)
-        metrics = reduce_metrics(output.meta_info["metrics"]) if "metrics" in output.meta_info else {}
-        output.meta_info = {}
-        samples = prompts.repeat(n, interleave=True)
-        if len(output) != len(samples):
-            raise ValueError(
-                f"rollout '{self.config.actor_rollout_ref.rollout.name}' returned {len(output)} rows for "
-                f"{len(prompts)} prompts x n={n}; expected {len(samples)}, samples of one prompt adjacent."
-            )
-        for key in output.non_tensor_batch.keys() & samples.non_tensor_batch.keys():
-            samples.non_tensor_batch.pop(key)  # the rollout may have added to it (extra_info): its column holds
-        samples.union(output)
-        if "response_mask" not in samples.batch:
-            samples.batch["response_mask"] = compute_response_mask(samples)
-        samples.meta_info["global_steps"] = self.global_steps
-        samples.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        return samples, metrics
+    @contextmanager
+    def _rollout_awake(self) -> Iterator[Metrics]:
+        """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics."""
+        with self._timed("update_weights"):
+            sent = self.actor_rollout_wg.rollout_mode()
+        yield {WEIGHT_SYNCS: int(any(sent))}
+        self.actor_rollout_wg.trainer_mode()  # after an error the run ends: the rollout is left as it is
 
     @step("reward")
-    def _score(self, samples: DataProto, counts: DropCounts) -> tuple[DataProto, DropCounts]:
+    def _score(self, samples: DataProto, counts: DropCounts) -> tuple[DataProto, DropCounts, Metrics]:
         """The samples with token_level_scores [B, R] and the reward's extra columns, whose means become metrics.
 
-        Those whose reward failed are gone (reward_model.error=drop), with what cannot be trained on without them.
+        Without the samples whose reward failed (reward_model.error=drop) and those that cannot be trained on then.
         """
-        prompts = len(batching.group_rows(samples))
-        logger.debug(f"step {self.global_steps}: {len(samples)} samples of {prompts} prompts go to the reward")
-        self._add_rm_scores(samples)
-        samples, scores, extras, failed = drop_failed(samples, *compute_reward(samples, self.reward_fn))
-        self.metrics.update({"reward/errors": failed["error"], "reward/timeouts": failed["timeout"]})
+        samples, scores, extras, failed = self.rollout.score(samples, self.reward_fn)
+        metrics: Metrics = {"reward/errors": failed["error"], "reward/timeouts": failed["timeout"]}
         samples.batch["token_level_scores"] = scores
-        self.reward_extra_keys = sorted(extras)
+        samples.meta_info["reward_extra_keys"] = sorted(extras)
         for key, values in extras.items():
             samples.non_tensor_batch[key] = np.array(values)
             if key != "score" and samples.non_tensor_batch[key].dtype.kind in "bif" and len(samples):
                 name = key if "/" in key else f"reward/{key}/mean"
-                self.metrics[name] = float(samples.non_tensor_batch[key].mean())
-        if not failed:
-            return samples, counts
-        samples, later = self._drop_lost(samples)
-        return samples, counts.after_rewards(failed.total(), later)
-
-    def _add_rm_scores(self, samples: DataProto) -> None:
-        """rm_scores [B, R] of the reward model, where there is one; the reward manager takes or mixes them."""
-        if self.rm_wg is None:
-            return
-        columns = ["raw_prompt"] if "raw_prompt" in samples.non_tensor_batch else []
-        sent = samples.select(
-            batch_keys=["input_ids", "attention_mask", "position_ids", "responses", "response_mask"],
-            non_tensor_batch_keys=columns,
-        )
-        padded, pad = pad_dataproto_to_divisor(sent, self.rm_wg.world_size)
-        samples.union(unpad_dataproto(self.rm_wg.compute_rm_score(padded), pad_size=pad))
-
-    def _keeps_groups_whole(self) -> bool:
-        return bool(self.config.actor_rollout_ref.actor.share_prompt_forward)
+                metrics[name] = float(samples.non_tensor_batch[key].mean())
+        if failed:
+            samples, later = self._drop_lost(samples)
+            counts = counts.after_rewards(failed.total(), later)
+        return samples, counts, metrics
 
     @step("balance")
-    def _balance_batch(self, batch: DataProto) -> None:
+    def _balance_batch(self, batch: DataProto) -> Metrics:
         """Reorder rows, in place, so that every rank gets about the same tokens of each mini-batch."""
         batch.batch["group_index"] = as_torch_index(batch.non_tensor_batch["uid"])
         tokens = batch.batch["attention_mask"].sum(-1).tolist()  # [B]
@@ -287,101 +283,199 @@ class RayPPOTrainer(RunKeeping):
             self.ranks,
             self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
             partial(get_seqlen_balanced_partitions, equal_size=True) if self.config.trainer.balance_batch else None,
-            whole_groups=uneven or self._keeps_groups_whole(),
+            whole_groups=uneven or self.keeps_groups_whole,
         )
         batch.reorder(torch.from_numpy(order))
-        if not uneven:
-            shares = np.split(order, self.ranks)
-            self.metrics.update(log_seqlen_unbalance(tokens, [s.tolist() for s in shares], prefix="global_seqlen"))
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        if uneven:
+            return {}
+        shares = [share.tolist() for share in np.split(order, self.ranks)]
+        return log_seqlen_unbalance(tokens, shares, prefix="global_seqlen")
 
     @step("old_log_prob")
-    def _compute_old_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs [B, R], or nothing where the update's own detached log-probs are the same."""
+    def _compute_old_log_prob(self, batch: DataProto) -> Metrics:
+        """old_log_probs [B, R]; nothing where the update's own detached log-probs are the same."""
         if self.correction is not None and self.correction.bypass_mode:
             apply_bypass_mode(batch)
-            return DataProto()
+            return {}
         if not self.needs_old_log_probs or "old_log_probs" in batch.batch:
-            return DataProto()
+            return {}
         output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
+        batch.batch["old_log_probs"] = output.batch["old_log_probs"]
         actor = self.config.actor_rollout_ref.actor
         entropy = core_algos.agg_loss(
             output.batch["entropys"], batch.batch["response_mask"], actor.loss_agg_mode,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
-        self.metrics["actor/entropy"] = entropy.item()
-        return output.select(batch_keys=["old_log_probs"], meta_info_keys=[])
+        return {"actor/entropy": entropy.item()}
 
     @step("ref")
-    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob [B, R]; nothing where a step before has asked for it."""
-        if "ref_log_prob" in batch.batch:
-            return DataProto()
-        output = self._on_ranks(self.actor_rollout_wg.compute_ref_log_prob, batch)
-        return output.select(batch_keys=["ref_log_prob"], meta_info_keys=[])
+    def _compute_ref_log_prob(self, batch: DataProto) -> Metrics:
+        """ref_log_prob [B, R], unless an earlier step computed it."""
+        if "ref_log_prob" not in batch.batch:
+            output = self._on_ranks(self.actor_rollout_wg.compute_ref_log_prob, batch)
+            batch.batch["ref_log_prob"] = output.batch["ref_log_prob"]
+        return {}
 
     @step("values")
-    def _compute_values(self, batch: DataProto) -> DataProto:
+    def _compute_values(self, batch: DataProto) -> Metrics:
         """values [B, R]."""
-        return self._on_ranks(self.critic_wg.compute_values, batch).select(meta_info_keys=[])
+        batch.batch["values"] = self._on_ranks(self.critic_wg.compute_values, batch).batch["values"]
+        return {}
 
     def _on_ranks(self, method, batch: DataProto) -> DataProto:
+        """The rows of `batch` through a worker group's method, padded to an even share of the ranks."""
         filled, own = batching.fill_groups(batch, self.n)
-        even = self.ranks * (self.n if self._keeps_groups_whole() else 1)  # one generation of DAPO may not be
+        even = self.ranks * (self.n if self.keeps_groups_whole else 1)  # one draw of DAPO may not be even
         padded, pad = pad_dataproto_to_divisor(filled.select(non_tensor_batch_keys=[]), even)
         return unpad_dataproto(method(padded), pad_size=pad).select_idxs(own)
 
     @step("adv")
-    def _assign_token_rewards(self, batch: DataProto) -> None:
-        """token_level_rewards [B, R]: the scores, less the KL penalty where it is part of the reward."""
+    def _assign_token_rewards(self, batch: DataProto) -> Metrics:
+        """token_level_rewards [B, R]: the scores, minus the KL penalty where it is part of the reward."""
         if "token_level_rewards" in batch.batch:
-            return
+            return {}
         if self.config.algorithm.use_kl_in_reward:
-            _, metrics = apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)
-            self.metrics.update(metrics)
-        else:
-            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            return apply_kl_penalty(batch, self.kl_ctrl, self.config.algorithm.kl_penalty)[1]
+        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        return {}
 
     @step("adv")
-    def _correct_rollout(self, batch: DataProto) -> None:
-        """Compare the rollout's log-probs with the trained model's, where both are there; weigh, reject, as asked."""
+    def _correct_rollout(self, batch: DataProto) -> Metrics:
+        """Compare the rollout's log-probs with the trained model's, if both are given; weight or reject samples."""
         if "rollout_log_probs" not in batch.batch or "old_log_probs" not in batch.batch:
-            return
-        self.metrics.update(batching.rollout_probs_diff(batch))
+            return {}
+        metrics = batching.rollout_probs_diff(batch)
         if self.correction is None:
             columns = (batch.batch[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
-            self.metrics.update(compute_rollout_corr_metrics_from_logprobs(*columns))
-        elif not self.correction.bypass_mode:  # there the update does it, with the log-probs of each step
-            _, found = compute_rollout_correction_and_add_to_batch(batch, self.correction)
-            self.metrics.update(found)
+            metrics |= compute_rollout_corr_metrics_from_logprobs(*columns)
+        elif not self.correction.bypass_mode:  # in bypass mode the update does it, with the log-probs of each step
+            metrics |= compute_rollout_correction_and_add_to_batch(batch, self.correction)[1]
+        return metrics
 
     @step("adv")
-    def _assign_advantages(self, batch: DataProto) -> None:
+    def _assign_advantages(self, batch: DataProto) -> Metrics:
         """advantages and returns [B, R]."""
         conf = self.config.algorithm
         by_std = conf.norm_adv_by_std_in_grpo
         compute_advantage(batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, by_std, config=conf)
         if conf.use_pf_ppo:
             batching.draw_again(batch, self.n, conf.pf_ppo)
+        return {}
 
     @step("update_critic")
-    def _update_critic(self, batch: DataProto) -> None:
+    def _update_critic(self, batch: DataProto) -> Metrics:
         """One pass of value updates over the batch."""
-        filled, _ = batching.fill_groups(batch, self.n)
-        output = self.critic_wg.update_critic(filled.select(non_tensor_batch_keys=[]))
-        self.metrics.update(reduce_metrics(output.meta_info["metrics"]))
+        return self._updated(self.critic_wg.update_critic, batch)
 
     @step("update_actor")
-    def _update_actor(self, batch: DataProto) -> None:
+    def _update_actor(self, batch: DataProto) -> Metrics:
         """One pass of PPO updates over the batch."""
+        return self._updated(self.actor_rollout_wg.update_actor, batch)
+
+    def _updated(self, method, batch: DataProto) -> Metrics:
         filled, _ = batching.fill_groups(batch, self.n)
-        output = self.actor_rollout_wg.update_actor(filled.select(non_tensor_batch_keys=[]))
-        self.metrics.update(reduce_metrics(output.meta_info["metrics"]))
+        return reduce_metrics(method(filled.select(non_tensor_batch_keys=[])).meta_info["metrics"])
 
+    def _watch_nonfinite(self, metrics: Metrics) -> None:
+        """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""
+        skipped = any(value for name, value in metrics.items() if name.endswith("/nonfinite_steps"))
+        count_skipped(
+            self.counters, skipped, self.config.trainer.nonfinite_steps_max, "loss or gradient was NaN or infinite in",
+            "those updates were skipped and the weights are unchanged. Lower the learning rate or check the rewards.",
+        )  # fmt: skip
 
-def _one_version(samples: DataProto) -> int:
-    """The version of the weights (number of the last update in them) that made all samples."""
-    versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
-    if len(versions) != 1:
-        raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
-    return int(versions[0])
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return self.run_log.timed(name, self.global_steps)
+
+    def _remaining_steps(self) -> Iterator[int]:
+        """Numbers of the steps still to do; ends early, with a checkpoint, when a stop is requested."""
+        if self.config.trainer.val_only:
+            return
+        for number in range(self.global_steps + 1, self.total_training_steps + 1):
+            yield number
+            if self.stop_requested():
+                logger.warning(f"stop requested: step {number} is finished and saved, the run ends")
+                if self.checkpoints.saved_step != number:
+                    self._save_checkpoint()
+                return
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self._is_last_step or self.global_steps % every == 0)
+
+    @property
+    def _is_last_step(self) -> bool:
+        return self.global_steps >= self.total_training_steps
+
+    def _validate_before_training(self) -> None:
+        trainer = self.config.trainer
+        fresh = self.global_steps == 0  # a resumed run has that row already
+        if self.val_reward_fn is not None and (trainer.val_only or (trainer.val_before_train and fresh)):
+            self.run_log.write(self.global_steps, self._validate())
+
+    def _validate_if_due(self, metrics: Metrics) -> None:
+        """Add the validation's metrics to those of the step, its weight syncs included."""
+        if self.val_reward_fn is not None and self._due(self.config.trainer.test_freq):
+            validated = self._validate()
+            validated[WEIGHT_SYNCS] += metrics[WEIGHT_SYNCS]
+            metrics |= validated
+
+    @step("testing")
+    def _validate(self) -> Metrics:
+        """Generate and score the validation set; its metrics by name."""
+        with self._rollout_awake() as metrics:
+            metrics |= self.validator.run(self.global_steps)
+        core = {name: value for name, value in sorted(metrics.items()) if name.startswith("val-core/")}
+        update_best(self.best, core, self.global_steps, max)
+        return metrics
+
+    def _save_if_due(self) -> None:
+        if self._due(self.config.trainer.save_freq):
+            self._save_checkpoint()
+
+    @step("save_checkpoint")
+    def _save_checkpoint(self) -> None:
+        """Publish global_step_N: models, data position, trainer state."""
+        self.checkpoints.save(
+            self.global_steps, counters=self.counters, best=self.best, kl_controller=self.kl_ctrl.state_dict(),
+            variant=self.variant_state(),
+        )  # fmt: skip
+        self.run_log.write_report()
+
+    @step("load_checkpoint")
+    def _load_checkpoint(self) -> None:
+        """Resume the run as trainer.resume_mode says; later rows of the run's files are removed."""
+        resumed = self.checkpoints.resume()
+        if resumed is not None:
+            state, same_data = resumed
+            self.kl_ctrl.load_state_dict(state.kl_controller)
+            self.counters, self.best, self.global_steps = state.counters, state.best, state.global_step
+            self.load_variant_state(state.variant, same_data)
+        self.run_log.open(self.global_steps)
+
+    def variant_state(self) -> dict[str, Any]:
+        """What a subclass adds to trainer_state.json (plain JSON values)."""
+        return {}
+
+    def load_variant_state(self, state: dict[str, Any], same_data: bool) -> None:
+        """Restore what `variant_state` returned; without `same_data`, row numbers of the data set are invalid."""
+
+    def _log(self, batch: DataProto, metrics: Metrics) -> None:
+        """Close the step: hooks of data set and sampler, dumps, metrics to every logger."""
+        update_from_batch(self.data, batch)
+        self._log_rollout_data(batch)
+        for key in ("requested", "scored", "dropped"):
+            self.counters[key] += metrics[f"training/{key}_samples"]
+        timing = self.run_log.take_timing()  # saving happens later: its time is logged with the next step
+        ranks = self.resource_pool_manager.get_n_gpus()
+        metrics["training/global_step"] = self.global_steps
+        metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
+        metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
+        metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
+        metrics |= compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
+        self.run_log.write(self.global_steps, metrics)
+
+    @step("dump_rollout_generations")
+    def _log_rollout_data(self, batch: DataProto) -> None:
+        """Dump the step's samples to trainer.rollout_data_dir, if set, and keep a few of them for the report."""
+        self.run_log.write_samples(batch, self.tokenizer, self.global_steps, self._is_last_step)

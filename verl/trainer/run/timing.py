@@ -48,12 +48,12 @@ def timed_step(name: str, timing_raw: defaultdict[str, float], global_step: int)
 
 
 def step(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for a trainer's method: `timed_step` under `name` (metric `timing_s/<name>`)."""
+    """Decorator for a method of a trainer with `run_log` and `global_steps`: `timed_step` under `name`."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timed(self, *args, **kwargs):
-            with timed_step(name, self.timing_raw, self.global_steps):
+            with self.run_log.timed(name, self.global_steps):
                 return method(self, *args, **kwargs)
 
         return timed

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,11 +18,15 @@ from torch.utils.data import Dataset
 
 from verl.config.sft import SFTConfig
 from verl.planning.problems import Problem
-from verl.trainer.sft.data import create_sft_dataset, cut
-from verl.trainer.sft.ranks import summed
-from verl.trainer.sft.run_keeping import RunKeeping
+from verl.trainer.run.checkpoints import Checkpoints
+from verl.trainer.run.nonfinite import count_skipped
+from verl.trainer.run.prompt_stream import PromptStream, data_fingerprint
+from verl.trainer.run.ranks import any_rank, summed
+from verl.trainer.run.run_log import RunLog, update_best
+from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.trainer.sft.settings import engine_parts
 from verl.utils.fs import copy_to_local
+from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
@@ -29,12 +35,12 @@ if TYPE_CHECKING:
     from verl.trainer.dry_run_checks import Findings
 
 
-class FSDPSFTTrainer(RunKeeping):
-    """Next-token loss on learned tokens (loss_mask 1), divided by their number in the whole batch.
+class FSDPSFTTrainer:
+    """Next-token loss on learned tokens (loss_mask 1), divided by their number in the global batch.
 
     So neither the cut into micro-batches, nor packing, nor the number of ranks changes it. A variant overrides
-    `backward` (what a micro-batch adds to the gradient), `validation_step`, `build_dataset`, `problems`, or
-    `config_type`.
+    `step_inputs` and `backward` (what a micro-batch adds to the gradient), `validation_step` and `validation_means`,
+    `build_dataset`, `problems`, or `config_type`. All methods are called on all ranks.
     `device_mesh` (last dimension "fsdp") shards the weights; None makes one by model.fsdp_config.fsdp_size.
     `ulysses_device_mesh` is taken for verl's callers: every rank keeps whole sequences.
     """
@@ -69,7 +75,31 @@ class FSDPSFTTrainer(RunKeeping):
         self.policy.bind(self.engine.module)
         if config.data.packing and not self.policy.remove_padding:
             raise ValueError("data.packing=true: the attention of this model cannot be exchanged. Set it to false.")
-        self._init_run(train_dataset, val_dataset)
+        ranks, workers = self.engine.world_size, config.data.dataloader_num_workers
+        if size % ranks:
+            raise ValueError(
+                f"data.train_batch_size={size} cannot be shared evenly by {ranks} ranks. Use a multiple of {ranks}."
+            )
+        self.shares = RankShares(len(train_dataset), size, self.engine.rank, ranks, run.seed)
+        self.train_stream = PromptStream(make_loader(train_dataset, self.shares, workers))
+        self.val_loader = None
+        if val_dataset is not None:
+            val_shares = RankShares(len(val_dataset), size, self.engine.rank, ranks)
+            self.val_loader = make_loader(PaddedRows(val_dataset), val_shares, workers)
+        self.global_steps = 0
+        self.counters = {"nonfinite_in_row": 0, "skipped": 0}
+        self.best: dict[str, Any] = {}
+        run.default_local_dir = str(Path(run.default_local_dir).expanduser().absolute())  # also where a resume looks
+        files = [config.data.train_files] if isinstance(config.data.train_files, str) else list(config.data.train_files)
+        fingerprint = data_fingerprint(files, len(train_dataset)) | {"train_batch_size": size, "seed": run.seed}
+        self.checkpoints = Checkpoints(
+            run, {"": self.engine}, self.train_stream, fingerprint, run.max_ckpt_to_keep, restores_rng=False
+        )
+        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0)
+        logger.info(
+            "{} training samples, {} batches an epoch, {} steps", len(train_dataset), len(self.train_stream.loader),
+            self.total_training_steps,
+        )  # fmt: skip
 
     @classmethod
     def problems(cls, config: DictConfig, found: Findings) -> Iterable[Problem]:
@@ -96,7 +126,106 @@ class FSDPSFTTrainer(RunKeeping):
         """The same for validation."""
         return cls.build_dataset(files, config, tokenizer, max_samples)
 
+    def fit(self) -> None:
+        """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report."""
+        with StopSignals() as signals, self.run_log:
+            self._load_checkpoint()
+            for self.global_steps in range(self.global_steps + 1, self.total_training_steps + 1):  # noqa: B020
+                started = time.perf_counter()
+                metrics = self.training_step(self._draw())
+                metrics |= self._timing(time.perf_counter() - started, metrics)
+                if self.val_loader is not None and self._due(self.config.trainer.test_freq):
+                    metrics |= self._validate()
+                self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
+                self._watch_skipped(metrics)
+                stop = any_rank(signals.asked, self.engine.device)
+                if stop or self._due(self.config.trainer.save_freq):
+                    self._save_checkpoint()
+                if stop:
+                    logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")
+                    return
+
+    def _draw(self) -> TensorDict:
+        """This rank's share of the next global batch: columns [B, L]."""
+        self.shares.epoch = self.train_stream.epoch
+        return self.train_stream.draw().batch
+
+    def _due(self, every: int) -> bool:
+        last = self.global_steps >= self.total_training_steps
+        return last or (every > 0 and self.global_steps % every == 0)
+
+    def _timing(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+        rate = metrics["train/global_tokens"] / seconds / self.engine.world_size
+        timing = {"train/time(s)": seconds, "perf/throughput": rate, "training/epoch": self.train_stream.epoch}
+        if self.engine.device.type == "cuda":
+            timing["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
+        return timing
+
+    def _watch_skipped(self, metrics: dict[str, float]) -> None:
+        """Count skipped steps in a row; end the run at `trainer.nonfinite_steps_max`."""
+        skipped = int(metrics["train/skipped_steps"])
+        self.counters["skipped"] += skipped
+        count_skipped(
+            self.counters, bool(skipped), self.config.trainer.nonfinite_steps_max,
+            "loss or gradient was NaN or infinite, or no token was learned, in",
+            "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
+        )  # fmt: skip
+
+    def _save_checkpoint(self) -> None:
+        """Publish global_step_<N>: model, optimizer, schedule, every rank's random numbers, data position."""
+        self.checkpoints.save(self.global_steps, counters=self.counters, best=self.best, variant=self.variant_state())
+        self.run_log.write_report()
+
+    def _load_checkpoint(self) -> None:
+        """Resume the run as trainer.resume_mode says; later rows of the run's files are removed."""
+        resumed = self.checkpoints.resume()
+        if resumed is not None:
+            state, _ = resumed
+            self.global_steps, self.counters, self.best = state.global_step, state.counters, state.best
+            self.load_variant_state(state.variant)
+        self.run_log.open(self.global_steps)
+
+    def variant_state(self) -> dict[str, Any]:
+        """What a subclass adds to trainer_state.json (plain JSON values)."""
+        return {}
+
+    def load_variant_state(self, state: dict[str, Any]) -> None:
+        """Restore what `variant_state` returned."""
+
+    @torch.no_grad()
+    def _validate(self) -> dict[str, float]:
+        """Means over the learned tokens of the validation set."""
+        sums: dict[str, float] = defaultdict(float)
+        with self.engine.eval_mode():
+            for rows in self.val_loader:
+                batch = TensorDict(rows, batch_size=len(rows["loss_mask"]))
+                sums["tokens"] += float(batch["loss_mask"][:, 1:].sum())
+                for name, value in self.validation_step(batch).items():
+                    sums[name] += value
+        total = summed(sums, self.engine.device)
+        tokens = total.pop("tokens")
+        if tokens == 0:
+            raise ValueError("data.val_files: no row has a learned token within data.max_length; raise it.")
+        means = self.validation_means(total, tokens)
+        update_best(self.best, means, self.global_steps, min)
+        return means
+
+    def validation_step(self, batch: TensorDict) -> dict[str, float]:
+        """Sums over this rank's learned tokens of a batch [B, L], by name of the metric that is their mean."""
+        micros = cut(batch, self.config.data)
+        return {"val/loss": sum(self.summed_loss(micro.to(self.engine.device)).item() for micro in micros)}
+
+    def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
+        """The metrics of the validation set from its sums over all ranks and the number of its learned tokens."""
+        return {name: value / tokens for name, value in sums.items()}
+
+    def step_inputs(self, batch: TensorDict) -> Any:
+        """What a variant computes once for a rank's share [B, L] of a batch; each `backward` of the step gets it."""
+        return None
+
     def training_step(self, batch: TensorDict) -> dict[str, float]:
+        """One optimizer step on this rank's share [B, L] of a batch; global metrics, the same on every rank."""
+        inputs = self.step_inputs(batch)
         rate = float(self.engine.lr_scheduler.get_last_lr()[0])
         counts = {"learned": batch["loss_mask"][:, 1:].sum(), "all": batch["attention_mask"].sum()}
         counts = summed({name: float(count) for name, count in counts.items()}, self.engine.device)
@@ -109,13 +238,13 @@ class FSDPSFTTrainer(RunKeeping):
                 self.engine.optimizer_zero_grad()
                 micros = cut(batch, self.config.data)
                 for number, micro in enumerate(micros, 1):
-                    found = self.backward(micro.to(self.engine.device), int(counts["learned"]), number == len(micros))
-                    for name, value in found.items():
+                    tokens, is_last = int(counts["learned"]), number == len(micros)
+                    for name, value in self.backward(micro.to(self.engine.device), tokens, is_last, inputs).items():
                         sums[name] += value
                 step = self.engine.optimizer_step()
             skipped, norm = step.skipped, step.grad_norm
             if skipped:
-                logger.warning(f"step {self.global_steps}: loss or gradient is not finite; no weight is changed")
+                logger.warning(f"step {self.global_steps}: loss or gradient is not finite; the weights are unchanged")
         self.engine.lr_scheduler_step()
         ranks = self.engine.get_data_parallel_size()
         metrics = {name: value / ranks for name, value in summed(sums, self.engine.device).items()}
@@ -123,23 +252,19 @@ class FSDPSFTTrainer(RunKeeping):
         metrics |= {"train/global_tokens": counts["all"], "train/skipped_steps": float(skipped)}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def backward(self, micro: TensorDict, tokens: int, is_last: bool) -> dict[str, float]:
-        """Add a micro-batch [b, T] to the gradient. `tokens`: learned tokens of the whole batch, on all ranks.
+    def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: Any) -> dict[str, float]:
+        """Add a micro-batch [b, T] to the gradient. `tokens`: learned tokens of the global batch, on all ranks.
 
-        Metrics are this rank's share times the number of ranks; those of all micro-batches are added up, and their
-        mean over ranks is the value of the whole. An override calls `engine.backward(loss, is_last_micro_batch)` once
-        or more, with True in the very last call only.
+        `inputs` is what `step_inputs` returned for the step. Metrics are this rank's share times the number of ranks;
+        those of all micro-batches are summed, and their mean over ranks is the global value. An override calls
+        `engine.backward(loss, is_last_micro_batch)` once or more, with True in the very last call only.
         """
         loss = self.summed_loss(micro) * (self.engine.get_data_parallel_size() / tokens)
         self.engine.backward(loss, is_last_micro_batch=is_last)
         return {"train/loss": loss.item()}
 
-    def validation_step(self, batch: TensorDict) -> dict[str, float]:
-        pieces = cut(batch, self.config.data)
-        return {"val/loss": sum(self.summed_loss(micro.to(self.engine.device)).item() for micro in pieces)}
-
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
-        """Minus the log-probs of the learned tokens of a micro-batch [b, T], added up; position t predicts t + 1."""
+        """Sum of the negative log-probs of a micro-batch's learned tokens, [b, T] -> []; position t predicts t + 1."""
         inputs = {key: micro[key] for key in ("input_ids", "attention_mask", "position_ids")}
         inputs |= {"responses": micro["input_ids"][:, 1:], "counted": micro["loss_mask"][:, 1:]}
         with self.engine.autocast():

@@ -36,6 +36,7 @@ METRICS: dict[str, str] = {
     "prompt_length/*": "Tokens of a prompt: mean, max, min, and the share as long as the limit (clip_ratio).",
     "num_turns/*": "Turns of a conversation.",
     "global_seqlen/*": "Tokens of the ranks' shares before balancing, and after it (balanced_*).",
+    "rollout/weight_syncs": "How often the step sent weights to the rollout, for its samples and its validation.",
     "training/global_step": "Number of the step.",
     "training/epoch": "Whole passes over the data that are done.",
     "training/weights_version": "Number of the last update in the weights that made the samples.",

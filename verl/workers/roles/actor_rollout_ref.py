@@ -1,4 +1,4 @@
-"""One rank of the hybrid engine: the trained policy, its rollout and its reference in one process."""
+"""One rank of the hybrid engine: actor, rollout and reference policy in one process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 
 class ActorRolloutRefWorker(ModelWorker):
-    """Parts by `role`: "actor", "rollout", "ref", or several of them joined by an underscore.
+    """Holds the parts that `role` names: "actor", "rollout", "ref", or several of them joined by an underscore.
 
-    The rollout always answers with the actor's newest weights: `weights_version` is the global step of the last update
-    in them (0: as loaded), every generated row carries it, and a rollout that holds another version is refused.
+    The rollout always generates with the actor's newest weights. `weights_version` is the global step of the last
+    update in them (0: as loaded); every generated row carries it, and a rollout that holds another version is refused.
     """
 
     def __init__(self, config: DictConfig, role: str, device_name: str | None = None, **kwargs) -> None:
@@ -38,10 +38,11 @@ class ActorRolloutRefWorker(ModelWorker):
             raise ValueError(f"role={role!r} is unknown. Known: {', '.join(ROLES)}.")
         self.role = role
         self._is_rollout = "rollout" in role
-        self._is_actor = "actor" in role or self._is_rollout  # a rollout takes its weights from an actor beside it
+        self._is_actor = "actor" in role or self._is_rollout  # a rollout takes the weights of the actor in its process
         self._is_ref = "ref" in role
         self.weights_version = 0
         self.rollout_version: int | None = None
+        self.rollout_is_awake = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -93,26 +94,51 @@ class ActorRolloutRefWorker(ModelWorker):
         )
         return policy
 
-    def rollout_mode(self) -> None:
-        """Wake the rollout with the actor's weights of this moment."""
-        self.rollout.resume(["weights"])
-        self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param()))
-        self.rollout_version = self.weights_version
-        self.rollout.resume(["kv_cache"])
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_mode(self) -> bool:
+        """Wake the rollout for any number of `generate_sequences`; whether the actor's weights had to be sent.
 
+        They are not sent if the rollout holds this version of them. The actor's own weights are on the device only
+        while they are sent.
+        """
+        self.rollout.resume(["weights"])
+        outdated = self.rollout_version != self.weights_version
+        if outdated:
+            with self.engine.eval_mode():
+                self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param()))
+            self.rollout_version = self.weights_version
+        self.rollout.resume(["kv_cache"])
+        self.rollout_is_awake = True
+        return outdated
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Free what the rollout holds; it must be refitted before it answers again."""
+        """Put the rollout to sleep: it frees its memory, and its weights unless it keeps them."""
+        self.rollout_is_awake = False
         self.rollout.release()
-        self.rollout_version = None
+        if not self.rollout.keeps_weights:
+            self.rollout_version = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """meta_info["n"] samples of each prompt [B, P] -> [B * n, P + R], with column weights_version."""
-        with self.engine.eval_mode():
+        """meta_info["n"] samples of each prompt [B, P] -> [B * n, P + R], with column weights_version.
+
+        Outside of `rollout_mode` ... `trainer_mode` the rollout is woken for this call alone.
+        """
+        called_alone = not self.rollout_is_awake
+        if called_alone:
             self.rollout_mode()
-            try:
-                output = self._generate_with_checked_weights(prompts)
-            finally:
+        try:
+            if self.rollout_version != self.weights_version:
+                raise RuntimeError(
+                    f"rollout '{self.config.rollout.name}' holds weights version {self.rollout_version}, the actor "
+                    f"{self.weights_version}: it was not given the weights after start, wake-up, update or resume."
+                )
+            with torch.no_grad():
+                output = self.rollout.generate_sequences(prompts)
+            output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
+        finally:
+            if called_alone:
                 self.trainer_mode()
         return output.to("cpu")
 
@@ -122,20 +148,9 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._is_rollout:
             self.rollout.close()
 
-    def _generate_with_checked_weights(self, prompts: DataProto) -> DataProto:
-        if self.rollout_version != self.weights_version:
-            raise RuntimeError(
-                f"rollout '{self.config.rollout.name}' holds weights version {self.rollout_version}, the actor "
-                f"{self.weights_version}: it was not refitted after start, wake-up, update or resume."
-            )
-        with torch.no_grad():
-            output = self.rollout.generate_sequences(prompts)
-        output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
-        return output
-
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs [B, R] and entropys [B, R] of the actor's present weights."""
+        """old_log_probs [B, R] and entropys [B, R], float32, of the actor's current weights."""
         self._set_forward_sizes(data, self.config.rollout)
         log_probs, entropys = self.actor.compute_log_prob(data, calculate_entropy=True)
         return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
@@ -172,18 +187,19 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
-        """Read the actor's part, written on any number of ranks; the version follows from `.../global_step_<N>/`."""
+        """Load the actor's part, saved by any number of ranks; the version is that of `.../global_step_<N>/`."""
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        found = re.fullmatch(r"global_step_(\d+)", Path(local_path).parent.name)
-        self.weights_version = int(found.group(1)) if found else self.weights_version + 1
+        step = re.fullmatch(r"global_step_(\d+)", Path(local_path).parent.name)
+        self.weights_version = int(step.group(1)) if step else self.weights_version + 1
         self.rollout_version = None
         if self.rank == 0:
             logger.debug(f"actor loaded from {local_path}: weights version {self.weights_version}")
 
 
 def finite_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream; a weight that is NaN or infinite never reaches a rollout."""
+    """The same stream of (name, tensor of any shape); raises FloatingPointError at a NaN or infinite weight."""
     for name, tensor in weights:
         if not torch.isfinite(tensor).all():
-            raise FloatingPointError(f"weight '{name}' {tuple(tensor.shape)} is not finite: no rollout gets it.")
+            shape = tuple(tensor.shape)
+            raise FloatingPointError(f"weight '{name}' {shape} is not finite; it is not sent to the rollout.")
         yield name, tensor

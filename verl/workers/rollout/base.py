@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 class BaseRollout(ABC):
-    """Answers prompts with the actor's current weights.
+    """Generates with the actor's current weights.
 
-    A rank calls, in this order: `bind_actor` once; then for each batch `resume`, `update_weights`,
-    `generate_sequences`, `release`. What an engine does not need stays as it is here: nothing.
+    A rank calls `bind_actor` once; then for each phase `resume(["weights"])`, `update_weights` if the rollout does not
+    hold the actor's weights, `resume(["kv_cache"])`, `generate_sequences` any number of times, and `release`. Every
+    method but `generate_sequences` does nothing by default.
     """
+
+    #: whether the weights outlast `release`, so that they need not be sent again before they change
+    keeps_weights: bool = False
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         self.config = config

@@ -23,6 +23,7 @@ class HFRollout(BaseRollout):
     """
 
     engine: Any = None
+    keeps_weights = True  # they are the actor's own
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.engine = engine

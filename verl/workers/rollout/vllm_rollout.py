@@ -62,6 +62,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         self.on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
         self.tp_group = _tensor_parallel_group(config.tensor_model_parallel_size)
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
+        self.keeps_weights = not self.can_sleep  # sleep of level 2 discards them
         if not self.on_cuda and config.free_cache_engine:
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
@@ -115,6 +116,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def resume(self, tags: list[str]) -> None:
         if self.can_sleep:
             self.llm.wake_up(tags=tags)
+        elif "kv_cache" in tags:
+            self.llm.reset_prefix_cache()  # a cache that slept comes back empty
 
     def release(self) -> None:
         if self.can_sleep:

@@ -1,7 +1,8 @@
-"""Steps are timed, and named in a failure."""
+"""Steps are timed and named in a failure."""
 
 import pickle
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -12,6 +13,7 @@ from verl.trainer.run.timing import StepFailed, root_cause, step, timed_step
 class Loop:
     def __init__(self):
         self.timing_raw = defaultdict(float)
+        self.run_log = SimpleNamespace(timed=lambda name, step: timed_step(name, self.timing_raw, step))
         self.global_steps = 4
 
     @step("outer")
@@ -43,7 +45,7 @@ def test_innermost_step_names_the_failure_and_every_step_is_timed():
     assert {"inner", "outer"} <= loop.timing_raw.keys()
 
 
-def test_the_worker_error_behind_ray_is_the_cause():
+def test_the_cause_is_the_worker_error_that_ray_wraps():
     error = RayTaskError("update_actor", "long text", ValueError("lr is negative")).as_instanceof_cause()
     assert str(root_cause(error)) == "lr is negative"
     with pytest.raises(StepFailed, match="failed: ValueError: lr is negative$"):

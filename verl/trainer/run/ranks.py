@@ -1,4 +1,4 @@
-"""What the ranks of a torchrun job must agree on."""
+"""What the ranks of a job must agree on; without a process group this process is the only rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def summed(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
@@ -24,13 +35,15 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, on every rank; where it raises, every rank raises."""
+    """The result of `make` on rank 0, on every rank; if it raises, every rank raises."""
+    if not dist.is_initialized():
+        return make()
     answer: list = [None, None]
     error: Exception | None = None
     if dist.get_rank() == 0:
         try:
             answer = [make(), None]
-        except Exception as e:  # told to the others first, then raised below
+        except Exception as e:  # sent to the other ranks first, then raised below
             error, answer = e, [None, str(e)]
     dist.broadcast_object_list(answer, src=0)
     if error is not None:

@@ -1,0 +1,88 @@
+"""Files of a run: rows after the resumed step are removed, samples are picked, torn last lines are removed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.protocol import DataProto
+from verl.trainer.run.run_log import JsonlLog, RunLog, installed_versions
+from verl.trainer.run.samples import pick_samples, write_jsonl
+
+
+def steps_in(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_rows_after_the_resumed_step_and_a_torn_last_line_are_cut(tmp_path):
+    rows = JsonlLog(tmp_path / "m.jsonl")
+    rows.append([{"step": s} for s in (0, 1, 2, 3)])
+    with open(rows.path, "a") as f:
+        f.write('{"step": 1, "x')
+    rows.cut_after(2)
+    assert steps_in(rows.path) == [0, 1, 2]
+    rows.append([{"step": 3}])
+    assert steps_in(rows.path) == [0, 1, 2, 3]
+
+
+def test_broken_inner_line_is_named(tmp_path):
+    rows = JsonlLog(tmp_path / "m.jsonl")
+    rows.path.write_text('{"st\n{"step": 1}\n')
+    with pytest.raises(ValueError, match="m.jsonl, line 1: not JSON"):
+        rows.cut_after(1)
+
+
+def make_log(directory, total_steps):
+    trainer = {"default_local_dir": str(directory), "report": False, "rollout_data_dir": None}
+    return RunLog(OmegaConf.create({"trainer": trainer}), total_steps)
+
+
+def test_a_fresh_run_in_an_old_folder_starts_empty_files(tmp_path):
+    log = make_log(tmp_path, total_steps=10)
+    log.open(resumed_step=0)
+    log.write(0, {"a": 1.0})
+    log.write(1, {"a": np.float32(2.0), "text": "not a number"})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]) == {"step": 1, "data": {"a": 2.0}}
+    log.open(resumed_step=0)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert OmegaConf.load(tmp_path / "run_config.yaml") == log.config
+    assert json.loads((tmp_path / "versions.json").read_text())["torch"] == installed_versions()["torch"]
+
+
+def test_samples_are_best_worst_and_others_each_once():
+    scores = (0.1, 0.9, 0.5, 0.3, 0.7, 0.2, 0.8, 0.9)  # the last one is the second's text again
+    rows = [{"prompt": "p", "response": f"r{s}", "score": s} for s in scores]
+    picked = pick_samples(rows, seed=1)
+    by_kind = {kind: [p["score"] for p in picked if p["kind"] == kind] for kind in ("best", "worst", "random")}
+    assert by_kind["best"] == [0.9, 0.8]
+    assert by_kind["worst"] == [0.1, 0.2]
+    assert len({p["score"] for p in picked}) == 6 and set(by_kind["random"]) <= {0.5, 0.3, 0.7}
+    assert pick_samples(rows, seed=1) == picked
+    assert [p["kind"] for p in pick_samples(rows[:3], seed=1)] == ["best", "best", "worst"]
+
+
+def test_a_run_keeps_samples_of_about_twenty_steps(tmp_path, monkeypatch):
+    log = make_log(tmp_path, total_steps=100)
+    row = {"prompt": "p", "response": "r", "score": 1.0}
+    monkeypatch.setattr("verl.trainer.run.run_log.sample_rows", lambda *args: [{"score": 1.0}])
+    monkeypatch.setattr("verl.trainer.run.run_log.report_rows", lambda *args: [row])
+    batch = DataProto.from_dict({"token_level_scores": torch.ones(1, 2)}, meta_info={"reward_extra_keys": []})
+    for step in range(1, 101):
+        log.write_samples(batch, None, step, is_last=step == 100)
+    assert steps_in(log.samples_log.path) == [1, *range(5, 101, 5)]
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path):
+    log = make_log(tmp_path, total_steps=1)
+    log.writes = False
+    with log:
+        log.open(0)
+        log.write(1, {"a": 1.0})
+    assert not list(tmp_path.iterdir())
+
+
+def test_jsonl_takes_numpy_values(tmp_path):
+    write_jsonl(tmp_path / "new" / "1.jsonl", [{"a": np.int64(3), "b": np.arange(2), "c": {1}}])
+    assert json.loads((tmp_path / "new" / "1.jsonl").read_text()) == {"a": 3, "b": [0, 1], "c": "{1}"}

@@ -1,0 +1,196 @@
+"""Checkpoints of a run: models, data position, counters, KL controller, random states; saved, rotated, resumed from."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from loguru import logger
+from omegaconf import DictConfig
+
+from verl.planning.problems import one_line
+from verl.trainer.run.prompt_stream import PromptStream
+from verl.trainer.run.ranks import barrier, from_first_rank, is_first_rank
+from verl.utils.checkpoint import rng
+from verl.utils.checkpoint.publish import (
+    CheckpointCorruptError,
+    CheckpointWriter,
+    find_valid_checkpoint,
+    verify_manifest,
+)
+
+STATE_FILE = "trainer_state.json"
+DATA_FILE = "data.pt"
+RNG_FILE = "driver_rng.pt"
+STATE_FORMAT = 1
+
+
+@dataclass
+class TrainerState:
+    """Contents of trainer_state.json."""
+
+    global_step: int
+    position: dict[str, int]
+    counters: dict[str, int]
+    best: dict[str, Any]
+    data: dict[str, Any]
+    kl_controller: dict[str, float] = field(default_factory=dict)
+    variant: dict[str, Any] = field(default_factory=dict)
+    format: int = STATE_FORMAT
+
+
+class Saveable(Protocol):
+    """A worker group or an engine: what saves its part of a checkpoint into a folder and loads it from there."""
+
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> Any: ...
+
+    def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> Any: ...
+
+
+class Checkpoints:
+    """The checkpoints of one run: published complete or not at all, rotated, and resumed from.
+
+    `parts`: subfolder of the checkpoint ("" is the checkpoint itself) -> what saves and loads itself there.
+    `fingerprint` identifies the training data; a resume refuses other data unless `trainer.allow_data_change` is set.
+    Where a process group exists, every rank calls each method and rank 0 publishes; random states of other ranks are
+    then the engine's own (`restores_rng=False`).
+    """
+
+    def __init__(
+        self, trainer: DictConfig, parts: Mapping[str, Saveable], stream: PromptStream, fingerprint: dict[str, Any],
+        max_to_keep: int | None, restores_rng: bool = True, delete_after_load: bool = False,
+    ) -> None:
+        self.trainer = trainer
+        self.parts = parts
+        self.stream = stream
+        self.fingerprint = fingerprint
+        self.max_to_keep = max_to_keep
+        self.restores_rng = restores_rng
+        self.delete_after_load = delete_after_load
+        self.saved_step: int | None = None
+
+    def save(self, step: int, **state: Any) -> None:
+        """Publish global_step_<step>; `state`: counters, best, kl_controller and variant of TrainerState."""
+        writer = CheckpointWriter(self.trainer.default_local_dir, step, self.max_to_keep)
+        with writer if is_first_rank() else nullcontext():
+            barrier()
+            for name, part in self.parts.items():
+                part.save_checkpoint(str(writer.path / name), None, step, None)
+            if is_first_rank():
+                position = self.stream.position()
+                saved = TrainerState(global_step=step, position=position, data=self.fingerprint, **state)
+                write_trainer_state(writer.path, saved, self.stream.loader.state_dict())
+            barrier()
+        self.saved_step = step
+        barrier()
+
+    def resume(self) -> tuple[TrainerState, bool] | None:
+        """Load the checkpoint that `trainer.resume_mode` names, data position included; None: start from step 0.
+
+        Returns its state and whether the training data are unchanged.
+        """
+        path = from_first_rank(lambda: checkpoint_to_resume(self.trainer))
+        if path is None:
+            return None
+        logger.info(f"resuming from {path}")
+        state, loader_state = read_trainer_state(path, with_rng=self.restores_rng)
+        same_data = check_same_data(state.data, self.fingerprint, self.trainer.allow_data_change)
+        if same_data:
+            self.stream.resume(state.position, loader_state)
+        else:
+            self.stream.restart(state.position)
+        for name, part in self.parts.items():
+            part.load_checkpoint(str(path / name), None, self.delete_after_load)
+        self.saved_step = state.global_step
+        return state, same_data
+
+
+def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loader_state: dict[str, Any]) -> None:
+    """Write state, data position and the driver's random states into a checkpoint that is being built.
+
+    The tensors go through memory: on a full disk torch's archive writer raises a RuntimeError about positions.
+    """
+    directory = Path(directory)
+    for value, name in ((loader_state, DATA_FILE), (rng.get_rng_state(), RNG_FILE)):
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        (directory / name).write_bytes(archive.getbuffer())
+    (directory / STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
+
+
+def read_trainer_state(
+    directory: str | os.PathLike, with_rng: bool = True
+) -> tuple[TrainerState, dict[str, Any]]:
+    """State and loader state of a checkpoint; the driver's random states are set as a side effect (`with_rng`)."""
+    directory = Path(directory)
+    raw = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+    if raw["format"] != STATE_FORMAT:
+        raise ValueError(
+            f"{directory / STATE_FILE} has format {raw['format']}; this version reads {STATE_FORMAT}. "
+            "Resume with the version that wrote it, or start anew with trainer.resume_mode=disable."
+        )
+    loader_state = _load_plain(directory / DATA_FILE)
+    if with_rng:
+        rng.load_rng_state(_load_plain(directory / RNG_FILE))
+    return TrainerState(**raw), loader_state
+
+
+def _load_plain(file: Path) -> Any:
+    """Load a file of tensors and plain values; anything else is refused."""
+    try:
+        return torch.load(file, weights_only=True)
+    except Exception as error:  # torn bytes make an unpickler raise almost anything
+        raise CheckpointCorruptError(f"{file} cannot be loaded: {one_line(error)}") from error
+
+
+def step_of(path: str | os.PathLike) -> int:
+    """N of .../global_step_N."""
+    match = re.fullmatch(r"global_step_(\d+)", Path(path).name)
+    if match is None:
+        raise ValueError(
+            f"trainer.resume_from_path={os.fspath(path)!r} is not a checkpoint; expected a folder 'global_step_<N>'."
+        )
+    return int(match.group(1))
+
+
+def checkpoint_to_resume(trainer_config: DictConfig) -> Path | None:
+    """The folder that `trainer.resume_mode` points to, its manifest checked; None: start from step 0."""
+    mode = trainer_config.resume_mode
+    if mode == "disable":
+        return None
+    if mode == "auto":
+        valid = find_valid_checkpoint(trainer_config.default_local_dir)
+        return None if valid is None else Path(valid)
+    if mode != "resume_path":
+        raise ValueError(f"trainer.resume_mode={mode!r} is unknown. Known: auto, disable, resume_path.")
+    if not trainer_config.resume_from_path:
+        raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path: .../global_step_<N>.")
+    path = Path(trainer_config.resume_from_path).expanduser().absolute()
+    step_of(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"trainer.resume_from_path={str(path)!r} does not exist.")
+    verify_manifest(path)
+    return path
+
+
+def check_same_data(saved: dict[str, Any], present: dict[str, Any], allow_change: bool) -> bool:
+    """True when the data are those of the checkpoint. Changed data are refused, unless allowed (then False)."""
+    if saved == present:
+        return True
+    changes = [f"{key}: {saved[key]} -> {present[key]}" for key in saved if saved[key] != present[key]]
+    text = f"data.train_files changed since the checkpoint was written ({'; '.join(changes)})"
+    if not allow_change:
+        raise ValueError(
+            f"{text}; its data position means nothing there. Put the old files back, or set "
+            "trainer.allow_data_change=true to begin the changed data at its first batch."
+        )
+    logger.warning(f"{text}; trainer.allow_data_change=true: the changed data begins at its first batch")
+    return False

