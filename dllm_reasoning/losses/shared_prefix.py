@@ -1,47 +1,30 @@
-"""Keys and values of a prefix that is forwarded once, for several rounds that look at it.
+"""Keys and values of a prefix that is computed once and attended to by several rounds.
 
-The prefix's own graph is kept; each round sees detached copies whose gradients add up over the rounds, and one
-backward pass at the end takes those through the prefix. Works with every model that takes a transformers cache.
+The prefix's own graph is kept. Each round uses detached copies, where the gradients of all rounds accumulate; one
+backward pass at the end takes those through the prefix. Works with every model that accepts a transformers cache.
 """
 
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 
-class _PrefixLayer(CacheLayerMixin):
-    """One layer's keys and values, [B, heads, P, head_dim]: first kept with their graph, then lent to rounds."""
+class _PrefixLayer(DynamicLayer):
+    """One layer's keys and values, [B, heads, P, head_dim]: stored with their graph, then lent detached to rounds."""
 
     is_compileable = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lent: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = key_states, value_states
-        self.is_initialized = True
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """What the queries of this forward see: their own keys and values, behind the lent ones."""
+        """Keys and values that this forward attends to: the lent ones, if any, then its own."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
         return torch.cat([self.lent[0], key_states], 2), torch.cat([self.lent[1], value_states], 2)
 
     def lend(self) -> None:
-        wanted = self.keys.requires_grad
-        self.lent = tuple(t.detach().requires_grad_(wanted) for t in (self.keys, self.values))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.keys.shape[2] if self.is_initialized else 0
-
-    def get_max_length(self) -> int:
-        return -1
+        requires_grad = self.keys.requires_grad
+        self.lent = tuple(t.detach().requires_grad_(requires_grad) for t in (self.keys, self.values))
 
 
 class SharedPrefix(Cache):
@@ -52,11 +35,11 @@ class SharedPrefix(Cache):
         super().__init__(layers=[_PrefixLayer() for _ in range(layers)])
 
     def lend(self) -> None:
-        """Detach; gradients of the rounds gather at the detached copies."""
+        """Make the detached copies in which the rounds' gradients accumulate."""
         for layer in self.layers:
             layer.lend()
 
     def surrogate(self) -> torch.Tensor:
-        """Sum of each key and value times its gathered gradient; a layer that no round looked at adds nothing."""
+        """Sum of each key and value times its accumulated gradient; layers that no round attended to add nothing."""
         pairs = [pair for layer in self.layers for pair in zip((layer.keys, layer.values), layer.lent, strict=True)]
-        return sum((kept * lent.grad).sum() for kept, lent in pairs if lent.grad is not None)
+        return sum((own * lent.grad).sum() for own, lent in pairs if lent.grad is not None)

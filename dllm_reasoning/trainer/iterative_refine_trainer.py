@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from verl.trainer.dry_run_checks import Findings
 
 SEED_COLUMN = "noise_seed"
-VALIDATION_SEED = 1_000_003  # of the first row of the validation set; the others count on
+VALIDATION_SEED = 1_000_003  # of the first row of the validation set; row n has this plus n
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step's noise decides: positions that count on all ranks, and warm-up rounds without a gradient."""
+    """What the noise decides for a step: labels of a round on all ranks, and warm-up rounds without a gradient."""
 
     counted: int
     warm_up: int
@@ -45,13 +45,13 @@ class StepInputs:
 class IterativeRefineTrainer(FSDPSFTTrainer):
     """Each step noises the batch's responses and trains `iterative.num_iterations` rounds of prediction.
 
-    A sample's noise hangs on its place in the global batch and on the noise generator, not on rank or micro-batch.
-    Losses are divided by the global number of places that count, as in plain SFT.
+    A sample's noise depends on its position in the global batch and on the noise generator, not on rank or micro-batch.
+    Losses are divided by the global number of labels, as in plain SFT.
     """
 
     config_type = IterativeRefineConfig
     not_read: ClassVar[Mapping[str, str]] = {
-        "data.use_shm": "data files are read where they lie",
+        "data.use_shm": "data files are read from their own path",
         "data.multiturn.*": "a row is an instruction and its response",
         "data.custom_cls.*": "the data set is IterativeSFTDataset",
         "data.packing": "rounds keep their rows; data.micro_batch_size_per_gpu decides",
@@ -62,16 +62,20 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         self, config: DictConfig, device_mesh: Any, ulysses_device_mesh: Any, tokenizer: Any, train_dataset: Dataset,
         val_dataset: Dataset | None = None,
     ) -> None:
-        config.use_remove_padding = config.data.packing = False  # not read, as `not_read` tells
+        config.use_remove_padding = config.data.packing = False  # see `not_read`
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
         self.iterative = settings
-        self.noise = noise_settings(settings, tokenizer)
+        self.noise = NoiseSettings(
+            settings.noise_pattern, settings.noise_schedule, settings.noise_min, settings.noise_max,
+            settings.block_length, settings.windows_per_sample, settings.aligned_windows,
+            noise_token_of(settings.noise_token, tokenizer),
+        )  # fmt: skip
         self.val_noise = replace(self.noise, schedule="uniform")
         self.noise_generator = torch.Generator().manual_seed(settings.noise_seed)
         self.pattern = PATTERNS[settings.noise_pattern]
         model = causal_model(self.engine.module)
-        # The clean text of unpacked rows is one more forward that looks at the same instruction.
+        # The clean text of unpacked rows is one more forward that attends to the same instruction.
         forwards = settings.num_iterations + int(settings.ar_loss_weight > 0)
         share = sharing(model, settings.share_instruction, forwards, self.pattern.windows)
         self.loss = IterativeLoss(settings.round_weights, settings.ar_loss_weight, share=share)
@@ -96,15 +100,16 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     @classmethod
     def build_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """Instruction and response pairs to train on; with iterative.self_generate, of the model's own answers."""
-        given = cls.build_val_dataset(files, config, tokenizer, max_samples)
-        wanted = config.iterative.self_generate
-        if not wanted.enable or config.trainer.dry_run:
-            return given
-        own = IterativeSFTDataset(str(own_answers(config, given)), tokenizer, config.data)
-        return given.joined(own) if wanted.keep_ground_truth else own
+        dataset = cls.build_val_dataset(files, config, tokenizer, max_samples)
+        settings = config.iterative.self_generate
+        if not settings.enable or config.trainer.dry_run:
+            return dataset
+        own = IterativeSFTDataset(str(own_answers(config, dataset)), tokenizer, config.data)
+        return dataset.joined(own) if settings.keep_ground_truth else own
 
     @classmethod
     def build_val_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
+        """Instruction and response pairs of the files themselves."""
         files = [files] if isinstance(files, str) else list(files)
         return IterativeSFTDataset(files, tokenizer, config.data, max_samples)
 
@@ -117,46 +122,47 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             limit = self.iterative.trajectory_max_rounds + 1
             warm_up = int(torch.randint(limit, (), generator=self.noise_generator))
         batch[SEED_COLUMN] = torch.tensor(seeds)
-        counted = count_labels({"response_mask": batch["loss_mask"]}, seeds, self.noise)
+        counted = count_labels(batch["loss_mask"], seeds, self.noise)
         return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
     def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs) -> dict[str, float]:
         layout = self._layout(micro, self.noise)
         ranks = self.engine.get_data_parallel_size()
+        scale, ar_scale = ranks / inputs.counted, ranks / tokens
         with self.engine.autocast():
-            told = self.loss.run(
+            losses = self.loss.run(
                 self.engine.module, layout.to(self.engine.device),
                 lambda loss, last: self.engine.backward(loss, is_last_micro_batch=last),
-                scale=ranks / inputs.counted, ar_scale=ranks / tokens, is_last=is_last, warm_up=inputs.warm_up,
+                scale=scale, ar_scale=ar_scale, is_last=is_last, warm_up=inputs.warm_up,
                 rounds=1 if self.global_steps <= self.iterative.single_round_steps else None,
             )  # fmt: skip
-        found = self._losses("train", told, ranks / inputs.counted, ranks / tokens)
-        return self._with_total("train", found) | {"train/noise_mean": layout.noised * ranks / inputs.counted}
+        metrics = self._with_total("train", self._metrics("train", losses, scale, ar_scale))
+        return metrics | {"train/noise_mean": layout.noised * ranks / inputs.counted}
 
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
-        """Sums of the rounds' losses, and of the plain next-token loss.
+        """Sums of the rounds' losses and of the plain next-token loss over this rank's rows [b, T].
 
-        A row's noise hangs on its number in the validation set alone; its level comes from the whole range of noise,
-        whatever the schedule says, and no warm-up rounds come first: values of any two steps compare.
+        A row's noise depends on its number in the validation set alone; its level comes from the full range of noise,
+        whatever the schedule, and no warm-up rounds come first: values of any two steps are comparable.
         """
         batch[SEED_COLUMN] = batch[ROW_COLUMN] + VALIDATION_SEED
         sums: dict[str, float] = defaultdict(float)
         for micro in cut(batch, self.config.data):
             layout = self._layout(micro, self.val_noise)
             with self.engine.autocast():
-                told = self.loss.run(self.engine.module, layout.to(self.engine.device), None, scale=1.0, ar_scale=1.0)
+                losses = self.loss.run(self.engine.module, layout.to(self.engine.device), None, scale=1.0, ar_scale=1.0)
             plain = self.summed_loss(micro.to(self.engine.device)).item()
-            found = {"counted": told.counted, "val/noise_mean": layout.noised, "val/loss": plain}
-            for name, value in (found | self._losses("val", told, 1.0, 1.0)).items():
+            metrics = {"counted": losses.counted, "val/noise_mean": layout.noised, "val/loss": plain}
+            for name, value in (metrics | self._metrics("val", losses, 1.0, 1.0)).items():
                 sums[name] += value
         return sums
 
     def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
-        """Rounds and noise over the places that rounds count, the others over the learned tokens."""
-        counted = sums.pop("counted")
-        plain = ("val/loss", "val/loss_ar")
-        found = {name: value / (tokens if name in plain else counted) for name, value in sums.items()}
-        return self._with_total("val", found)
+        """Losses of rounds and the noise per label of a round, the others per learned token."""
+        per_token = ("val/loss", "val/loss_ar")
+        means = {name: value / (tokens if name in per_token else sums["counted"]) for name, value in sums.items()}
+        del means["counted"]
+        return self._with_total("val", means)
 
     def _layout(self, micro: TensorDict, noise: NoiseSettings) -> Layout:
         names = ("input_ids", "attention_mask", "position_ids")
@@ -165,18 +171,18 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         seeds = micro[SEED_COLUMN].tolist()
         return build_layout(batch, seeds, noise, progress=progress, split=self.loss.share)
 
-    def _losses(self, split: str, told: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
-        found = {f"{split}/loss_s{k}": (loss * scale).item() for k, loss in enumerate(told.rounds)}
+    def _metrics(self, split: str, losses: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
+        metrics = {f"{split}/loss_s{k}": (loss * scale).item() for k, loss in enumerate(losses.rounds)}
         if self.loss.ar_weight:
-            found[f"{split}/loss_ar"] = (told.ar * ar_scale).item()
-        return found
+            metrics[f"{split}/loss_ar"] = (losses.ar * ar_scale).item()
+        return metrics
 
-    def _with_total(self, split: str, found: dict[str, float]) -> dict[str, float]:
+    def _with_total(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
         """With the weighted sum of the rounds that ran and of the clean text's loss."""
         weights = {f"{split}/loss_s{k}": weight for k, weight in enumerate(self.loss.round_weights)}
         weights[f"{split}/loss_ar"] = self.loss.ar_weight
-        total = sum(weight * found[name] for name, weight in weights.items() if name in found)
-        return found | {f"{split}/loss_total": total}
+        total = sum(weight * metrics[name] for name, weight in weights.items() if name in metrics)
+        return metrics | {f"{split}/loss_total": total}
 
     def variant_state(self) -> dict[str, Any]:
         return {"noise_generator": self.noise_generator.get_state().numpy().tobytes().hex()}
@@ -185,20 +191,11 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         if "noise_generator" not in state:
             run = self.config.trainer
             raise ValueError(
-                f"the checkpoint to go on from (trainer.resume_mode={run.resume_mode}, trainer.default_local_dir="
-                f"{run.default_local_dir}) was not left by iterative refinement: it has no noise generator. Name "
+                f"the checkpoint to resume from (trainer.resume_mode={run.resume_mode}, trainer.default_local_dir="
+                f"{run.default_local_dir}) was not written by iterative refinement: it has no noise generator. Name "
                 "another trainer.default_local_dir, with trainer.resume_mode=auto; to start from its weights, save "
-                "them with hf_model in trainer.checkpoint.save_contents and give the folder huggingface as "
-                "model.partial_pretrain."
+                "them with hf_model in trainer.checkpoint.save_contents and set model.partial_pretrain to the folder "
+                "huggingface."
             )
         raw = bytearray.fromhex(state["noise_generator"])
         self.noise_generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
-
-
-def noise_settings(settings: IterativeConfig, tokenizer: Any) -> NoiseSettings:
-    """What layouts read of the config."""
-    return NoiseSettings(
-        settings.noise_pattern, settings.noise_schedule, settings.noise_min, settings.noise_max,
-        settings.block_length, settings.windows_per_sample, settings.aligned_windows,
-        noise_token_of(settings.noise_token, tokenizer),
-    )  # fmt: skip

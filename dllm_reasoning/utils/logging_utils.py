@@ -1,4 +1,4 @@
-"""Warnings that concern a whole run."""
+"""Warnings that concern a run, not a step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from loguru import logger
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn of it once in this process, and in the first process of a torchrun job alone."""
+    """Log a warning once per process, and only on rank 0 of a torchrun job."""
     if int(os.environ.get("RANK", "0")) == 0:
         logger.warning("{}", text)

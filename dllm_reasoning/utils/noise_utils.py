@@ -1,4 +1,4 @@
-"""What a response looks like before it is refined: noise by pattern, level and token."""
+"""The noise of responses before refinement: pattern, level and token."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Pattern:
-    """`places(length, level, width, generator)` -> (noised, region), bool [length] each, over a response's tokens.
+    """`positions(length, level, width, generator)` -> (noised, region), bool [length] each, over a response's tokens.
 
-    Later rounds decode `region` anew; the tokens outside stay as they are. `windows`: noise stands in windows beside
-    the clean text instead; `warm_up`: the model's own guesses replace the noise before the first round; `has_width`:
-    the model learns blocks of a width.
+    Later rounds decode the tokens of `region` anew and leave the others unchanged. `windows`: noise stands in windows
+    next to the clean text instead. `warm_up`: the model's own guesses replace the noise before the first round.
+    `has_width`: the model learns blocks of a fixed width.
     """
 
-    places: Callable[[int, float, int, torch.Generator], tuple[torch.Tensor, torch.Tensor]] | None
+    positions: Callable[[int, float, int, torch.Generator], tuple[torch.Tensor, torch.Tensor]] | None
     windows: bool = False
     warm_up: bool = False
     has_width: bool = False
@@ -35,20 +35,21 @@ def _after_a_cut(length: int, level: float, width: int, generator: torch.Generat
 
 
 def _one_block(length: int, level: float, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    place = torch.arange(length) - _below(max(1, length - width + 1), generator)
-    noised = (place >= 0) & (place < width)
+    offset = torch.arange(length) - _below(max(1, length - width + 1), generator)
+    noised = (offset >= 0) & (offset < width)
     return noised, noised.clone()
 
 
+def _below(limit: int, generator: torch.Generator) -> int:
+    return int(torch.randint(max(1, limit), (), generator=generator))
+
+
 PATTERNS = {
-    "iid": Pattern(_everywhere),  # each token by itself, with the sample's probability
-    "suffix": Pattern(_after_a_cut),  # everything from a random place on
-    # `width` tokens in a row
-    "block": Pattern(_one_block, has_width=True),
-    # such a block, seen after some rounds of the model's own
-    "trajectory": Pattern(_one_block, warm_up=True, has_width=True),
-    # windows of `width` tokens beside the clean sample, in the same forward
-    "packed": Pattern(None, windows=True, has_width=True),
+    "iid": Pattern(_everywhere),  # each token independently, with the sample's probability
+    "suffix": Pattern(_after_a_cut),  # everything from a random position on
+    "block": Pattern(_one_block, has_width=True),  # `width` consecutive tokens
+    "trajectory": Pattern(_one_block, warm_up=True, has_width=True),  # such a block after some rounds of the model's
+    "packed": Pattern(None, windows=True, has_width=True),  # windows of `width` tokens next to the clean sample
 }
 
 # How far from noise_min to noise_max: (progress of the run in [0, 1], uniform number of the sample) -> [0, 1]
@@ -60,37 +61,36 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 
 
 def noise_level(schedule: str, low: float, high: float, progress: float, generator: torch.Generator) -> float:
-    """One sample's probability p of noise: U(low, high), or from low up to high over the run (linear, cosine).
+    """A sample's noise probability p: U(low, high), or rising from low to high with `progress` (linear, cosine).
 
-    A number is drawn in every case, so that a schedule changes nothing but the level.
+    Every schedule draws one number, so that the schedule changes nothing but the level.
     """
     uniform = float(torch.rand((), generator=generator))
     return low + (high - low) * SCHEDULES[schedule](min(1.0, max(0.0, progress)), uniform)
 
 
 def row_generator(seed: int) -> torch.Generator:
-    """The generator of one sample's noise: what it draws does not depend on the rows beside it, nor on the rank."""
+    """The generator of one sample's noise, which thus depends neither on the other rows nor on the rank."""
     return torch.Generator().manual_seed(seed)
 
 
 def draw_seeds(generator: torch.Generator, rows: int) -> list[int]:
-    """A seed for the noise of each row of a global batch."""
+    """A noise seed for each row of a global batch."""
     return torch.randint(2**62, (rows,), generator=generator).tolist()
 
 
 def q_sample(
     input_ids: torch.Tensor, response_mask: torch.Tensor, noised: torch.Tensor, noise_token_id: int
 ) -> torch.Tensor:
-    """s0: t0 with the noise token at the `noised` response tokens.
+    """s0: t0 with the noise token at response tokens that are `noised`.
 
-    input_ids [B, T] int64, response_mask [B, T] (1 = response), noised [B, T] bool; outside the response nothing
-    changes, whatever `noised` says.
+    input_ids [B, T] int64, response_mask [B, T] (1 = response), noised [B, T] bool -> [B, T] int64.
     """
     return torch.where(noised & response_mask.bool(), noise_token_id, input_ids)
 
 
 def greedy_decode_response(input_ids: torch.Tensor, predicted: torch.Tensor, region: torch.Tensor) -> torch.Tensor:
-    """s_{k+1}: the token at i + 1 becomes the one `predicted` at i, where `region` is 1 at i + 1; all [B, T]."""
+    """s_{k+1}: the token at i + 1 becomes the one `predicted` at i if `region` is 1 at i + 1; all [B, T]."""
     decoded = input_ids.clone()
     decoded[:, 1:] = torch.where(region[:, 1:].bool(), predicted[:, :-1], input_ids[:, 1:])
     return decoded
@@ -99,14 +99,14 @@ def greedy_decode_response(input_ids: torch.Tensor, predicted: torch.Tensor, reg
 def window_starts(
     length: int, count: int, generator: torch.Generator, *, width: int = 1, aligned: float = 0.0
 ) -> list[int]:
-    """`count` places in a response of `length` tokens where a window's prediction begins; all 0 of an empty one.
+    """`count` positions in a response of `length` tokens at which windows begin; all 0 if it is empty.
 
-    Each place is as likely as any other, and those of one sample are evenly spread (systematic sampling). The share
-    `aligned` of them is at multiples of `width`, where generation in whole blocks begins.
+    Positions are uniform and, within a sample, evenly spread (systematic sampling). The share `aligned` of them lies at
+    multiples of `width`, where generation in full blocks begins.
     """
     blocks = round(aligned * count)
-    whole = [width * block for block in _spread(-(-length // width), blocks, generator)]
-    return whole + _spread(length, count - blocks, generator)
+    at_blocks = [width * block for block in _spread(-(-length // width), blocks, generator)]
+    return at_blocks + _spread(length, count - blocks, generator)
 
 
 def _spread(length: int, count: int, generator: torch.Generator) -> list[int]:
@@ -115,25 +115,21 @@ def _spread(length: int, count: int, generator: torch.Generator) -> list[int]:
 
 
 def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id behind iterative.noise_token: `eos`, `mask`, or a token of the vocabulary by its text."""
+    """The id of iterative.noise_token: `eos`, `mask`, or a token of the vocabulary by its text; else ValueError."""
     special = {"eos": tokenizer.eos_token_id, "mask": tokenizer.mask_token_id}
     if name in special:
         if special[name] is None:
-            # a response ends in EOS whatever the noise is
+            # responses end in EOS whatever the noise token is
             other = "" if name == "eos" else ", or name a token of its vocabulary"
             raise ValueError(
                 f"iterative.noise_token={name}, but the tokenizer {tokenizer.name_or_path!r} has no {name} token; add "
                 f"one to its tokenizer_config.json{other}."
             )
         return special[name]
-    found = tokenizer.get_vocab()
-    if name not in found:
+    vocabulary = tokenizer.get_vocab()
+    if name not in vocabulary:
         raise ValueError(
             f"iterative.noise_token={name!r} is no token of {tokenizer.name_or_path!r}; use eos, mask or a token of "
             "its vocabulary."
         )
-    return found[name]
-
-
-def _below(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(max(1, limit), (), generator=generator))
+    return vocabulary[name]

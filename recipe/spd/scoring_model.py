@@ -20,7 +20,7 @@ from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, 
 from recipe.spd.scoring_config import ScoringModelConfig
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
 from verl.utils.peft_weights import without_adapters
-from verl.workers.policy.packing import make_packable, pack_rows, whole_mask
+from verl.workers.policy.packing import make_packable, pack_rows
 
 
 class ScoringActor(nn.Module):
@@ -119,8 +119,7 @@ class ScoringActor(nn.Module):
             inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": text if mask is None else mask}
             return self.backbone(**inputs, use_cache=False).last_hidden_state
         packing = pack_rows(text, None if mask is None else mask[:, 0] == 0)
-        inputs = {"input_ids": packing.flat(ids), "position_ids": packing.flat(position_ids), "packing": packing}
-        states = self.backbone(**inputs, attention_mask=whole_mask(ids.device), use_cache=False).last_hidden_state
+        states = self.backbone(**packing.model_inputs(ids, position_ids)).last_hidden_state
         return packing.spread(states, *ids.shape)
 
     def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:

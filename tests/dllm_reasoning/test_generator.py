@@ -249,7 +249,7 @@ def test_layers_with_a_window_are_read_without_a_cache_and_warn_once(kind):
 
 UNCACHED = {
     "Bloom": (dict(hidden_size=32, n_layer=2, n_head=4), "takes no position_ids, so"),
-    "Falcon": (dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True), "makes a bias of its own"),
+    "Falcon": (dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True), "computes its own bias"),
     "Mamba": (dict(hidden_size=32, state_size=4, num_hidden_layers=2), "takes no position_ids and no past_key_values"),
     "RecurrentGemma": (dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                             lru_width=32, attention_window_size=6), "carries a state from token to token"),

@@ -147,8 +147,8 @@ def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
         assert [sharing(model, "auto", 2, False) for _ in range(3)] == [False] * 3
         assert not sharing(model, "off", 2, False)
         [said] = heard
-    assert "a window of 6 tokens, full attention): every round computes the instruction anew" in said
-    with pytest.raises(ValueError, match="iterative.noise_pattern=packed is not for the model of model.partial_pretr"):
+    assert "a window of 6 tokens, full attention): every round recomputes the instruction" in said
+    with pytest.raises(ValueError, match="iterative.noise_pattern=packed does not work with the model of model.partial_pretr"):
         sharing(model, "off", 2, True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that attend in ways .*: rounds cannot look at"):
         gradients(model, layout_of("block", True))
@@ -167,8 +167,8 @@ def test_the_clean_text_counts_once_in_packed():
 
 
 def test_a_micro_batch_that_counts_nothing_makes_the_forwards_of_others(monkeypatch):
-    calls, inner = [], iterative_loss._call
-    monkeypatch.setattr(iterative_loss, "_call", lambda *given, **more: (calls.append(1), inner(*given, **more))[1])
+    calls, inner = [], iterative_loss.call_as_forward
+    monkeypatch.setattr(iterative_loss, "call_as_forward", lambda *given: (calls.append(1), inner(*given))[1])
     filler = {**BATCH, "response_mask": torch.zeros_like(BATCH["response_mask"])}
     for pattern, split in (("iid", False), ("iid", True), ("packed", True)):
         made = []
@@ -194,9 +194,9 @@ def test_warm_up_rounds_share_the_instruction(pattern, monkeypatch):
     model = tiny("llama", initializer_range=0.1)
     one, repeated = gradients(model, layout_of(pattern, pattern == "packed"), rounds=2, warm_up=2)
     layout, widths = layout_of(pattern, True), []
-    inner = iterative_loss._call
-    monkeypatch.setattr(iterative_loss, "_call", lambda model, tokens, *rest, **more: (
-        widths.append(tokens.ids.shape[1]), inner(model, tokens, *rest, **more))[1])  # fmt: skip
+    inner = iterative_loss.call_as_forward
+    monkeypatch.setattr(iterative_loss, "call_as_forward", lambda model, function, tokens, *rest: (
+        widths.append(tokens.ids.shape[1]), inner(model, function, tokens, *rest))[1])  # fmt: skip
     two, shared = gradients(model, layout, rounds=2, share=True, warm_up=2)
     forwards = 4 + (pattern != "packed")  # two of warm-up, two rounds, the clean text where it is not the prefix
     assert widths == [layout.prefix.ids.shape[1]] + [layout.tail.ids.shape[1]] * forwards

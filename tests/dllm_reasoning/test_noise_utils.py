@@ -26,14 +26,14 @@ def test_decode_step_by_hand_shifts_the_prediction_by_one():
 
 @pytest.mark.parametrize("level", [0.0, 0.1, 0.5, 1.0])
 def test_iid_noise_hits_at_the_level(level):
-    noised, region = nu.PATTERNS["iid"].places(20000, level, 8, nu.row_generator(1))
+    noised, region = nu.PATTERNS["iid"].positions(20000, level, 8, nu.row_generator(1))
     assert abs(float(noised.float().mean()) - level) < 0.011 and bool(region.all())
 
 
 def test_suffix_runs_from_a_cut_to_the_end():
     cuts = set()
     for seed in range(200):
-        noised, region = nu.PATTERNS["suffix"].places(5, 0.5, 8, nu.row_generator(seed))
+        noised, region = nu.PATTERNS["suffix"].positions(5, 0.5, 8, nu.row_generator(seed))
         text = "".join(str(int(x)) for x in noised)
         assert text.lstrip("0") == "1" * text.count("1") and torch.equal(noised, region)
         cuts.add(text.count("1"))
@@ -44,7 +44,7 @@ def test_suffix_runs_from_a_cut_to_the_end():
 def test_block_is_one_run_of_the_width(length, width, ones):
     firsts = set()
     for seed in range(200):
-        noised, _ = nu.PATTERNS["block"].places(length, 0.5, width, nu.row_generator(seed))
+        noised, _ = nu.PATTERNS["block"].positions(length, 0.5, width, nu.row_generator(seed))
         text = "".join(str(int(x)) for x in noised)
         assert text.strip("0") == "1" * ones
         firsts.add(text.index("1"))
@@ -68,7 +68,7 @@ def test_schedules_rise_with_the_run(schedule, progress, wanted):
 
 def test_an_empty_response_has_no_noise_and_windows_at_0():
     for pattern in ("iid", "suffix", "block"):
-        assert [len(t) for t in nu.PATTERNS[pattern].places(0, 0.5, 4, nu.row_generator(0))] == [0, 0]
+        assert [len(t) for t in nu.PATTERNS[pattern].positions(0, 0.5, 4, nu.row_generator(0))] == [0, 0]
     assert nu.window_starts(0, 3, nu.row_generator(0)) == [0, 0, 0]
 
 

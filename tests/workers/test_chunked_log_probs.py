@@ -1,6 +1,6 @@
-"""Log-probs without held logits: gradients by finite differences, and all of it beside plain autograd.
+"""The chunked head: gradients against finite differences, values and gradients against plain autograd.
 
-Not covered: CUDA's sums, whose order differs.
+Not covered: CUDA, whose order of summation differs.
 """
 
 import pytest
@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 def problem(dtype=torch.float32, rows=11, width=6, vocabulary=13, bias=False):
-    """A head, states that want a gradient, labels; the states are large enough for a soft cap to bend."""
+    """A head, states that require a gradient, labels; the states are large enough for a soft cap to matter."""
     torch.manual_seed(0)
     head = nn.Linear(width, vocabulary, bias=bias).to(dtype)
     hidden = (3 * torch.randn(rows, width)).to(dtype).requires_grad_()
@@ -31,7 +31,7 @@ def problem(dtype=torch.float32, rows=11, width=6, vocabulary=13, bias=False):
 
 
 def by_autograd(head, config, temperature, hidden, labels):
-    """The formula of the families' papers with every logit held, in float32 at least."""
+    """The formula of the model families' papers with all logits in memory, in float32 at least."""
     logits = head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits * config.get("logit_scale", 1.0) / config.get("logits_scaling", 1.0)
@@ -39,6 +39,11 @@ def by_autograd(head, config, temperature, hidden, labels):
         logits = cap * torch.tanh(logits / cap)
     log_p = torch.log_softmax(logits / temperature, -1)
     return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def log_probs_of(head, final, hidden, labels, **settings):
+    """(log-probs [N], entropy [N]) of the chunked head."""
+    return chunked_log_probs(head, final, hidden, labels, **settings)[:2]
 
 
 def gradients(log_probs, entropy, head, hidden, with_entropy):
@@ -59,8 +64,8 @@ def test_gradients_are_those_of_finite_differences(config, with_entropy, bias):
         for name, value in zip(("weight", "bias"), parameters, strict=False):
             del made._parameters[name]
             setattr(made, name, value)
-        found = chunked_log_probs(made, final, hidden, labels, with_entropy=with_entropy, chunk_tokens=2)
-        return found if with_entropy else found[0]
+        actual = log_probs_of(made, final, hidden, labels, with_entropy=with_entropy, chunk_tokens=2)
+        return actual if with_entropy else actual[0]
 
     assert torch.autograd.gradcheck(compute, (hidden, *head.parameters()))
 
@@ -68,23 +73,23 @@ def test_gradients_are_those_of_finite_differences(config, with_entropy, bias):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 11, 100])
-def test_values_and_gradients_are_those_of_held_logits(config, with_entropy, chunk_tokens):
+def test_values_and_gradients_equal_those_of_full_logits(config, with_entropy, chunk_tokens):
     head, hidden, labels = problem(bias=True)
     final = FinalLogits.of(PretrainedConfig(**config), temperature=1.3)
-    found = chunked_log_probs(head, final, hidden, labels, with_entropy=with_entropy, chunk_tokens=chunk_tokens)
-    wanted = by_autograd(head, config, 1.3, hidden, labels)
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1], wanted[1] if with_entropy else torch.zeros(11), rtol=1e-5, atol=1e-5)
-    for a, b in zip(*(gradients(*pair, head, hidden, with_entropy) for pair in (found, wanted)), strict=True):
+    actual = log_probs_of(head, final, hidden, labels, with_entropy=with_entropy, chunk_tokens=chunk_tokens)
+    expected = by_autograd(head, config, 1.3, hidden, labels)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[1], expected[1] if with_entropy else torch.zeros(11), rtol=1e-5, atol=1e-5)
+    for a, b in zip(*(gradients(*pair, head, hidden, with_entropy) for pair in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_entropy_alone_or_log_probs_alone_may_be_in_the_loss():
     head, hidden, labels = problem()
     for place in (0, 1):
-        found = chunked_log_probs(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
-        wanted = by_autograd(head, {}, 1.0, hidden, labels)
-        a, b = (torch.autograd.grad(pair[place].sum(), [hidden, head.weight]) for pair in (found, wanted))
+        actual = log_probs_of(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
+        expected = by_autograd(head, {}, 1.0, hidden, labels)
+        a, b = (torch.autograd.grad(pair[place].sum(), [hidden, head.weight]) for pair in (actual, expected))
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -92,39 +97,56 @@ def test_entropy_alone_or_log_probs_alone_may_be_in_the_loss():
 def test_a_bfloat16_product_is_reduced_in_float32(autocast):
     head, hidden, labels = problem(torch.float32 if autocast else torch.bfloat16, vocabulary=300)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = chunked_log_probs(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
-        wanted = by_autograd(head, {}, 1.0, hidden, labels)
-    assert found[0].dtype == torch.float32
-    for a, b in zip(found, wanted, strict=True):
+        actual = log_probs_of(head, FinalLogits(None, 1.0), hidden, labels, with_entropy=True, chunk_tokens=4)
+        expected = by_autograd(head, {}, 1.0, hidden, labels)
+    assert actual[0].dtype == torch.float32
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
-    found, wanted = (gradients(*pair, head, hidden, True) for pair in (found, wanted))
-    assert [g.dtype for g in found] == [g.dtype for g in wanted] == [hidden.dtype, head.weight.dtype]
-    for a, b in zip(found, wanted, strict=True):
+    actual, expected = (gradients(*pair, head, hidden, True) for pair in (actual, expected))
+    assert [g.dtype for g in actual] == [g.dtype for g in expected] == [hidden.dtype, head.weight.dtype]
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= 0.02 * b.abs().max()  # chunks are summed in bfloat16: 8 bits
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_second_backward_pass_finds_the_same(config):
-    """The first one leaves a gradient where the last chunk's logits were."""
+def test_a_second_backward_pass_gives_the_same_gradients(config):
+    """The first one overwrites the last chunk's logits with a gradient."""
     head, hidden, labels = problem()
     final = FinalLogits.of(PretrainedConfig(**config))
-    found = chunked_log_probs(head, final, hidden, labels, with_entropy=True, chunk_tokens=4)
-    loss = found[0].sum() + 0.3 * found[1].sum()
+    actual = log_probs_of(head, final, hidden, labels, with_entropy=True, chunk_tokens=4)
+    loss = actual[0].sum() + 0.3 * actual[1].sum()
     first, second = (torch.autograd.grad(loss, [hidden, head.weight], retain_graph=True) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
-def test_a_frozen_head_gets_no_gradient_and_no_row_gives_empty_columns():
+def test_a_frozen_head_gets_no_gradient_and_zero_rows_give_empty_outputs():
     head, hidden, labels = problem()
     head.requires_grad_(False)
     final = FinalLogits(None, 1.0)
-    log_probs, entropy = chunked_log_probs(head, final, hidden, labels, with_entropy=True, chunk_tokens=4)
+    log_probs, entropy = log_probs_of(head, final, hidden, labels, with_entropy=True, chunk_tokens=4)
     (log_probs.sum() + entropy.sum()).backward()
     assert head.weight.grad is None and hidden.grad.abs().sum() > 0
     head.requires_grad_(True)
-    log_probs, _ = chunked_log_probs(head, final, hidden[:0], labels[:0], with_entropy=False, chunk_tokens=4)
+    log_probs, _ = log_probs_of(head, final, hidden[:0], labels[:0], with_entropy=False, chunk_tokens=4)
     log_probs.sum().backward()
     assert log_probs.shape == (0,) and (head.weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("rows", [0, 11])
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_argmax_comes_with_the_log_probs_of_any_head(rows, with_grad):
+    head, hidden, labels = problem(bias=True)
+    hidden, labels, final = hidden[:rows], labels[:rows], FinalLogits(None, 0.5)
+    with torch.set_grad_enabled(with_grad):
+        actual = chunked_log_probs(head, final, hidden, labels, chunk_tokens=4, with_argmax=True)
+    expected = chunked_log_probs(head, final, hidden, labels, chunk_tokens=4)
+    torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(actual.argmax, head(hidden).argmax(-1))
+    assert actual.argmax.shape == actual.entropy.shape == (rows,)
+    assert not expected.argmax.any() and actual.log_probs.requires_grad == with_grad
+    if with_grad:
+        a, b = (torch.autograd.grad(out.log_probs.sum(), [hidden, head.weight]) for out in (actual, expected))
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_no_tensor_is_larger_than_a_chunks_logits():
@@ -141,8 +163,8 @@ def test_no_tensor_is_larger_than_a_chunks_logits():
 
     head, hidden, labels = problem(rows=640, vocabulary=500)
     with Largest() as seen:
-        found = chunked_log_probs(head, FinalLogits(None, 0.5), hidden, labels, with_entropy=True, chunk_tokens=10)
-        gradients(*found, head, hidden, True)
+        actual = log_probs_of(head, FinalLogits(None, 0.5), hidden, labels, with_entropy=True, chunk_tokens=10)
+        gradients(*actual, head, hidden, True)
     assert seen.numel == 10 * 500  # the head's gradient is smaller: 6 * 500
 
 
@@ -164,12 +186,12 @@ def test_the_policy_agrees_with_full_logits_also_where_some_tokens_only_count(ti
     if counted:
         mask[:, ::2] = 0
         batch["counted"] = mask
-    found = outcome(model, batch, chunk_tokens=2)
+    actual = outcome(model, batch, chunk_tokens=2)
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     log_probs, entropy = (column * mask for column in slow_reference(model, batch, 0.7))
     (log_probs * torch.linspace(-1, 1, 15).reshape(3, 5) + 0.3 * entropy).sum().backward()
-    torch.testing.assert_close(found, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads, [p.grad for p in model.parameters()], rtol=1e-5, atol=1e-5)
 
 
@@ -189,23 +211,23 @@ def test_a_head_that_does_more_than_its_product_keeps_doing_it(tiny_llama, chang
     model = change(LlamaForCausalLM.from_pretrained(tiny_llama))
     batch = text_batch()
     assert not is_plain(causal_lm.causal_model(model).get_output_embeddings())
-    found = outcome(model, batch, chunk_tokens=2)
+    actual = outcome(model, batch, chunk_tokens=2)
     grads = [p.grad.clone() for p in model.parameters() if p.requires_grad]
     model.zero_grad()
     log_probs, entropy = slow_reference(model, batch, 0.7)
     (log_probs * torch.linspace(-1, 1, 15).reshape(3, 5) + 0.3 * entropy).sum().backward()
-    torch.testing.assert_close(found, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, (log_probs.detach(), entropy.detach()), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads, [p.grad for p in model.parameters() if p.requires_grad], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("wrap_policy", [{}, {"min_num_params": 64 * 16}])
 def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(tiny_llama, wrap_policy):
     plain = LlamaForCausalLM.from_pretrained(tiny_llama)
-    wanted = outcome(plain, text_batch(), chunk_tokens=2)
+    expected = outcome(plain, text_batch(), chunk_tokens=2)
     engine = make_engine(tiny_llama, engine={"wrap_policy": wrap_policy})
-    found = outcome(engine.module, text_batch(), chunk_tokens=2)
+    actual = outcome(engine.module, text_batch(), chunk_tokens=2)
     grads = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
     leave_group()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for name, p in plain.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-5, atol=1e-5)

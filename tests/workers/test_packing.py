@@ -31,10 +31,10 @@ def grouped_batch(prompt_lengths, answer_lengths, prompt=6, response=5, seed=0) 
     generator = torch.Generator().manual_seed(seed)
     ids, masks, groups = [], [], []
     for g, (length, answers) in enumerate(zip(prompt_lengths, answer_lengths, strict=True)):
-        asked = torch.randint(5, 40, (length,), generator=generator)
+        prompt_ids = torch.randint(5, 40, (length,), generator=generator)
         for answer in answers:
             row, mask = torch.zeros(prompt + response, dtype=torch.int64), torch.zeros(prompt + response).long()
-            row[prompt - length : prompt], mask[prompt - length : prompt + answer] = asked, 1
+            row[prompt - length : prompt], mask[prompt - length : prompt + answer] = prompt_ids, 1
             row[prompt : prompt + answer] = torch.randint(5, 40, (answer,), generator=generator)
             ids.append(row), masks.append(mask), groups.append(g)
     ids, mask = torch.stack(ids), torch.stack(masks)
@@ -45,7 +45,7 @@ def grouped_batch(prompt_lengths, answer_lengths, prompt=6, response=5, seed=0) 
     )  # fmt: skip
 
 
-def found_by(model, batch, **forward):
+def outputs_of(model, batch, **forward):
     policy = get_policy("causal_lm", chunk_tokens=7)
     policy.set_forward(**{"remove_padding": False, "share_prompt": False, **forward})
     model.zero_grad()
@@ -62,10 +62,10 @@ def test_log_probs_entropy_and_gradients_are_those_of_padded_rows(make, forward,
     torch.manual_seed(0)
     model = make().train()
     batch = grouped_batch([6, 3, 1], [[5, 0, 2], [1, 4], [3]])
-    plain = found_by(model, batch)
+    plain = outputs_of(model, batch)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for a, b in zip(plain, found_by(model, batch, **forward), strict=True):
+    for a, b in zip(plain, outputs_of(model, batch, **forward), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_any_shape_is_packed_without_a_lost_token(groups, share):
     prompt = sum(length * (1 if share else len(answers)) for length, answers in groups)
     assert len(packing.tokens) == len(packing.restore) == answered + prompt
     assert packing.tokens.unique().numel() == len(packing.tokens)
-    # The token in front of each answer token, in the batch's own row: its position is one less.
+    # The token before each answer token in its row of the batch: its position is one less.
     positions = packing.flat(batch["position_ids"])[0]
     attended = batch["attention_mask"][:, 6:].bool()
     assert torch.equal(positions[packing.predicted_from], batch["position_ids"][:, 6:][attended] - 1)
@@ -99,11 +99,11 @@ def test_a_packed_forward_reads_a_prompt_once(monkeypatch):
     batch = grouped_batch([6, 6], [[5] * 4, [5] * 4])
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[:2].numel()))
     for forward in ({}, {"remove_padding": True}, {"share_prompt": True}):
-        found_by(model, batch, **forward)
+        outputs_of(model, batch, **forward)
     assert seen == [8 * 11, 8 * 11, 2 * 6 + 8 * 5]
 
 
-def test_plain_generation_goes_on_with_the_exchanged_attention():
+def test_plain_generation_works_with_packed_attention():
     torch.manual_seed(0)
     model = llama().eval()
     ids, mask = torch.tensor([[0, 0, 7, 9], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -118,10 +118,10 @@ def test_windows_are_refused_and_rows_without_a_prompt_too():
         **SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=0
     ))  # fmt: skip
     with pytest.raises(ValueError, match="sliding_window=4.*use_remove_padding=false"):
-        found_by(model, grouped_batch([6], [[5]]), remove_padding=True)
+        outputs_of(model, grouped_batch([6], [[5]]), remove_padding=True)
     with pytest.raises(ValueError, match="empty prompt"):
         pack(torch.tensor([[0, 0, 1, 1]]), 2)
-    with pytest.raises(ValueError, match="not side by side"):
+    with pytest.raises(ValueError, match="not adjacent"):
         pack(torch.ones(3, 4), 2, torch.tensor([0, 1, 0]))
 
 
@@ -141,5 +141,5 @@ def test_short_rows_are_not_padded_to_the_longest():
     mask = (torch.arange(16) >= 16 - lengths[:, None]).long()  # the last column is the answer
     packing = pack(mask, responses=1)
     assert sorted(tuple(part.queries.shape) for part in packing.parts) == [(1, 2), (1, 3), (2, 16)]
-    places = torch.cat([part.queries.flatten() for part in packing.parts])
-    assert torch.equal(places[packing.restore], torch.arange(30))
+    positions = torch.cat([part.queries.flatten() for part in packing.parts])
+    assert torch.equal(positions[packing.restore], torch.arange(30))

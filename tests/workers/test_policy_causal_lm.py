@@ -10,7 +10,7 @@ from verl.workers.policy import get_policy
 
 
 def text_batch(rows=3, prompt=4, response=5, vocab=64, seed=0):
-    """Prompts padded on the left, responses on the right: row i has i pads in front, i behind."""
+    """Prompts padded on the left, responses on the right: row i has i pads before and after."""
     torch.manual_seed(seed)
     ids = torch.randint(5, vocab, (rows, prompt + response))
     mask = torch.ones_like(ids)
@@ -45,7 +45,7 @@ def test_chunked_values_and_gradients_equal_the_full_logits(tiny_llama, chunk_to
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     batch = text_batch()
     weights = torch.linspace(-1, 1, 15).reshape(3, 5)
-    found = []
+    outputs = []
     for compute in (
         lambda: slow_reference(model, batch, 0.7),
         lambda: get_policy("causal_lm", chunk_tokens=chunk_tokens).log_probs(
@@ -55,8 +55,8 @@ def test_chunked_values_and_gradients_equal_the_full_logits(tiny_llama, chunk_to
         model.zero_grad()
         log_probs, entropy = compute()
         (log_probs * weights + 0.3 * entropy).sum().backward()
-        found.append([log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())])
-    for a, b in zip(*found, strict=True):
+        outputs.append([log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters())])
+    for a, b in zip(*outputs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
 

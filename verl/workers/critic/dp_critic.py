@@ -18,7 +18,7 @@ from verl.workers.actor.optimizer_step import accumulate_and_step, global_counts
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
-from verl.workers.policy.packing import make_packable, pack, whole_mask
+from verl.workers.policy.packing import make_packable, pack
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
@@ -97,8 +97,7 @@ class DataParallelPPOCritic(BasePPOCritic):
                 logits = self.engine.module(**inputs, use_cache=False).logits  # [B, P+R, 1]
                 return logits[:, -length - 1 : -1, 0].float()
             packing = pack(mask, length)
-            flat = {key: packing.flat(inputs[key]) for key in ("input_ids", "position_ids")}
-            flat |= {"attention_mask": whole_mask(mask.device), "packing": packing, "use_cache": False}
+            flat = packing.model_inputs(inputs["input_ids"], inputs["position_ids"])
             values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()  # [N]
         attended = mask[:, -length:].bool()
         return torch.zeros(attended.shape, device=values.device).masked_scatter(attended, values)

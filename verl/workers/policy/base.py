@@ -13,19 +13,19 @@ from verl.utils.registry import Registry
 
 
 class Policy(ABC):
-    """Knows how a model's output becomes log-probs; the update loop above does not know what an action is."""
+    """Turns a model's output into log-probs of actions, so that the update loop need not know what an action is."""
 
-    #: tensors of the batch that `log_probs` reads
+    #: columns of the batch that `log_probs` reads
     required_keys: tuple[str, ...] = ("responses", "input_ids", "attention_mask", "position_ids")
 
-    #: whether the forward reads the answers, not only the prompts
+    #: whether the forward runs over the responses, not only the prompts
     reads_answers: bool = True
 
     #: metrics of |log-prob in the update - log-prob before it|: mean and maximum over counted positions
     drift_metrics: tuple[str, str] = ("actor/logprob_drift", "actor/logprob_drift_max")
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:  # noqa: B027
-        """What model.use_remove_padding and actor.share_prompt_forward ask for; told once, before `bind`."""
+        """Apply model.use_remove_padding and actor.share_prompt_forward; called once, before `bind`."""
 
     def bind(self, model: nn.Module) -> None:  # noqa: B027
         """Called once with the model, sharded or not, before its first use."""
@@ -36,7 +36,7 @@ class Policy(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(log_probs [B, R] float32, entropy [B, R] float32 or None) of `responses` [B, R] at this temperature.
 
-        Values at padded positions are finite and carry no gradient.
+        micro_batch holds `required_keys`, batch size B. Values at padded positions are finite and have no gradient.
         """
 
 
@@ -47,20 +47,20 @@ _POLICIES: Registry[type[Policy]] = Registry(
 
 
 def register_policy(name: str) -> Callable[[type[Policy]], type[Policy]]:
-    """Class decorator: files a Policy under `name`."""
+    """Class decorator: registers a Policy under `name`."""
     return _POLICIES.register(name)
 
 
 def get_policy(name: str, **kwargs) -> Policy:
-    """A policy of that name, built with `kwargs`; an unknown name is refused with the nearest known one."""
+    """A policy of that name, built with `kwargs`; ValueError for an unknown name suggests the nearest known one."""
     return _POLICIES.get(name)(**kwargs)
 
 
 def check_temperature(temperature: float) -> float:
-    """Refuses a temperature that log-probs cannot be divided by."""
+    """The temperature as a float; ValueError unless it is above 0."""
     if not temperature > 0:
         raise ValueError(
             f"temperature={temperature} cannot be used for log-probs: it must be above 0 "
-            "(greedy decoding is do_sample=false, with the training temperature kept)."
+            "(for greedy decoding set do_sample=false and keep the training temperature)."
         )
     return float(temperature)

@@ -1,33 +1,35 @@
-"""Log-probs and entropy under an output matrix without its logits being held, forward or backward.
+"""The chunked output head: log-probs, entropy and argmax without the full [tokens, vocab] logits, forward or backward.
 
-A few tokens' logits are made at a time, always in the same memory. The backward pass makes them again, but for the last
-ones, which lie there still, and turns them, in place, into their own gradient.
+Logits are computed for a few tokens at a time. The backward pass recomputes them, except for the last chunk's, which
+are still in memory, and turns them in place into their own gradient.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
 class FinalLogits:
-    """What some families do between the output matrix and the softmax: outer * tanh(inner * x), or outer * x."""
+    """What follows the output matrix: outer * tanh(inner * x), or outer * x without `inner` (no soft cap)."""
 
     inner: float | None
     outer: float
 
     @classmethod
     def of(cls, config: PretrainedConfig, temperature: float = 1.0) -> FinalLogits:
-        """As the model's config says, then over the temperature."""
-        described = config.to_dict()
+        """The soft cap and scale of the model's config, divided by the temperature."""
+        values = config.to_dict()
         keys = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-        cap, scale, divisor = (described.get(key) for key in keys)
+        cap, scale, divisor = (values.get(key) for key in keys)
         factor = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
         return cls(None, factor / temperature) if cap is None else cls(factor / cap, cap / temperature)
 
@@ -38,43 +40,80 @@ class FinalLogits:
         return logits if self.outer == 1 else logits * self.outer
 
     def apply_(self, logits: torch.Tensor) -> torch.Tensor:
-        """The same in place."""
+        """[N, V] -> the same tensor, changed in place."""
         if self.inner is not None:
             logits.mul_(self.inner).tanh_()
         return logits if self.outer == 1 else logits.mul_(self.outer)
 
-    def bend(self, final: torch.Tensor) -> torch.Tensor | None:
-        """Derivative by the input that gave `final` [N, V], over `outer`; None where that is 1 throughout."""
+    def slope(self, final: torch.Tensor) -> torch.Tensor | None:
+        """Derivative by the input that gave `final` [N, V], divided by `outer`; None where it is 1 everywhere."""
         if self.inner is None:
             return None
         return (final / self.outer).square_().neg_().add_(1).mul_(self.inner)
 
 
+class HeadOutput(NamedTuple):
+    """Per token, [N] each: log_probs and entropy (float32; float64 for float64 heads), argmax (int64).
+
+    Entropy and argmax are zeros unless requested.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    argmax: torch.Tensor
+
+
 def is_plain(head: nn.Module) -> bool:
-    """Whether a head's output is its weight's product (plus bias) and no more, of whole tensors."""
+    """Whether a head is exactly a product with its weight (plus bias), held as unsharded tensors."""
     hooked = head._forward_hooks or head._forward_pre_hooks
     return type(head) is nn.Linear and not hooked and not isinstance(head.weight, DTensor)
 
 
 def chunked_log_probs(
-    head: nn.Linear,
-    final: FinalLogits,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    with_entropy: bool,
-    chunk_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [N, H], labels [N] -> log-probs [N], entropy [N] (zeros when not asked), float32 (float64 of float64).
+    head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int,
+    with_entropy: bool = False, with_argmax: bool = False,
+) -> HeadOutput:  # fmt: skip
+    """Log-probs of `labels` [N] int64 (at least 0) for the states `hidden` [N, H]; not twice differentiable.
 
-    The product is taken in the type of the weights (under autocast in its type), everything after it in float32. The
-    weight's gradient is summed in the product's type. For a head that `is_plain`; not twice differentiable.
+    The product has the type of the weights (or of autocast), everything after it is float32. Heads that are not
+    `is_plain` (adapters, hooks, sharded by themselves), and calls with argmax, use checkpointed chunks, whose rounding
+    differs in the last bits.
     """
+    if not is_plain(head) or with_argmax:
+        return _checkpointed(head, final, hidden, labels, with_entropy, with_argmax, chunk_tokens)
     weight, bias, device = head.weight, head.bias, hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens)
+    columns = _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens)
+    return HeadOutput(*columns, torch.zeros_like(labels))
+
+
+def _checkpointed(
+    head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, with_entropy: bool,
+    with_argmax: bool, chunk_tokens: int,
+) -> HeadOutput:  # fmt: skip
+    """As `chunked_log_probs`, for any head: autograd recomputes each chunk's logits in the backward pass."""
+    pieces = []
+    for part, part_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+        args = (head, final, part, part_labels, with_entropy, with_argmax)
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(_one_chunk, *args, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(_one_chunk(*args))
+    return HeadOutput(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+
+
+def _one_chunk(
+    head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, with_entropy: bool,
+    with_argmax: bool,
+) -> HeadOutput:  # fmt: skip
+    logits = final(head(hidden).float())  # [N, V]
+    log_z = torch.logsumexp(logits, dim=-1)
+    log_probs = logits.gather(-1, labels[:, None]).squeeze(-1) - log_z
+    entropy = log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1) if with_entropy else torch.zeros_like(log_probs)
+    argmax = logits.detach().argmax(-1) if with_argmax else torch.zeros_like(labels)
+    return HeadOutput(log_probs, entropy, argmax)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -84,7 +123,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, labels, final, with_entropy, chunk_tokens):
         logits_of = _Logits(weight, bias, final, min(chunk_tokens, len(hidden)))
         log_probs, entropy = (hidden.new_zeros(len(hidden), dtype=logits_of.dtype) for _ in range(2))
-        for at in _cuts(len(hidden), chunk_tokens):
+        for at in _chunks(len(hidden), chunk_tokens):
             log_probs[at, None], entropy[at, None] = _reduced(logits_of(hidden[at]), labels[at, None], with_entropy)
         ctx.save_for_backward(hidden, weight, bias, labels, entropy)
         ctx.logits_of, ctx.final, ctx.chunk_tokens = logits_of, final, chunk_tokens
@@ -95,35 +134,35 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, by_log_prob, by_entropy):
+    def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, bias, labels, entropy = ctx.saved_tensors
-        by_log_prob = torch.zeros_like(entropy) if by_log_prob is None else by_log_prob
-        logits_of, ctx.logits_of = ctx.logits_of, None  # a second backward pass would find a gradient in it
+        grad_log_probs = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs
+        logits_of, ctx.logits_of = ctx.logits_of, None  # this pass overwrites its logits; a second one needs new ones
         if logits_of is None:
             logits_of = _Logits(weight, bias, ctx.final, min(ctx.chunk_tokens, len(hidden)))
         inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        by_hidden, by_weight, by_bias = (torch.zeros_like(x) if needed else None for x, needed in inputs)
-        for at in reversed(_cuts(len(hidden), ctx.chunk_tokens)):
-            tokens = (labels, entropy, by_log_prob, by_entropy)
+        grad_hidden, grad_weight, grad_bias = (torch.zeros_like(x) if needed else None for x, needed in inputs)
+        for at in reversed(_chunks(len(hidden), ctx.chunk_tokens)):
+            tokens = (labels, entropy, grad_log_probs, grad_entropy)
             columns = (None if column is None else column[at, None] for column in tokens)
             grad, factor = logits_of.gradient(hidden[at], *columns)
-            if by_hidden is not None:
-                torch.mm(grad, weight, out=by_hidden[at])
-                by_hidden[at].mul_(factor)
-            if by_weight is not None:
-                by_weight.addmm_(grad.T, (hidden[at] * factor).to(grad.dtype))
-            if by_bias is not None:
-                by_bias.addmv_(grad.T, factor[:, 0].to(grad.dtype))
-        return by_hidden, by_weight, by_bias, None, None, None, None
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[at])
+                grad_hidden[at].mul_(factor)
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, (hidden[at] * factor).to(grad.dtype))
+            if grad_bias is not None:
+                grad_bias.addmv_(grad.T, factor[:, 0].to(grad.dtype))
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _cuts(rows: int, chunk: int) -> list[slice]:
-    """Slices of `chunk` rows, one with what is left over in front: the last chunk is the one that is kept."""
-    return [slice(max(0, end - chunk), end) for end in range(rows, 0, -chunk)][::-1]
+def _chunks(rows: int, size: int) -> list[slice]:
+    """Slices of `size` rows; the remainder comes first, so that the buffer ends with a full chunk."""
+    return [slice(max(0, end - size), end) for end in range(rows, 0, -size)][::-1]
 
 
 class _Logits:
-    """Final logits of one chunk after the other, in the same memory; their type is float32 at least."""
+    """Final logits of one chunk after another, in the same buffers; float32, or the weight's type if wider."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, final: FinalLogits, rows: int):
         self.weight, self.bias, self.final = weight, bias, final
@@ -145,49 +184,47 @@ class _Logits:
         self._last = self.final.apply_(logits)
         return self._last
 
-    def gradient(self, hidden, labels, entropy, by_log_prob, by_entropy) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [n, H], all else [n, 1] -> the gradient by the head's output is grad [n, V] times factor [n, 1].
+    def gradient(self, hidden, labels, entropy, grad_log_probs, grad_entropy) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [n, H], the others [n, 1] -> the gradient by the head's output is grad [n, V] times factor [n, 1].
 
-        grad has the output's type and memory. The factor is the caller's, who has it cheaper on rows of H than of V.
+        grad has the output's type and buffer. The caller applies the factor, to rows of H rather than of V numbers.
 
-        The first call is for the chunk of the last call of all: what `_reduced` left of it are its logits less a
-        constant, and the softmax does not mind. A soft cap does: its slope is that at the logits themselves.
+        The first call must be for the chunk of the last `__call__`: `_reduced` left its logits less a constant there,
+        which softmax ignores. A soft cap does not: its slope needs the logits themselves.
         """
         logits = self(hidden) if self._last is None or self.final.inner is not None else self._last
         self._last = None
-        bend = self.final.bend(logits)
-        grad, factor = _turned_into_gradient(logits, labels, entropy, by_log_prob, by_entropy)
-        if bend is not None:
-            grad.mul_(bend)
+        slope = self.final.slope(logits)
+        grad, factor = _gradient_in_place(logits, labels, entropy, grad_log_probs, grad_entropy)
+        if slope is not None:
+            grad.mul_(slope)
         if self._logits is not self._product:
             grad = self._product[: len(grad)].copy_(grad)
         return grad, factor * self.final.outer
 
 
 def _reduced(logits: torch.Tensor, labels: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, V], overwritten, labels [n, 1] -> log-probs [n, 1], entropy [n, 1] (zeros when not asked)."""
+    """logits [n, V], overwritten, labels [n, 1] -> log-probs [n, 1], entropy [n, 1] (zeros unless requested)."""
     log_p = torch.log_softmax(logits, -1, out=logits)
     chosen = log_p.gather(-1, labels)
     entropy = log_p.exp().mul_(log_p).sum(-1, keepdim=True).neg_() if with_entropy else torch.zeros_like(chosen)
     return chosen, entropy
 
 
-def _turned_into_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    entropy: torch.Tensor,
-    by_log_prob: torch.Tensor,
-    by_entropy: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Final logits z [n, V] become by_log_prob d log p_y / dz + by_entropy dE / dz over a factor; all else [n, 1].
+def _gradient_in_place(
+    logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(grad [n, V] in the memory of the final logits z [n, V], factor [n, 1]); the other arguments are [n, 1].
 
-    With p = softmax(z) and E its entropy: d log p_y / dz = 1_y - p, dE / dz = -p (log p + E).
+    grad * factor = grad_log_probs * d log p_y / dz + grad_entropy * dE / dz. With p = softmax(z) and its entropy E:
+    d log p_y / dz = 1_y - p, dE / dz = -p (log p + E).
     """
-    if by_entropy is None:
-        grad, of_label, factor = torch.softmax(logits, -1, out=logits), torch.ones_like(by_log_prob), -by_log_prob
+    if grad_entropy is None:
+        grad, at_label, factor = torch.softmax(logits, -1, out=logits), torch.ones_like(grad_log_probs), -grad_log_probs
     else:
         log_p = torch.log_softmax(logits, -1, out=logits)
         p = log_p.exp()
-        grad = log_p.add_(entropy).mul_(by_entropy).add_(by_log_prob).mul_(p)
-        of_label, factor = by_log_prob, by_log_prob.new_full(by_log_prob.shape, -1)
-    return grad.scatter_(-1, labels, grad.gather(-1, labels) - of_label), factor
+        grad = log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_probs).mul_(p)
+        at_label, factor = grad_log_probs, grad_log_probs.new_full(grad_log_probs.shape, -1)
+    return grad.scatter_(-1, labels, grad.gather(-1, labels) - at_label), factor

@@ -1,17 +1,19 @@
-"""Runs a batch without its padding, and the prompt that several rows share once: one flat row of tokens.
+"""Runs a batch without padding, optionally with a shared prompt computed once: one flat row of tokens.
 
-Everything but attention works on single tokens, so that a flat row of T tokens costs what its tokens cost. Attention is
-taken by `packed_attention`, which transformers calls by the name below; rows are cut out of the flat row and put back.
+Only attention mixes tokens, so everything else runs on the flat row [1, T] directly. transformers calls
+`packed_attention` (registered under NAME), which gathers the rows from the flat row and scatters the outputs back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from loguru import logger
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -19,110 +21,124 @@ from transformers.masking_utils import sdpa_mask
 from verl.utils.groupwise import groups_of
 
 NAME = "verl_packed"
-Segment = tuple[torch.Tensor, torch.Tensor]  # places of queries that follow each other, and of the keys they look at
+Segment = tuple[torch.Tensor, torch.Tensor]
+"""Flat positions of consecutive queries [q] and of the keys they attend to [k], int64."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """S queries' rows of one kind, right-padded: places in the flat row; padding points to place 0."""
+    """S segments that share one attention call, right-padded; indices are flat positions, padding points to 0."""
 
     queries: torch.Tensor  # int64 [S, Q]
     keys: torch.Tensor  # int64 [S, K]
-    mask: torch.Tensor | None  # bool [S, 1, Q, K]; None: causal over the row itself
-    valid: torch.Tensor  # bool [S, Q]: no padding
+    mask: torch.Tensor | None  # bool [S, 1, Q, K], True = attended; None: causal within the segment
+    valid: torch.Tensor  # bool [S, Q], True = not padding
+
+    def to(self, device: torch.device) -> Part:
+        mask = None if self.mask is None else self.mask.to(device)
+        return Part(self.queries.to(device), self.keys.to(device), mask, self.valid.to(device))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A batch [B, P+R] as one flat row of T tokens, and what the response tokens are predicted from."""
+    """A batch [B, L] as one flat row of T tokens, and the positions that predict its N response tokens."""
 
-    tokens: torch.Tensor  # int64 [T]: place of each flat token in the batch, counted through its rows
+    tokens: torch.Tensor  # int64 [T]: index of each flat token in the flattened batch [B * L]
     parts: tuple[Part, ...]
-    restore: torch.Tensor  # int64 [T]: where each flat token's output stands among the S * Q places of all parts
-    predicted_from: torch.Tensor  # int64 [N]: flat place in front of each attended response token, row by row
+    restore: torch.Tensor  # int64 [T]: index of each flat token's output among the S * Q rows of all parts
+    predicted_from: torch.Tensor  # int64 [N]: flat position before each attended response token, row by row
+
+    @classmethod
+    def of(
+        cls, tokens: torch.Tensor, parts: tuple[Part, ...], predicted_from: torch.Tensor, device: torch.device
+    ) -> Packing:
+        """The packing of these parts, on `device`; `restore` follows from the parts."""
+        order = torch.cat([part.queries[part.valid] for part in parts])
+        restore = torch.empty_like(order)
+        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
+        parts = tuple(part.to(device) for part in parts)
+        return cls(tokens.to(device), parts, restore.to(device), predicted_from.to(device))
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
-        """[B, P+R] -> [1, T]."""
+        """[B, L] -> [1, T]."""
         return values.reshape(-1)[self.tokens].unsqueeze(0)
 
     def spread(self, states: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        """[1, T, H] -> [rows, width, H], 0 at padding: the way back of `flat`."""
+        """[1, T, H] -> [rows, width, H], 0 at padding: the inverse of `flat`."""
         empty = states.new_zeros(rows * width, states.shape[-1])
         return empty.index_copy(0, self.tokens, states[0]).view(rows, width, -1)
 
+    def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L]."""
+        # A mask with four dimensions: transformers then builds none of its own.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+        return {"input_ids": self.flat(input_ids), "position_ids": self.flat(position_ids), "attention_mask": mask,
+                "packing": self, "use_cache": False}  # fmt: skip
+
 
 def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor | None = None) -> Packing:
-    """The packing of rows whose last `responses` columns are the answers. attention_mask [B, P+R].
+    """The packing of rows [B, P+R] whose last R = `responses` columns are the responses.
 
-    With `group_index` [B] (rows of one group adjacent) the prompt of a group's first row stands for all of its rows.
-    Raises ValueError where a row has an empty prompt.
+    attention_mask: [B, P+R], 1 = token. With group_index [B] (rows of a group adjacent), the prompt of a group's first
+    row serves all its rows. Raises ValueError if a row has an empty prompt or a group's rows are not adjacent.
     """
-    device, width = attention_mask.device, attention_mask.shape[1]
+    width = attention_mask.shape[1]
     attended = attention_mask.bool().cpu()
     prompts = [torch.nonzero(row[: width - responses])[:, 0] for row in attended]
     answers = [torch.nonzero(row[width - responses :])[:, 0] + width - responses for row in attended]
     if any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("a row of the batch has an empty prompt: nothing predicts its first answer token.")
-    layout = _shared(prompts, answers, width, _groups(group_index)) if group_index is not None else (
-        _single(prompts, answers, width)
-    )  # fmt: skip
-    tokens, segments, before = layout
-    parts = tuple(_part(alike, causal) for causal, kind in segments for alike in _of_like_length(kind))
-    predicted = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
-    return _packing(torch.cat(tokens), parts, predicted, device)
+        raise ValueError("a row of the batch has an empty prompt: nothing predicts its first response token.")
+    if group_index is None:
+        tokens, segments, before = _separate_rows(prompts, answers, width)
+    else:
+        groups = groups_of(group_index)
+        if group_index.unique().numel() != len(groups):
+            raise ValueError(f"group_index {group_index.tolist()} has a group whose rows are not adjacent.")
+        tokens, segments, before = _shared_prompts(prompts, answers, width, groups)
+    parts = tuple(_part(similar, causal) for causal, kind in segments for similar in _by_length(kind))
+    predicted_from = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
+    return Packing.of(torch.cat(tokens), parts, predicted_from, attention_mask.device)
 
 
 def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) -> Packing:
-    """The packing of whole rows without answers; nothing is predicted. attention_mask [B, P], its ones side by side.
+    """The packing of rows without responses: nothing is predicted.
 
-    seen: bool [B, P, P], which key each query looks at; None: causal.
+    attention_mask: [B, P], 1 = token, contiguous in each row. seen: bool [B, P, P], True where a query (row) attends to
+    a key (column); None means causal.
     """
     device, width = attention_mask.device, attention_mask.shape[1]
     rows = [torch.nonzero(row)[:, 0] for row in attention_mask.bool().cpu()]
-    ends = torch.tensor([len(row) for row in rows]).cumsum(0)
-    places = [torch.arange(int(end) - len(row), int(end)) for row, end in zip(rows, ends, strict=True)]
-    part = _part([(place, place) for place in places], causal=True)
+    tokens, [(_, segments)], _ = _separate_rows(rows, [row[:0] for row in rows], width)
+    part = _part(segments, causal=True)
     if seen is not None:
-        columns = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, W]
+        columns = pad_sequence(rows, batch_first=True).to(device)  # [B, W]
         row = torch.arange(len(rows), device=device)[:, None, None]
         mask = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & part.valid[:, None, :]
-        mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # padding sees itself: a query that sees nothing is NaN
+        mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
         part = Part(part.queries, part.keys, mask.unsqueeze(1), part.valid)
-    tokens = torch.cat([row + i * width for i, row in enumerate(rows)])
-    return _packing(tokens, (part,), torch.empty(0, dtype=torch.int64), device)
+    return Packing.of(torch.cat(tokens), (part,), torch.empty(0, dtype=torch.int64), device)
 
 
-def _packing(tokens: torch.Tensor, parts: tuple[Part, ...], predicted: torch.Tensor, device: torch.device) -> Packing:
-    order = torch.cat([part.queries[part.valid] for part in parts])
-    restore = torch.empty_like(order)
-    restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
-    moved = tuple(
-        Part(*(None if t is None else t.to(device) for t in (p.queries, p.keys, p.mask, p.valid))) for p in parts
-    )
-    return Packing(tokens.to(device), moved, restore.to(device), predicted.to(device))
+Layout = tuple[list[torch.Tensor], list[tuple[bool, list[Segment]]], list[torch.Tensor]]
+"""Token indices, segments of each kind (True = causal), and flat positions that predict response tokens."""
 
 
-def _groups(group_index: torch.Tensor) -> list[list[int]]:
-    groups = groups_of(group_index)
-    if group_index.unique().numel() != len(groups):
-        raise ValueError(f"group_index {group_index.tolist()} has a group whose rows are not side by side.")
-    return groups
-
-
-def _single(prompts: list, answers: list, width: int) -> tuple[list, list, list]:
-    """Each row by itself: one causal segment a row."""
+def _separate_rows(prompts: list[torch.Tensor], answers: list[torch.Tensor], width: int) -> Layout:
+    """One causal segment per row; prompts and answers are column indices of each row's tokens."""
     tokens, rows, before, start = [], [], [], 0
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens.append(torch.cat([prompt, answer]) + i * width)
-        places = torch.arange(start, start + len(tokens[-1]))
-        rows.append((places, places))
-        before.append(places[len(prompt) - 1 : -1] if len(answer) else places[:0])
-        start += len(places)
+        positions = torch.arange(start, start + len(tokens[-1]))
+        rows.append((positions, positions))
+        before.append(positions[len(prompt) - 1 : -1] if len(answer) else positions[:0])
+        start += len(positions)
     return tokens, [(True, rows)], before
 
 
-def _shared(prompts: list, answers: list, width: int, groups: list[list[int]]) -> tuple[list, list, list]:
-    """A causal segment for each group's prompt; its answers look at the prompt and at themselves."""
+def _shared_prompts(
+    prompts: list[torch.Tensor], answers: list[torch.Tensor], width: int, groups: list[list[int]]
+) -> Layout:
+    """A causal segment for each group's prompt; its answers attend to the prompt and to themselves."""
     tokens, heads, tails, before, start = [], [], [], [], 0
     for group in groups:
         prompt = prompts[group[0]]
@@ -140,24 +156,22 @@ def _shared(prompts: list, answers: list, width: int, groups: list[list[int]]) -
     return tokens, [(True, heads), (False, tails)], before
 
 
-def _of_like_length(segments: list[Segment]) -> list[list[Segment]]:
-    """By powers of two of their keys: padded to the longest of all, short ones would cost what long ones do."""
-    found: dict[int, list[Segment]] = {}
+def _by_length(segments: list[Segment]) -> list[list[Segment]]:
+    """Segments grouped by powers of two of their keys, so that short ones are not padded to the longest of all."""
+    groups: dict[int, list[Segment]] = {}
     for queries, keys in segments:
-        found.setdefault((len(keys) - 1).bit_length(), []).append((queries, keys))
-    return list(found.values())
+        groups.setdefault((len(keys) - 1).bit_length(), []).append((queries, keys))
+    return list(groups.values())
 
 
 def _part(segments: list[Segment], causal: bool) -> Part:
-    pad = torch.nn.utils.rnn.pad_sequence
     lengths = torch.tensor([[len(queries), len(keys)] for queries, keys in segments])  # [S, 2]
-    queries = pad([q for q, _ in segments], batch_first=True)
-    keys = pad([k for _, k in segments], batch_first=True)
+    queries, keys = (pad_sequence(list(column), batch_first=True) for column in zip(*segments, strict=True))
     valid = torch.arange(queries.shape[1]) < lengths[:, :1]
-    if causal:  # padding lies behind every token that could look at it
+    if causal:  # padding comes after every token that could attend to it
         return Part(queries, keys, None, valid)
-    offset = lengths[:, 1:] - lengths[:, :1]  # keys in front of the first query
-    last = (offset + torch.arange(queries.shape[1])).unsqueeze(-1)  # [S, Q, 1]: the key that a query stands on
+    offset = lengths[:, 1:] - lengths[:, :1]  # keys before the first query
+    last = (offset + torch.arange(queries.shape[1])).unsqueeze(-1)  # [S, Q, 1]: the key at the query's own position
     seen = torch.arange(keys.shape[1]) <= torch.minimum(last, lengths[:, 1:].unsqueeze(-1) - 1)
     return Part(queries, keys, seen.unsqueeze(1), valid)
 
@@ -167,57 +181,50 @@ def packed_attention(
     attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
     packing: Packing | None = None, **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention call: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
+    """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
 
-    Without `packing` it is transformers' own scaled dot-product attention.
+    Without `packing` it is transformers' own scaled dot-product attention. Raises ValueError for a sliding window
+    shorter than the flat row, or a soft cap.
     """
     if packing is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    _refuse_what_is_not_plain(kwargs, query.shape[2])
-    grouped = query.shape[1] != key.shape[1]
-    outputs = []
-    for part in packing.parts:
-        q = _rows(query, part.queries)  # [S, H, Q, D]
-        k, v = (_rows(states, part.keys) for states in (key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scaling, dropout_p=dropout,
-            enable_gqa=grouped,
-        )  # fmt: skip
-        outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
-    back = F.embedding(packing.restore, torch.cat(outputs))
-    return back.view(1, -1, query.shape[1], value.shape[3]), None
-
-
-def _rows(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, D] at places [S, Q] -> [S, H, Q, D]; an embedding: the backward of indexing is many times as slow."""
-    _, heads, tokens, width = states.shape
-    flat = states.transpose(1, 2).reshape(tokens, heads * width)
-    return F.embedding(places, flat).view(*places.shape, heads, width).transpose(1, 2)
-
-
-def _refuse_what_is_not_plain(options: dict, tokens: int) -> None:
-    window, cap = options.get("sliding_window"), options.get("softcap")
-    if cap is not None or (window is not None and window < tokens):
+    window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    if cap is not None or (window is not None and window < query.shape[2]):
         raise ValueError(
-            f"the model's attention has sliding_window={window}, softcap={cap}, which a batch without padding does not "
-            "know; set actor_rollout_ref.model.use_remove_padding=false and "
+            f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
+            "support; set actor_rollout_ref.model.use_remove_padding=false and "
             "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
         )
+    outputs = []
+    for part in packing.parts:
+        q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scaling, dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
+    restored = F.embedding(packing.restore, torch.cat(outputs))
+    return restored.view(1, -1, query.shape[1], value.shape[3]), None
+
+
+def _rows(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """states [1, H, T, D] at flat positions index [S, Q] -> [S, H, Q, D].
+
+    An embedding lookup: the backward pass of plain indexing is many times slower.
+    """
+    _, heads, tokens, width = states.shape
+    flat = states.transpose(1, 2).reshape(tokens, heads * width)
+    return F.embedding(index, flat).view(*index.shape, heads, width).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def whole_mask(device: torch.device) -> torch.Tensor:
-    """The attention_mask of a flat row: with four dimensions, transformers makes none of its own."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
 def make_packable(model: PreTrainedModel) -> bool:
-    """Let the model call `packed_attention`; False, with a warning, where its attention is not transformers' own."""
+    """Switch the model to `packed_attention`; False, with a warning, if its attention cannot be replaced."""
     if model.config._attn_implementation == NAME:
         return True
     try:
@@ -225,9 +232,7 @@ def make_packable(model: PreTrainedModel) -> bool:
     except ValueError as error:
         logger.debug("{}", error)
     if model.config._attn_implementation != NAME:
-        logger.warning(
-            "{}'s attention cannot be exchanged: batches keep their padding, and prompts are not shared",
-            type(model).__name__,
-        )
+        logger.warning("the attention of {} cannot be replaced: batches keep their padding, and prompts are not shared",
+                       type(model).__name__)  # fmt: skip
         return False
     return True
