@@ -148,7 +148,7 @@ def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
         assert not sharing(model, "off", 2, False)
         [said] = heard
     assert "a window of 6 tokens, full attention): every round recomputes the instruction" in said
-    with pytest.raises(ValueError, match="iterative.noise_pattern=packed does not work with the model of model.partial_pretr"):
+    with pytest.raises(ValueError, match="noise_pattern=packed does not work with the model of model.partial"):
         sharing(model, "off", 2, True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that attend in ways .*: rounds cannot look at"):
         gradients(model, layout_of("block", True))

@@ -92,7 +92,8 @@ def test_a_row_that_fills_a_batch_up_counts_nothing_and_changes_nothing():
         for split in (False, True):
             layout = build_layout(filled, [5, 6], settings(pattern), progress=0.0, split=split)
             wanted = build_layout(alone, [5], settings(pattern), progress=0.0, split=split)
-            assert layout.tail.count() == wanted.tail.count() == layouts.count_labels(filled["response_mask"], [5, 6], settings(pattern))
+            assert layout.tail.count() == wanted.tail.count()
+            assert layout.tail.count() == layouts.count_labels(filled["response_mask"], [5, 6], settings(pattern))
             assert layout.noised == wanted.noised and layout.tail.labels[1].eq(IGNORED).all()
             assert torch.equal(layout.tail.ids[:1, : wanted.tail.ids.shape[1]], wanted.tail.ids)
             only = {key: value[1:] for key, value in filled.items()}
