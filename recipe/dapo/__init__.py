@@ -1,1 +1,1 @@
-"""DAPO (arXiv 2503.14476): groups that teach nothing are drawn anew, long answers are told off."""
+"""DAPO (arXiv 2503.14476): groups without a gradient are replaced by new draws, overlong responses are penalised."""

@@ -22,15 +22,15 @@ __all__ = ["FSDPSFTTrainer", "create_sft_dataset", "extract_step", "main", "run_
 
 def extract_step(path: str) -> int | None:
     """N of a path with `global_step_N`; None where there is none."""
-    found = re.search(r"global_step_(\d+)", path)
-    return int(found.group(1)) if found else None
+    match = re.search(r"global_step_(\d+)", path)
+    return int(match.group(1)) if match else None
 
 
 def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTrainer) -> None:
     """Check the config, then train on the ranks of this torchrun job (without torchrun: on this process alone).
 
-    Ends the process with code 0 (done, or stopped by SIGTERM or Ctrl-C behind a finished step), 143 (stopped twice) or
-    1 with one sentence. `trainer_class`: a trainer of your own.
+    Exits with code 0 (done, or stopped by SIGTERM or Ctrl-C after a finished step), 143 (stopped twice), or 1 with an
+    error message. `trainer_class`: a subclass of FSDPSFTTrainer.
     """
     first = int(os.environ.get("RANK", "0")) == 0
     if config.trainer.dry_run:
@@ -45,7 +45,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         OmegaConf.resolve(config)
         tokenizer = trainer_class.build_tokenizer(config)
         datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]
-    except (ValueError, OSError) as e:  # every rank looks at the same files; one of them tells
+    except (ValueError, OSError) as e:  # every rank reads the same files; one of them reports
         sys.exit(str(e) if first else 1)
     try:
         if "RANK" in os.environ:
@@ -53,7 +53,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         trainer_class(config, None, None, tokenizer, *datasets).fit()
         destroy_global_process_group()
     except Exception as e:
-        logger.opt(exception=e).debug("the whole traceback")
+        logger.opt(exception=e).debug("traceback of the failure")
         sys.exit(f"\nTraining failed: {type(e).__name__}: {e}\nThe whole traceback: LOGURU_LEVEL=DEBUG")
 
 

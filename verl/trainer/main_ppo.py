@@ -23,7 +23,7 @@ EVENTS_S = 1.5  # a rank reports its events to Ray once a second; what is left g
 
 
 def __getattr__(name: str) -> Any:
-    """The data's makers come from verl.utils.dataset.builders when asked for: the driver itself needs no torch."""
+    """Import create_rl_dataset and create_rl_sampler on first use: the driver itself does not need torch."""
     if name in ("create_rl_dataset", "create_rl_sampler"):
         return getattr(importlib.import_module("verl.utils.dataset.builders"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -37,8 +37,8 @@ def main(config: DictConfig) -> None:
 def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
 
-    Ends the process with code 0 (done, or stopped by SIGTERM or Ctrl-C behind a finished step), 143 (stopped twice) or
-    1 with one sentence. `task_runner_class`: in place of TaskRunner, for recipes; a remote class is always an actor.
+    Exits with code 0 (done, or stopped by SIGTERM or Ctrl-C after a finished step), 143 (stopped twice), or 1 with an
+    error message. `task_runner_class` replaces TaskRunner in recipes; a remote class always runs as an actor.
     """
     if config.trainer.dry_run:
         from verl.trainer.dry_run import dry_run
@@ -151,7 +151,7 @@ class TaskRunner:
         return trainer
 
     def run(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> None:
-        """Train to the end, or until `stop_flag()` behind a step; the ranks end with the run, however it ends."""
+        """Train to the end, or until `stop_flag()` is true after a step; the ranks always end with the run."""
         trainer = self.make_trainer(config, stop_flag)
         try:
             trainer.init_workers()

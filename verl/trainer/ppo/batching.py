@@ -25,7 +25,7 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
 
 @dataclass
 class DropCounts:
-    """What became of the samples a step asked for; `scored` is what is left."""
+    """Samples that a step requested, by outcome: scored ones, and dropped ones by reason."""
 
     requested: int = 0
     scored: int = 0
@@ -40,14 +40,14 @@ class DropCounts:
         return self.lost + self.small_group + self.uneven + self.no_reward + self.masked
 
     def after_rewards(self, failed: int, later: DropCounts) -> DropCounts:
-        """These counts with those of what was left out behind the rewards: rows without one, then `later`."""
+        """These counts plus those of samples dropped after the rewards: `failed` rewards, then `later` ones."""
         return DropCounts(
             self.requested, later.scored, self.lost, self.small_group + later.small_group, self.uneven + later.uneven,
             failed, self.masked,
         )
 
     def metrics(self) -> dict[str, int]:
-        """Counters of the step; samples that vanish without a count are a fault of this program."""
+        """Counters of the step; raises RuntimeError if samples are missing in the counts."""
         if self.requested != self.scored + self.dropped:
             raise RuntimeError(
                 f"{self.requested} samples were requested, but {self.scored} scored + {self.dropped} dropped "
@@ -104,8 +104,8 @@ def shareable(sizes: Sequence[int], n: int, ranks: int, whole_groups: bool) -> i
 
     Whole groups, where one must stay on one rank (`whole_groups`) or some group is no longer full, else samples.
     """
-    whole = whole_groups or any(size < n for size in sizes)
-    return len(sizes) - len(sizes) % (ranks if whole else ranks // math.gcd(n, ranks))
+    indivisible = whole_groups or any(size < n for size in sizes)
+    return len(sizes) - len(sizes) % (ranks if indivisible else ranks // math.gcd(n, ranks))
 
 
 def group_rows(data: DataProto) -> list[np.ndarray]:
@@ -144,11 +144,11 @@ def balanced_order(
 
     group_sizes: tokens of each row, group by group (rows of one group adjacent in the data).
     A mini-batch holds the same prompts whatever the number of ranks: its rows are shared among the ranks, and
-    rank r's shares of all mini-batches lie one behind the other. `partition(weights, k)` gives k index lists of equal
+    rank r's shares of all mini-batches follow each other. `partition(weights, k)` gives k index lists of equal
     length (None: in order). `whole_groups` keeps the rows of a group together on one rank.
     """
     if whole_groups and mini_batch_prompts % ranks:
-        mini_batch_prompts = len(group_sizes)  # no share of whole groups exists a mini-batch: share the batch as one
+        mini_batch_prompts = len(group_sizes)  # mini-batches cannot be shared by groups: share the batch as one
     starts = np.cumsum([0, *[len(rows) for rows in group_sizes]])
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for first in range(0, len(group_sizes), mini_batch_prompts):

@@ -32,10 +32,9 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     reduce_metrics,
 )
-from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.utils import Role, WorkerType
-from verl.trainer.ppo.worker_groups import WorkerGroups, actor_role, classes
+from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best

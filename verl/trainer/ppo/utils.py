@@ -38,7 +38,7 @@ class Role(Enum):
 
 
 def need_reference_policy(role_worker_mapping: dict[Role, WorkerType]) -> bool:
-    """True when a reference model is among the roles: of its own, or beside the actor."""
+    """True when a reference model is among the roles: in its own workers, or in the actor's."""
     return Role.RefPolicy in role_worker_mapping or Role.ActorRolloutRef in role_worker_mapping
 
 

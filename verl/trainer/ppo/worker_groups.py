@@ -1,8 +1,9 @@
-"""Starts the ranks of every role: those placed on one pool share its processes."""
+"""Resource pools, and the ranks of every role: roles that are placed on one pool share its processes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -11,43 +12,80 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayError
 
 from verl.algos.rollout_correction import use_bypass_loss
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
-from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
 
 CLOSE_TIMEOUT_S = 20
 
 
+@dataclass
+class ResourcePoolManager:
+    """Pools by name (ranks of each node) and the pool of each role; `use_gpu` false makes CPU ranks."""
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: dict[Role, str]
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+    use_gpu: bool = True
+
+    def create_resource_pool(self) -> None:
+        """Create every pool. Raises ValueError if Ray has too few free GPUs or CPUs."""
+        kind = "GPU" if self.use_gpu else "CPU"
+        total = ray.available_resources().get(kind, 0)  # without a key if used up or never there
+        wanted = self.get_n_gpus()
+        if total < wanted:
+            hint = "set trainer.device=cpu to train on CPU ranks, or " if self.use_gpu else ""
+            raise ValueError(
+                f"trainer.nnodes x trainer.n_gpus_per_node requests {wanted} {kind} ranks, but Ray has {total:g} "
+                f"{kind}s free; {hint}lower them or give Ray more."
+            )
+        for name, ranks_of_nodes in self.resource_pool_spec.items():
+            # Colocated roles share one process, hence one worker a bundle.
+            self.resource_pool_dict[name] = RayResourcePool(
+                process_on_nodes=ranks_of_nodes, use_gpu=self.use_gpu, max_colocate_count=1, name_prefix=name
+            )
+
+    def get_resource_pool(self, role: Role) -> RayResourcePool:
+        """The pool that `role` is placed on."""
+        if role not in self.mapping:
+            raise KeyError(f"role '{role}' has no resource pool; placed are: {', '.join(map(str, self.mapping))}.")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Ranks over all pools (GPUs, or CPU ranks with trainer.device=cpu)."""
+        return sum(sum(ranks_of_nodes) for ranks_of_nodes in self.resource_pool_spec.values())
+
+
 def actor_role(mapping: Mapping[Role, WorkerType]) -> Role:
-    """What the actor's ranks are: with a reference policy in the same process, or without."""
+    """The role of the actor's ranks: with a reference policy in the same process, or without."""
     return Role.ActorRolloutRef if need_reference_policy(mapping) else Role.ActorRollout
 
 
 def classes(
     config: DictConfig, mapping: Mapping[Role, WorkerType], device_name: str, steps: int
 ) -> dict[Role, RayClassWithInitArgs]:
-    """The class of each role with its share of the config; `steps` end the learning-rate schedules."""
-    # Resolved here: a part sent to a rank has no root that its interpolations could point to.
-    whole = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    whole.actor_rollout_ref.actor.optim.total_training_steps = steps
-    whole.critic.optim.total_training_steps = steps
-    correction = rollout_correction(whole)
+    """The class of each role with its config section; `steps`: training steps, the end of learning-rate schedules."""
+    # Resolved here: a section sent to a rank has no root that its interpolations could refer to.
+    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+    actor_section = resolved.actor_rollout_ref
+    actor_section.actor.optim.total_training_steps = steps
+    resolved.critic.optim.total_training_steps = steps
+    correction = rollout_correction(resolved)
     if correction is not None and correction.bypass_mode:
-        use_bypass_loss(whole.actor_rollout_ref.actor.policy_loss, correction)
-    common = {"device_name": device_name, "nccl_timeout": whole.actor_rollout_ref.nccl_timeout}
+        use_bypass_loss(actor_section.actor.policy_loss, correction)
     role = actor_role(mapping)
-    found = {role: RayClassWithInitArgs(
-        mapping[Role.ActorRollout], config=whole.actor_rollout_ref, role=str(role), device_name=device_name
-    )}  # fmt: skip
-    for other, section in ((Role.Critic, whole.critic), (Role.RewardModel, whole.reward_model)):
+    actor_class = mapping[Role.ActorRollout]
+    parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), device_name=device_name)}
+    for other, section in ((Role.Critic, resolved.critic), (Role.RewardModel, resolved.reward_model)):
         if other in mapping:
-            found[other] = RayClassWithInitArgs(mapping[other], config=section, **common)
-    return found
+            parts[other] = RayClassWithInitArgs(
+                mapping[other], config=section, device_name=device_name, nccl_timeout=actor_section.nccl_timeout
+            )
+    return parts
 
 
 class WorkerGroups:
-    """One group of processes a pool, and one group of methods a role on top of it."""
+    """One worker group per pool, and one per role that shares the processes of its pool's group."""
 
     def __init__(
         self, manager: ResourcePoolManager, parts: Mapping[Role, RayClassWithInitArgs],
@@ -87,7 +125,7 @@ class WorkerGroups:
 
 
 def _placed_as(role: Role) -> Role:
-    """The key of the placement: a reference policy beside the actor changes nothing about it."""
+    """The role by which the pool is chosen: a reference policy in the actor's processes does not change it."""
     return Role.ActorRollout if role == Role.ActorRolloutRef else role
 
 

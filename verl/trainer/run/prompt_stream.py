@@ -16,7 +16,7 @@ SAMPLE_BYTES = 1 << 20
 
 
 class PromptStream:
-    """Endless batches of prompts. `epoch` counts whole passes that are done; every prompt drawn gets a number."""
+    """Endless batches of prompts. `epoch` counts finished passes over the data; every drawn prompt gets a number."""
 
     def __init__(self, loader: StatefulDataLoader) -> None:
         self.loader = loader
@@ -38,8 +38,8 @@ class PromptStream:
         return batch
 
     def _finish_epoch(self) -> None:
-        # The loader notices its end only when asked once more; a state saved before that would, after a resume,
-        # come back as an epoch without batches.
+        # The loader notices its end only at one more `next`; a state saved before that would be restored as an epoch
+        # without batches.
         leftover = next(self._iterator, None)
         if leftover is not None:
             raise RuntimeError(f"the data loader has more than the {len(self.loader)} batches that its length says")
@@ -52,20 +52,20 @@ class PromptStream:
         return {"epoch": self.epoch, "drawn": self.drawn, "batches_in_epoch": self._batches_in_epoch}
 
     def resume(self, position: dict[str, int], loader_state: dict[str, Any]) -> None:
-        """Go on behind the last drawn batch of a saved stream."""
+        """Continue after the last drawn batch of a saved stream."""
         self.restart(position)
         self.loader.load_state_dict(loader_state)
         self._batches_in_epoch = position["batches_in_epoch"]
 
     def restart(self, position: dict[str, int]) -> None:
-        """Go on with the counters of a saved stream at the first batch of other data."""
+        """Continue with the counters of a saved stream at the first batch of other data."""
         self.epoch, self.drawn = position["epoch"], position["drawn"]
         self._batches_in_epoch = 0
         self._iterator = None
 
 
 def data_fingerprint(files: str | Sequence[str], rows: int) -> dict[str, Any]:
-    """Size and hash of the first and last MiB of each local file, with the rows of the whole data set."""
+    """Size and hash of the first and last MiB of each local file, and the number of rows of the data set."""
     names = [files] if isinstance(files, str) else list(files)
     prints = []
     for name in names:

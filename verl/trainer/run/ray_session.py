@@ -1,4 +1,4 @@
-"""The driver's side of a run: our own Ray cluster, signals, the way an error is told."""
+"""The driver's side of a run: its own Ray cluster, signals, error messages."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class StopFlag:
 
 @contextmanager
 def started_session(config: DictConfig) -> Iterator[bool]:
-    """A Ray session for the block: one that is there already, the cluster of RAY_ADDRESS, else a local one of our own.
+    """A Ray session for the block: the current one, the cluster of RAY_ADDRESS, or else a new local one.
 
-    Gives whether it is our own. What was started here is stopped at the end, and nothing else.
+    Yields whether it is a new one. Only what was started here is stopped at the end.
     """
     if ray.is_initialized():
         yield False
@@ -62,7 +62,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
     settings = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     settings["runtime_env"] = with_worker_env(settings.get("runtime_env") or {})
     if os.environ.get("RAY_ADDRESS") or settings.get("address"):
-        settings.pop("num_cpus", None)  # a running cluster has its CPUs counted
+        settings.pop("num_cpus", None)  # the CPUs of a running cluster are fixed
         ray.init(**settings)
         try:
             yield False
@@ -81,7 +81,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
         run_dir.mkdir(parents=True, exist_ok=True)
         me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
         record.write_text(json.dumps(me) + "\n", encoding="utf-8")
-        # Our actors bring an environment of their own: Ray's idle workers would start, and never be used.
+        # Our actors have their own environment: Ray's prestarted workers would never be used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         with guarded(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
@@ -96,7 +96,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """A process that ends our session of Ray should this one be killed in the block."""
+    """Run a process that ends our Ray session if this one is killed within the block."""
     command = [sys.executable, "-I", str(GUARD), str(os.getpid()), str(folder)]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -107,7 +107,7 @@ def guarded(folder: Path) -> Iterator[None]:
 
 
 def stop_left_session(run_dir: Path) -> None:
-    """End what a killed run of this folder left of its own Ray session; a run that still lives is refused (exit)."""
+    """End the Ray session that a killed run left in this folder; exit if that run is still alive."""
     record = run_dir / SESSION_FILE
     if not record.is_file():
         return
@@ -115,13 +115,13 @@ def stop_left_session(run_dir: Path) -> None:
         left = json.loads(record.read_text(encoding="utf-8"))
         folder, pid, started = Path(left["temp_dir"]), left["pid"], left["started"]
     except (ValueError, KeyError, TypeError) as e:
-        logger.warning(f"{record} is torn ({e}): no session is stopped")
+        logger.warning(f"{record} cannot be read ({e}): no session is stopped")
         return
-    # The start time tells the driver from a later process that got its number.
+    # The start time distinguishes the driver from a later process with the same number.
     if psutil.pid_exists(pid) and psutil.Process(pid).create_time() == started:
         sys.exit(f"trainer.default_local_dir={run_dir} is in use by the run of process {pid}; stop it first.")
     if folder.name.startswith(TEMP_PREFIX) and folder.is_dir() and folder.stat().st_uid == os.getuid():
-        # Workers carry another title, and die with their raylet, whose command line names the folder.
+        # Workers have another title and end with their raylet, whose command line contains the folder.
         lines = [(p, " ".join(p.info["cmdline"] or ())) for p in psutil.process_iter(["cmdline"])]
         own = [p for p, line in lines if str(folder) in line and "/ray/" in line]
         logger.warning(f"ending {len(own)} Ray processes of the killed run {pid} in {folder}")
@@ -134,19 +134,19 @@ def stop_left_session(run_dir: Path) -> None:
 
 
 def logical_cpus(config: DictConfig) -> int:
-    """CPUs to tell a local Ray of: at least one for the task runner, one a CPU rank, one for a reward task."""
+    """CPUs of a local Ray session: at least one for the task runner, one per CPU rank, one for a reward task."""
     return max(os.cpu_count() or 1, config.trainer.nnodes * config.trainer.n_gpus_per_node + 2)
 
 
 def with_worker_env(runtime_env: dict[str, Any]) -> dict[str, Any]:
-    """Our defaults, then the driver's own settings, then what the user wrote into ray_init.runtime_env."""
+    """The runtime environment: defaults, overridden by the driver's own settings, then by ray_init.runtime_env."""
     forwarded = {key: value for key, value in os.environ.items() if key.startswith(FORWARDED)}
     chosen = {key: os.environ.get(key, value) for key, value in WORKER_ENV.items()}
     return {**runtime_env, "env_vars": {**chosen, **forwarded, **runtime_env.get("env_vars", {})}}
 
 
 def remove_dead_sessions() -> None:
-    """Delete the folders of our own sessions whose driver was killed; folders of live processes stay."""
+    """Delete the folders of sessions whose driver was killed; folders of live processes stay."""
     for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*"):
         pid = folder.name.removeprefix(TEMP_PREFIX).split("-")[0]
         if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
@@ -154,37 +154,37 @@ def remove_dead_sessions() -> None:
 
 
 def run_here(runner: Any, config: DictConfig) -> int:
-    """Run the task runner in this process, on a Ray of its own; the exit code. Signals as in run_until_done."""
+    """Run the task runner in this process, on its own Ray session; the exit code. Signals as in run_until_done."""
     for name, value in WORKER_ENV.items():
         os.environ.setdefault(name, value)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the GPUs are the ranks', which have what Ray gave them
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
         with StopSignals() as signals:
             runner.run(config, lambda: signals.asked)
         return 0
     except Exception as e:
-        tell(e)
+        report_failure(e)
         return 1
 
 
 def run_until_done(runner: Any, config: DictConfig) -> int:
     """Run the task runner, an actor; the exit code.
 
-    The first signal asks it to stop behind its step, a second one ends the process.
+    The first signal requests a stop after the current step, a second one ends the process.
     """
     try:
         stop = StopFlag.remote()
         with StopSignals() as signals:
             running = runner.run.remote(config, partial(_is_set, stop))
-            told = False
+            forwarded = False
             while not ray.wait([running], timeout=0.5)[0]:
-                if signals.asked and not told:
+                if signals.asked and not forwarded:
                     ray.get(stop.set.remote())
-                    told = True
+                    forwarded = True
             ray.get(running)
         return 0
     except Exception as e:
-        tell(e)
+        report_failure(e)
         return 1
 
 
@@ -192,8 +192,8 @@ def _is_set(flag: Any) -> bool:
     return ray.get(flag.is_set.remote())
 
 
-def tell(error: Exception) -> None:
-    """The run's own error first, in one line; Ray's long text only where its cause is unknown."""
+def report_failure(error: Exception) -> None:
+    """Print the run's own error in one line instead of Ray's long text."""
     cause = root_cause(error)
     logger.debug(f"{error}")
     if isinstance(cause, StepFailed):

@@ -1,8 +1,9 @@
-"""Ends what a killed driver leaves of its Ray session: `python session_guard.py OWNER_PID FOLDER`.
+"""Ends the Ray session that a killed driver leaves: `python session_guard.py OWNER_PID FOLDER`.
 
-The owner holds the other end of standard input, and writes a byte there when it has ended its session itself. When that
-closes without a word (SIGKILL included), every process that came from the owner gets a moment to end, then SIGKILL, and
-the session's folder goes. Ray's own reaper ends the raylet; its agents may wait half a minute for a GCS that is gone.
+The owner holds the other end of standard input, and writes a byte there when it has ended its session itself. If the
+input closes without that byte (the owner was killed), every descendant of the owner gets a moment to end, then SIGKILL,
+and the session's folder is deleted. Ray's own reaper ends the raylet, but its agents may wait half a minute for a GCS
+that is gone.
 """
 
 import os
@@ -13,19 +14,19 @@ import time
 
 import psutil
 
-LOOK_EVERY_S = 2.0  # a process that is nobody's child any more is known from before
+LOOK_EVERY_S = 2.0  # processes that lose their parent are known from the last look
 GRACE_S = 3.0
 
 
 def below(processes: list[psutil.Process]) -> set[psutil.Process]:
     """All descendants of the processes, less this one."""
-    found: set[psutil.Process] = set()
+    descendants: set[psutil.Process] = set()
     for process in processes:
         try:
-            found |= set(process.children(recursive=True))
+            descendants |= set(process.children(recursive=True))
         except psutil.NoSuchProcess:
             continue
-    return found - {psutil.Process()}
+    return descendants - {psutil.Process()}
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ class StepFailed(RuntimeError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error of the worker's own code behind Ray's wrappers."""
+    """The error that the worker's own code raised, without Ray's wrappers."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) and error.cause is not error:
         error = error.cause
     return error

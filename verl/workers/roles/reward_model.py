@@ -1,4 +1,4 @@
-"""One rank of a reward model that scores whole answers."""
+"""One rank of a reward model that scores complete responses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from verl.workers.roles.ranks import ModelWorker
 class RewardModelWorker(ModelWorker):
     """A frozen model with one value a token; an answer's score is the value at its last token.
 
-    With `model.input_tokenizer` (the policy's) the conversation is decoded and written anew in the chat template of
-    the reward model's own tokenizer.
+    With `model.input_tokenizer` (the policy's) the conversation is decoded and rendered with the chat template of the
+    reward model's own tokenizer.
     """
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -56,8 +56,8 @@ class RewardModelWorker(ModelWorker):
             for part, micro in micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False):
                 batch = dict(micro.to(self.engine.device).batch.items())
                 values = self.engine.module(**batch, use_cache=False).logits[..., 0].float()  # [b, T]
-                places = torch.arange(values.shape[1], device=values.device)
-                last = torch.where(batch["attention_mask"].bool(), places, 0).amax(-1, keepdim=True)
+                positions = torch.arange(values.shape[1], device=values.device)
+                last = torch.where(batch["attention_mask"].bool(), positions, 0).amax(-1, keepdim=True)
                 index.append(part)
                 scores.append(values.gather(1, last).squeeze(1).cpu())
         return DataProto.from_dict({"rm_scores": place_scores(data, restore_order(scores, index).tolist())})
