@@ -129,7 +129,7 @@ class FSDPSFTTrainer:
     def fit(self) -> None:
         """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report."""
         with StopSignals() as signals, self.run_log:
-            self._load_checkpoint()
+            self.load_checkpoint()
             for self.global_steps in range(self.global_steps + 1, self.total_training_steps + 1):  # noqa: B020
                 started = time.perf_counter()
                 metrics = self.training_step(self._draw())
@@ -140,7 +140,7 @@ class FSDPSFTTrainer:
                 self._watch_skipped(metrics)
                 stop = any_rank(signals.asked, self.engine.device)
                 if stop or self._due(self.config.trainer.save_freq):
-                    self._save_checkpoint()
+                    self.save_checkpoint(self.global_steps)
                 if stop:
                     logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")
                     return
@@ -171,12 +171,12 @@ class FSDPSFTTrainer:
             "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
         )  # fmt: skip
 
-    def _save_checkpoint(self) -> None:
-        """Publish global_step_<N>: model, optimizer, schedule, every rank's random numbers, data position."""
-        self.checkpoints.save(self.global_steps, counters=self.counters, best=self.best, variant=self.variant_state())
+    def save_checkpoint(self, step: int) -> None:
+        """Publish global_step_<step>: model, optimizer, schedule, every rank's random numbers, data position."""
+        self.checkpoints.save(step, counters=self.counters, best=self.best, variant=self.variant_state())
         self.run_log.write_report()
 
-    def _load_checkpoint(self) -> None:
+    def load_checkpoint(self) -> None:
         """Resume the run as trainer.resume_mode says; later rows of the run's files are removed."""
         resumed = self.checkpoints.resume()
         if resumed is not None:
