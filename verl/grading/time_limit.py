@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pebble
@@ -67,7 +68,9 @@ def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> 
     @pebble.concurrent.process(timeout=seconds, context=multiprocessing.get_context("fork"))
     def call() -> Any:  # the arguments are inherited by the fork, so they need not be picklable
         prepare_child()
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        ForkingPickler.dumps(result)  # raises here what would end pebble's process without a message
+        return result
 
     try:
         return call().result()

@@ -197,6 +197,9 @@ def test_a_comparison_that_dies_is_wrong_and_one_that_died_idle_is_made_again(mo
     monkeypatch.setattr(math_verify, "_compare", dies_of_13)
     assert math_verify.compute_score("\\boxed{13}", "4", timeout_score=0.5) == 0.5
     assert math_verify.compute_score("\\boxed{14}", "4") > 1  # the next one has a new process
+    pool = math_verify._pool(os.getpid())  # its process has the patched function
+    pool.stop()
+    pool.join()
 
 
 def test_a_ground_truth_that_cannot_be_read_is_named(monkeypatch):
