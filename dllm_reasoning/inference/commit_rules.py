@@ -1,29 +1,33 @@
-"""How a window's predictions become text: what a row feeds next to its last committed token, what it commits.
+"""How a window's predictions become text: what a row feeds after its last committed token, and what it commits.
 
-By causality a prediction is what token-by-token decoding would say as soon as everything fed before it is: rules that
-commit only such tokens are lossless.
+By causality a prediction equals token-by-token decoding as soon as everything fed before it does: rules that commit
+only such tokens are lossless.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.registry import nearest
-
-LOSSLESS = ("converge", "slide", "verify")
 
 
 @dataclass
 class Row:
-    """One answer in the making. `tokens`: prompt and what is committed; `guesses`: fed behind its last token; `known`:
-    leading tokens that a forward has read as they stand; `rounds`: refinement rounds of the block so far."""
+    """One answer in progress.
+
+    tokens: prompt and committed tokens. guesses: fed after the last token. cached: leading tokens whose keys and values
+    are final. rounds: refinement rounds of the current block. limit: most new tokens.
+    """
 
     number: int
     tokens: list[int]
     prompt_length: int
     limit: int
     guesses: list[int] = field(default_factory=list)
-    known: int = 0
+    cached: int = 0
     rounds: int = 0
     forwards: int = 0
     rounds_of_blocks: list[int] = field(default_factory=list)
@@ -33,99 +37,103 @@ class Row:
     def remaining(self) -> int:
         return self.limit - (len(self.tokens) - self.prompt_length)
 
-    def commit(self, said: list[int], fed: list[int], ends: frozenset[int]) -> None:
-        """Add tokens up to the first end token and to the limit; the row is done when either is met. `fed`: the
-        guesses of the forward that said so."""
-        said = said[: self.remaining]
-        end = next((i for i, token in enumerate(said) if token in ends), None)
-        self.known = len(self.tokens) + min(settled(fed, said), len(said))
-        self.tokens += said if end is None else said[: end + 1]
+    def commit(self, predicted: list[int], fed: list[int], ends: frozenset[int]) -> None:
+        """Add tokens up to the first end token and the limit; either one completes the row. `fed`: the guesses of the
+        forward that predicted them."""
+        predicted = predicted[: self.remaining]
+        end = next((i for i, token in enumerate(predicted) if token in ends), None)
+        self.cached = len(self.tokens) + min(confirmed(fed, predicted), len(predicted))
+        self.tokens += predicted if end is None else predicted[: end + 1]
         self.done = end is not None or self.remaining == 0
 
 
-class Refine:
-    """A block is decoded `times` more after its first forward (None: until a round changes nothing), then committed."""
-
-    needs_confidence = False
-
-    def __init__(self, width: int, noise: int, times: int | None) -> None:
-        self.width, self.noise, self.times = width, noise, times
-
-    def fresh(self) -> list[int]:
-        return [self.noise] * (self.width - 1)
-
-    def step(self, row: Row, said: list[int], confidence: list[float] | None) -> list[int]:
-        """Tokens to commit, given what the model said behind the committed token and each guess; sets the guesses."""
-        settled = said[:-1] == row.guesses
-        if settled or row.rounds == self.times:
-            row.guesses = self.fresh()
-            row.rounds_of_blocks.append(row.rounds)
-            row.rounds = 0
-            return said
-        row.rounds += 1
-        row.guesses = said[:-1]
-        return []
-
-
-class Slide:
-    """Commits the leading tokens that are settled, with the one behind them, and slides the window on by as many.
-
-    With `threshold` tokens that the model says with at least this probability follow unverified (not lossless).
-    """
-
-    def __init__(self, width: int, noise: int, threshold: float | None) -> None:
-        self.width, self.noise, self.threshold = width, noise, threshold
-        self.needs_confidence = threshold is not None
-
-    def fresh(self) -> list[int]:
-        return [self.noise] * (self.width - 1)
-
-    def step(self, row: Row, said: list[int], confidence: list[float] | None) -> list[int]:
-        count = settled(row.guesses, said) + 1
-        while confidence is not None and count < len(said) and confidence[count] >= self.threshold:
-            count += 1
-        row.guesses = (said[count:] + self.fresh())[: self.width - 1]
-        return said[:count]
-
-
-class Verify:
-    """[last token, N guesses, N noise tokens]: one forward verifies the guesses and drafts the next N behind them."""
+class CommitRule(ABC):
+    """Windows of `width` predictions: the last committed token and width - 1 guesses, at first `noise` tokens."""
 
     needs_confidence = False
 
     def __init__(self, width: int, noise: int) -> None:
-        self.guessed, self.noise = width - 1, noise
+        self.width, self.noise = width, noise
 
-    def fresh(self) -> list[int]:
-        return [self.noise] * (2 * self.guessed)
+    def first_guesses(self) -> list[int]:
+        """The guesses of a window before its first forward."""
+        return [self.noise] * (self.width - 1)
 
-    def step(self, row: Row, said: list[int], confidence: list[float] | None) -> list[int]:
-        count = settled(row.guesses[: self.guessed], said) + 1
-        drafted = (said[count:] + self.fresh())[: self.guessed]
-        row.guesses = drafted + [self.noise] * self.guessed
-        return said[:count]
-
-
-CommitRule = Refine | Slide | Verify
+    @abstractmethod
+    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token and each
+        guess, `confidence` its probabilities."""
 
 
-def settled(guesses: list[int], said: list[int]) -> int:
-    """Number of leading guesses that the model says too."""
-    return next((i for i, (a, b) in enumerate(zip(guesses, said, strict=False)) if a != b), len(guesses))
+class Refine(CommitRule):
+    """A block is decoded `times` more after its first forward (None: until a round changes nothing), then committed."""
+
+    def __init__(self, width: int, noise: int, times: int | None) -> None:
+        super().__init__(width, noise)
+        self.times = times
+
+    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        if predicted[:-1] == row.guesses or row.rounds == self.times:
+            row.guesses = self.first_guesses()
+            row.rounds_of_blocks.append(row.rounds)
+            row.rounds = 0
+            return predicted
+        row.rounds += 1
+        row.guesses = predicted[:-1]
+        return []
 
 
-def commit_rule(refine_iter: int | str, width: int, noise: int, threshold: float | None) -> CommitRule:
-    """The rule behind `refine_iter`: a number of rounds, converge, slide or verify."""
-    text = str(refine_iter)
-    if text.isdigit():
-        rule: CommitRule = Refine(width, noise, int(text))
-    elif text in LOSSLESS:
-        rule = {"converge": lambda: Refine(width, noise, None), "slide": lambda: Slide(width, noise, threshold),
-                "verify": lambda: Verify(width, noise)}[text]()  # fmt: skip
-    else:
-        near = nearest(text, list(LOSSLESS)) or "."
-        raise ValueError(f"refine_iter={refine_iter!r} is unknown{near} Known: a number from 0 on, converge, slide, "
-                         "verify.")  # fmt: skip
-    if threshold is not None and not isinstance(rule, Slide):
-        raise ValueError(f"confidence_threshold={threshold} is for refine_iter=slide, not {text}; leave it out.")
-    return rule
+class Slide(CommitRule):
+    """Commits the confirmed leading guesses and the token after them, and slides the window by as many.
+
+    With `threshold`, following tokens of at least this probability are committed unverified (not lossless).
+    """
+
+    def __init__(self, width: int, noise: int, threshold: float | None) -> None:
+        super().__init__(width, noise)
+        self.threshold = threshold
+        self.needs_confidence = threshold is not None
+
+    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        count = confirmed(row.guesses, predicted) + 1
+        while confidence is not None and count < len(predicted) and confidence[count] >= self.threshold:
+            count += 1
+        row.guesses = (predicted[count:] + self.first_guesses())[: self.width - 1]
+        return predicted[:count]
+
+
+class Verify(CommitRule):
+    """[last token, N guesses, N noise tokens]: one forward verifies the guesses and drafts the next N after them."""
+
+    def first_guesses(self) -> list[int]:
+        return [self.noise] * (2 * (self.width - 1))
+
+    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        guessed = self.width - 1
+        count = confirmed(row.guesses[:guessed], predicted) + 1
+        row.guesses = (predicted[count:] + self.first_guesses())[:guessed] + [self.noise] * guessed
+        return predicted[:count]
+
+
+def confirmed(guesses: list[int], predicted: list[int]) -> int:
+    """Number of leading guesses that equal the model's predictions."""
+    return next((i for i, (a, b) in enumerate(zip(guesses, predicted, strict=False)) if a != b), len(guesses))
+
+
+def commit_rule(settings: GenerationSettings) -> CommitRule:
+    """The rule of `refine_iter`, for settings with a length and a noise token; ValueError for an unknown one."""
+    width, noise, threshold = settings.add_eos_length + 1, settings.noise_token_id, settings.confidence_threshold
+    lossless: dict[str, Callable[[], CommitRule]] = {
+        "converge": lambda: Refine(width, noise, None), "slide": lambda: Slide(width, noise, threshold),
+        "verify": lambda: Verify(width, noise),
+    }  # fmt: skip
+    name = str(settings.refine_iter)
+    if threshold is not None and name != "slide":
+        raise ValueError(f"confidence_threshold={threshold} needs refine_iter=slide, not {name}; leave it out.")
+    if name.isdigit():
+        return Refine(width, noise, int(name))
+    if name not in lossless:
+        near = nearest(name, list(lossless)) or "."
+        raise ValueError(f"refine_iter={settings.refine_iter!r} is unknown{near} Known: a number of at least 0, "
+                         f"{', '.join(lossless)}.")  # fmt: skip
+    return lossless[name]()

@@ -1,4 +1,4 @@
-"""Answers prompts with a model trained by iterative refinement, and says how fast.
+"""Answers prompts with a model trained by iterative refinement, and reports the speed.
 
     python -m dllm_reasoning.inference.demo --model_path DIR (--prompt TEXT | --prompts_file FILE) [options]
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from dllm_reasoning.inference.generator import ADD_EOS_LENGTH, check_lengths, iterative_generate
+from dllm_reasoning.inference.generator import generate
+from dllm_reasoning.inference.settings import ADD_EOS_LENGTH, GenerationSettings
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
@@ -22,31 +24,31 @@ from verl.utils.tokenizer import hf_tokenizer
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """The options; those of GenerationSettings under their names there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+    default, add = GenerationSettings(), parser.add_argument
     add("--model_path", required=True, help="Hugging Face model directory")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", help="one prompt")
-    asked.add_argument("--prompts_file", type=Path, help="prompts: a line each (.txt), or the column --prompt_key of a "
-                       ".jsonl, .json or .parquet file")  # fmt: skip
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", help="one prompt")
+    prompts.add_argument("--prompts_file", type=Path, help="prompts: one per line (.txt), or the column --prompt_key "
+                         "of a .jsonl, .json or .parquet file")  # fmt: skip
     add("--prompt_key", default="instruction", help="column of the prompts in a .jsonl, .json or .parquet file")
     add("--use_chat_template", action="store_true", help="make each prompt a user's turn of the chat template")
-    add("--add_eos_length", type=int, help=f"noise tokens of a block (default: the trained window less one, "
-        f"else {ADD_EOS_LENGTH})")  # fmt: skip
-    add("--refine_iter", default="2", help="rounds after a block's first forward: a number, converge, slide or verify; "
-        "the last three say what greedy decoding says")  # fmt: skip
-    add("--max_new_tokens", type=int, default=1024)
-    add("--max_length", type=int, default=8192, help="most tokens of prompt and answer")
+    add("--add_eos_length", type=int, help="noise tokens of a block (default: the trained window less one, else "
+        f"{ADD_EOS_LENGTH})")  # fmt: skip
+    add("--refine_iter", default=str(default.refine_iter), help="rounds after a block's first forward: a number, "
+        "converge, slide or verify; the last three give the tokens of greedy decoding")  # fmt: skip
+    add("--max_new_tokens", type=int, default=default.max_new_tokens)
+    add("--max_length", type=int, default=default.max_length, help="most tokens of prompt and answer")
     add("--batch_size", type=int, default=1, help="prompts answered at once")
-    add("--confidence_threshold", type=float, help="with --refine_iter slide: commit what the model says with at least "
+    add("--confidence_threshold", type=float, help="with --refine_iter slide: commit tokens predicted with at least "
         "this probability, unverified")  # fmt: skip
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    add("--top_k", type=int, default=-1, help="draw among this many likeliest tokens; -1 among all")
-    add("--top_p", type=float, default=1.0, help="draw among the likeliest tokens of this mass")
-    add("--seed", type=int, default=0)
+    add("--temperature", type=float, default=default.temperature, help="0 takes the likeliest token")
+    add("--top_k", type=int, default=default.top_k, help="draw among this many likeliest tokens; -1 among all")
+    add("--top_p", type=float, default=default.top_p, help="draw among the likeliest tokens of this probability mass")
+    add("--seed", type=int, default=default.seed)
     add("--noise_token_id", type=int, help="token of the noise (default: the trained one, else EOS)")
-    add("--no_cache", action="store_true", help="read the whole text in each forward")
+    add("--no_cache", dest="use_cache", action="store_false", help="read the full text in each forward")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", default="float32", help="type of the weights: float32, bfloat16, ...")
     add("--output_file", type=Path, default=Path("inference_results.jsonl"))
@@ -70,62 +72,42 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
                                  f"{', '.join(row)}). Set --prompt_key.")  # fmt: skip
         return [row[args.prompt_key] for row in rows]
     if not file.is_file():
-        raise ValueError(f"--prompts_file {file}: no such file.")
+        raise ValueError(f"--prompts_file {file} does not exist.")
     prompts = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     if not prompts:
         raise ValueError(f"--prompts_file {file} holds no prompt.")
     return prompts
 
 
-def encode(prompts: list[str], tokenizer: Any, use_chat_template: bool) -> list[list[int]]:
-    """Ids of each prompt, without the tokenizer's own special tokens (as in training)."""
-    if use_chat_template:
-        if tokenizer.chat_template is None:
-            raise ValueError(f"--use_chat_template: the tokenizer {tokenizer.name_or_path!r} has no chat template.")
-        turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
-        prompts = [render_chat(tokenizer, turn, add_generation_prompt=True) for turn in turns]
-    return [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-
-
 def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]:
-    """One row a prompt: prompt, response, tokens, forwards, tokens_per_forward, seconds of its batch."""
+    """One row per prompt: prompt, response, tokens, forwards, tokens_per_forward, seconds of its batch."""
+    settings = GenerationSettings(**{field.name: getattr(args, field.name) for field in fields(GenerationSettings)})
     tokenizer = hf_tokenizer(args.model_path)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {args.model_path!r} has no eos token; answers would never end.")
+    texts = prompts
+    if args.use_chat_template:
+        turns = ([{"role": "user", "content": prompt}] for prompt in prompts)
+        texts = [render_chat(tokenizer, turn, add_generation_prompt=True) for turn in turns]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # as in training
+    settings.check_prompts(ids)  # before the first batch: an error in a later one would lose its answers
     dtype = torch_dtype_of(args.dtype, "--dtype")
-    encoded, rows = encode(prompts, tokenizer, args.use_chat_template), []
-    check_lengths(encoded, args.max_length)  # before the first batch: an error in a later one would lose its answers
     model = create_huggingface_actor(args.model_path, automodel_kwargs={"dtype": dtype}).to(args.device)
+    rows = []
     for start in range(0, len(prompts), args.batch_size):
         part = slice(start, start + args.batch_size)
-        found = iterative_generate(
-            model, encoded[part], tokenizer.eos_token_id, tokenizer.pad_token_id, args.add_eos_length,
-            args.refine_iter, args.max_new_tokens, args.max_length, noise_token_id=args.noise_token_id,
-            confidence_threshold=args.confidence_threshold, temperature=args.temperature, top_k=args.top_k,
-            top_p=args.top_p, seed=args.seed, first_row=start, use_cache=not args.no_cache,
-        )  # fmt: skip
-        for prompt, tokens, forwards in zip(prompts[part], found.tokens, found.stats.forwards, strict=True):
+        result = generate(model, ids[part], tokenizer.eos_token_id, tokenizer.pad_token_id, settings, start)
+        for prompt, tokens, forwards in zip(prompts[part], result.tokens, result.stats.forwards, strict=True):
             rows.append({
                 "prompt": prompt, "response": tokenizer.decode(tokens, skip_special_tokens=True),
                 "tokens": len(tokens), "forwards": forwards, "tokens_per_forward": len(tokens) / forwards,
-                "batch_seconds": found.stats.seconds,
+                "batch_seconds": result.stats.seconds,
             })  # fmt: skip
     return rows
 
 
-def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """The first answers, and the figures of all."""
-    console = Console()
-    for row in rows[: args.max_display]:
-        console.print(f"[bold]{row['prompt']}[/bold]\n{row['response']}\n", highlight=False)
-    tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forwards"))
-    seconds = sum(row["batch_seconds"] for row in rows[:: args.batch_size])
-    console.print(f"{len(rows)} answers, {tokens} tokens in {forwards} forwards: {tokens / forwards:.2f} tokens per "
-                  f"forward, {tokens / seconds:.0f} tokens/s; written to {args.output_file}")  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Answer and write; gives the exit code."""
+    """Answer, write --output_file, print the first answers and the speed; returns the exit code."""
     args = parse(argv)
     try:
         rows = answer(args, read_prompts(args))
@@ -135,7 +117,13 @@ def main(argv: list[str] | None = None) -> int:
     args.output_file.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     args.output_file.write_text("".join(lines), encoding="utf-8")
-    show(rows, args)
+    console = Console()
+    for row in rows[: args.max_display]:
+        console.print(f"[bold]{row['prompt']}[/bold]\n{row['response']}\n", highlight=False)
+    tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forwards"))
+    seconds = sum(row["batch_seconds"] for row in rows[:: args.batch_size])
+    console.print(f"{len(rows)} answers, {tokens} tokens in {forwards} forwards: {tokens / forwards:.2f} tokens per "
+                  f"forward, {tokens / seconds:.0f} tokens/s; written to {args.output_file}")  # fmt: skip
     return 0
 
 

@@ -1,36 +1,31 @@
-"""Block generation with a causal model: a forward predicts a whole window, later forwards refine it.
+"""Block generation with a causal model: a forward predicts a full window, later forwards refine it.
 
-    found = iterative_generate(model, prompts, eos_token_id, pad_token_id, refine_iter="slide")
-    found.tokens, found.stats.tokens_per_forward
+    result = iterative_generate(model, prompts, eos_token_id, pad_token_id, refine_iter="slide")
+    result.tokens, result.stats.tokens_per_forward
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dllm_reasoning.inference.commit_rules import CommitRule, Row, commit_rule
-from dllm_reasoning.inference.reader import Reader
-from dllm_reasoning.utils.logging_utils import warn_once
+from dllm_reasoning.inference.commit_rules import Row, commit_rule
+from dllm_reasoning.inference.model_runner import ModelRunner
+from dllm_reasoning.inference.settings import GenerationSettings
 from verl.workers.rollout.hf_rollout import choose
-from verl.workers.rollout.sampling import Sampling
-
-ADD_EOS_LENGTH = 127  # of a model that does not say which window it was trained on
-WINDOW_KEY, NOISE_KEY = "dllm_window", "dllm_noise_token_id"  # in the model's config.json
 
 
 @dataclass
 class GenerationStats:
-    """One entry a row: new tokens, forwards the row took part in (every one counts), refinement rounds of each block.
+    """One entry per row: new tokens, forwards the row took part in (every one counts), refinement rounds of each block.
 
-    `rounds` is of blocks that are refined in place (a number of rounds, converge); slide and verify, which commit in
-    every forward, leave it empty. `seconds` and `batch_forwards` are of the whole call.
+    `rounds` covers blocks that are refined in place (a number of rounds, converge); slide and verify, which commit in
+    every forward, leave it empty. `seconds` and `batch_forwards` cover the entire call.
     """
 
     tokens: list[int]
@@ -56,67 +51,69 @@ class GenerationStats:
 
 @dataclass
 class GenerationResult:
-    """New tokens of each row, its end token included, and how they came about."""
+    """New tokens of each row, its end token included, and the statistics of the call."""
 
     tokens: list[list[int]]
     stats: GenerationStats
 
 
 def iterative_generate(
-    model: nn.Module,
-    input_ids: torch.Tensor | Sequence[Sequence[int]],
-    eos_token_id: int | Sequence[int],
-    pad_token_id: int,
-    add_eos_length: int | None = None,
-    refine_iter: int | str = 2,
-    max_new_tokens: int = 1024,
-    max_length: int = 8192,
-    *,
-    attention_mask: torch.Tensor | None = None,
-    noise_token_id: int | None = None,
-    confidence_threshold: float | None = None,
-    temperature: float = 0.0,
-    top_k: int = -1,
-    top_p: float = 1.0,
-    seed: int = 0,
-    first_row: int = 0,
-    use_cache: bool = True,
-) -> GenerationResult:
+    model: nn.Module, input_ids: torch.Tensor | Sequence[Sequence[int]], eos_token_id: int | Sequence[int],
+    pad_token_id: int, *args: Any, attention_mask: torch.Tensor | None = None, first_row: int = 0, **settings: Any,
+) -> GenerationResult:  # fmt: skip
     """Continue every prompt until its end token, `max_new_tokens`, or `max_length` tokens with the prompt.
 
-    input_ids: lists of ids, or [B, T] with attention_mask [B, T] (1 = text). A window holds add_eos_length + 1 tokens:
-    as the model was trained (its config's dllm_window), else 128. refine_iter: rounds after a block's first forward (a
-    round that changes nothing ends them), or `converge`, `slide`, `verify`, which give what decoding token by token
-    gives, with the same draws where temperature is above 0. Rows stop on their own. Draws hang on `seed` and on a row's
-    number, counted from `first_row`: a batch in several calls draws as in one.
+    input_ids: lists of ids, or int64 [B, P] with attention_mask [B, P] (1 = token). The other arguments are those of
+    GenerationSettings, in its order: add_eos_length, refine_iter, max_new_tokens, max_length, then by keyword.
+    `first_row` is the number of the first prompt: random draws depend on the seed and a row's number only, so a batch
+    split over several calls draws the same. Raises ValueError for settings or prompts that do not fit.
     """
-    config = model.config.to_dict()
+    if isinstance(input_ids, torch.Tensor):
+        mask = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
+        prompts = [ids[kept].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
+    else:
+        prompts = [list(ids) for ids in input_ids]
+    return generate(model, prompts, eos_token_id, pad_token_id, GenerationSettings(*args, **settings), first_row)
+
+
+def generate(
+    model: nn.Module, prompts: list[list[int]], eos_token_id: int | Sequence[int], pad_token_id: int,
+    settings: GenerationSettings, first_row: int = 0,
+) -> GenerationResult:  # fmt: skip
+    """As `iterative_generate`, for lists of ids and settings in one object. Rows stop independently."""
+    if not prompts:
+        raise ValueError("input_ids holds no prompt.")
+    settings.check_prompts(prompts)
     eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    ends = frozenset(eos)
-    width = _width(add_eos_length, config)
-    noise = noise_token_id if noise_token_id is not None else config[NOISE_KEY] if NOISE_KEY in config else eos[0]
-    rule = commit_rule(refine_iter, width, noise, confidence_threshold)
-    sampling = Sampling(temperature == 0, temperature or 1.0, top_k, top_p)
-    rows = _rows(input_ids, attention_mask, max_new_tokens, max_length, rule, first_row)
-    started, forwards = time.perf_counter(), 0
-    with _evaluating(model), torch.inference_mode():
-        active = list(rows)
-        # A row's guesses, behind padding as wide as what another row has still to read.
-        slots = max(len(row.tokens) + row.limit for row in rows) + 2 * len(rule.fresh()) + 1
-        reader = Reader(model, active, slots, pad_token_id, use_cache)
-        speaker = _Speaker(sampling, rule, {row.number: (seed, row.limit) for row in rows})
-        while active:
-            for row in active:
-                row.guesses = row.guesses[: row.remaining - 1]
-                row.forwards += 1
-            forwards += 1
-            said, confidence = speaker(reader.logits(active), active)
-            for i, row in enumerate(active):
-                count = len(row.guesses) + 1
-                sure = None if confidence is None else confidence[i][:count]
-                fed = row.guesses
-                row.commit(rule.step(row, said[i][:count], sure), fed, ends)
-            active = reader.drop_done(active)
+    settings = settings.for_model(model.config, eos[0])
+    rule, ends = commit_rule(settings), frozenset(eos)
+    rows = [
+        Row(number, list(ids), len(ids), min(settings.max_new_tokens, settings.max_length - len(ids)),
+            rule.first_guesses())
+        for number, ids in enumerate(prompts, first_row)
+    ]  # fmt: skip
+    started, forwards, was_training = time.perf_counter(), 0, model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            # A row's guesses may come after padding as wide as the unread text of another row.
+            slots = max(len(row.tokens) + row.limit for row in rows) + 2 * len(rule.first_guesses()) + 1
+            runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
+            chooser = _TokenChooser(settings, rule.needs_confidence, rows)
+            active = list(rows)
+            while active:
+                for row in active:
+                    row.guesses = row.guesses[: row.remaining - 1]
+                    row.forwards += 1
+                forwards += 1
+                tokens, confidence = chooser(runner.logits(active), active)
+                for i, row in enumerate(active):
+                    fed = row.guesses
+                    predicted = tokens[i][: len(fed) + 1]
+                    row.commit(rule.step(row, predicted, None if confidence is None else confidence[i]), fed, ends)
+                active = runner.drop_done(active)
+    finally:
+        model.train(was_training)
     new = [row.tokens[row.prompt_length :] for row in rows]
     stats = GenerationStats(
         [len(tokens) for tokens in new], [row.forwards for row in rows], [row.rounds_of_blocks for row in rows],
@@ -125,88 +122,28 @@ def iterative_generate(
     return GenerationResult(new, stats)
 
 
-class _Speaker:
-    """What the model says at each place: greedy, or drawn with a number that belongs to (row, place in the answer), so
-    that a token, once everything before it is settled, is drawn the same in every round."""
+class _TokenChooser:
+    """The predicted tokens: greedy, or drawn with a number that belongs to (row, position in the answer), so that a
+    token, once everything before it is final, is drawn the same in every round."""
 
-    def __init__(self, sampling: Sampling, rule: CommitRule, draws: dict[int, tuple[int, int]]) -> None:
-        self.sampling, self.rule = sampling, rule
-        self.uniforms = {} if sampling.greedy else {n: _uniforms(seed, n, limit) for n, (seed, limit) in draws.items()}
+    def __init__(self, settings: GenerationSettings, with_confidence: bool, rows: list[Row]) -> None:
+        self.sampling, self.with_confidence = settings.sampling, with_confidence
+        self.uniforms: dict[int, torch.Tensor] = {}  # of each row's number: [limit]
+        if not self.sampling.greedy:
+            for row in rows:
+                generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + row.number)
+                self.uniforms[row.number] = torch.rand(row.limit, generator=generator)
 
     def __call__(self, logits: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], list[list[float]] | None]:
-        """logits [B, w, V] -> tokens, and their probabilities where the rule asks for them."""
-        if self.sampling.greedy and not self.rule.needs_confidence:
+        """logits [B, w, V] -> tokens [B][w], and their probabilities [B][w] if requested."""
+        if self.sampling.greedy and not self.with_confidence:
             return logits.argmax(-1).tolist(), None
         shape = logits.shape[:2]
         uniform = torch.zeros(shape, device=logits.device)
-        if not self.sampling.greedy:
-            for i, row in enumerate(rows):
-                done = len(row.tokens) - row.prompt_length
-                part = self.uniforms[row.number][done : done + shape[1]]
-                uniform[i, : len(part)] = part.to(logits.device)
+        for i, row in enumerate(rows if self.uniforms else ()):
+            done = len(row.tokens) - row.prompt_length
+            part = self.uniforms[row.number][done : done + shape[1]]
+            uniform[i, : len(part)] = part.to(logits.device)
         tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), self.sampling)
-        confidence = log_probs.exp().view(shape).tolist() if self.rule.needs_confidence else None
+        confidence = log_probs.exp().view(shape).tolist() if self.with_confidence else None
         return tokens.view(shape).tolist(), confidence
-
-
-def _uniforms(seed: int, row: int, limit: int) -> torch.Tensor:
-    return torch.rand(limit, generator=torch.Generator().manual_seed(seed * 1_000_003 + row))
-
-
-def trained_window(config: dict[str, Any]) -> int | None:
-    """W of a model trained by iterative refinement."""
-    return config[WINDOW_KEY] if WINDOW_KEY in config else None
-
-
-def _width(add_eos_length: int | None, config: dict[str, Any]) -> int:
-    trained = trained_window(config)
-    if add_eos_length is None:
-        return trained or ADD_EOS_LENGTH + 1
-    if add_eos_length < 0:
-        raise ValueError(f"add_eos_length={add_eos_length} is below 0; 0 decodes token by token.")
-    if trained is not None and add_eos_length + 1 > trained:
-        warn_once(
-            f"add_eos_length={add_eos_length} makes blocks of {add_eos_length + 1} tokens, but the model was trained "
-            f"on windows of {trained}: expect wrong answers with a fixed refine_iter, and no gain from the lossless "
-            f"modes; leave it out to get {trained - 1}"
-        )
-    return add_eos_length + 1
-
-
-def _rows(
-    input_ids: torch.Tensor | Sequence[Sequence[int]], attention_mask: torch.Tensor | None, max_new_tokens: int,
-    max_length: int, rule: CommitRule, first_row: int,
-) -> list[Row]:  # fmt: skip
-    if isinstance(input_ids, torch.Tensor):
-        kept = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
-        prompts = [ids[mask].tolist() for ids, mask in zip(input_ids, kept, strict=True)]
-    else:
-        prompts = [list(ids) for ids in input_ids]
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is below 1.")
-    if not prompts:
-        raise ValueError("input_ids holds no prompt.")
-    check_lengths(prompts, max_length)
-    rows = [Row(number, ids, len(ids), min(max_new_tokens, max_length - len(ids)))
-            for number, ids in enumerate(prompts, first_row)]  # fmt: skip
-    for row in rows:
-        row.guesses = rule.fresh()
-    return rows
-
-
-def check_lengths(prompts: Sequence[Sequence[int]], max_length: int) -> None:
-    """ValueError that names a prompt which leaves no room for an answer, or is empty."""
-    for number, ids in enumerate(prompts):
-        if not 0 < len(ids) < max_length:
-            raise ValueError(f"prompt {number} has {len(ids)} tokens; it needs at least one, and fewer than "
-                             f"max_length={max_length}.")  # fmt: skip
-
-
-@contextmanager
-def _evaluating(model: nn.Module):
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -1,4 +1,4 @@
-"""Proves on a real model and tokenizer that labels, response mask and shift are aligned; exits 1 if one is off.
+"""Checks on a real model and tokenizer that labels, response mask and shift are aligned; exits 1 if one is wrong.
 
     python -m dllm_reasoning.scripts.verify_label_alignment --model_path DIR [--instruction TEXT] [--response TEXT]
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dllm_reasoning.losses.iterative_loss import IterativeLoss
-from dllm_reasoning.losses.layouts import IGNORED, NoiseSettings, build_layout
+from dllm_reasoning.losses.layouts import IGNORED, Layout, NoiseSettings, build_layout
 from dllm_reasoning.trainer.sft_dataset import encode_segments
 from dllm_reasoning.utils.attention import mask_problem
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
@@ -22,31 +22,31 @@ from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 
 Batch = dict[str, torch.Tensor]
+"""One sample as training sees it: input_ids, attention_mask, position_ids, response_mask (1 = response), [1, T]."""
 
 
 def make_batch(tokenizer: Any, instruction: str, response: str) -> Batch:
-    """The sample as training sees it, [1, T]."""
     ids, learned = encode_segments(tokenizer, [(instruction, False), (f"{response}{tokenizer.eos_token}", True)])
-    places = torch.arange(len(ids))[None]
-    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones_like(places), "position_ids": places,
+    positions = torch.arange(len(ids))[None]
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones_like(positions), "position_ids": positions,
             "response_mask": torch.tensor([learned])}  # fmt: skip
 
 
-def layout_of(batch: Batch, noise_token: int, pattern: str = "iid", level: float = 0.0, split: bool = False):
-    """The layout of one sample under a fixed noise level."""
+def layout_of(batch: Batch, noise_token: int, pattern: str = "iid", level: float = 0.0, split: bool = False) -> Layout:
+    """The layout of one sample at a fixed noise level."""
     noise = NoiseSettings(pattern, "uniform", level, level, width=4, windows=3, aligned=0.0, token=noise_token)
     return build_layout(batch, [0], noise, progress=0.0, split=split)
 
 
 def response_mask(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
-    """The mask starts behind the instruction, and ends with EOS."""
-    answers = batch["response_mask"][0].bool()
+    """The mask starts after the instruction and ends with EOS; noise changes its tokens only."""
+    responses = batch["response_mask"][0].bool()
     ids = batch["input_ids"][0]
-    if answers[0] or not answers[-1] or ids[-1] != tokenizer.eos_token_id:
-        return "the response does not run from behind the instruction to EOS"
+    if responses[0] or not responses[-1] or ids[-1] != tokenizer.eos_token_id:
+        return "the response does not run from the end of the instruction to EOS"
     noised = layout_of(batch, tokenizer.eos_token_id, level=1.0).tail.ids[0]
-    if not torch.equal(noised[~answers], ids[~answers]) or bool((noised[answers] != tokenizer.eos_token_id).any()):
-        return "noise touches the instruction, or spares the response"
+    if not torch.equal(noised[~responses], ids[~responses]) or bool((noised[responses] != tokenizer.eos_token_id).any()):
+        return "noise changes the instruction, or leaves a response token unchanged"
     return None
 
 
@@ -60,30 +60,30 @@ def next_token_labels(model: nn.Module, tokenizer: Any, batch: Batch) -> str | N
 
 
 def loss_of_the_model(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
-    """Without noise, the loss is that of Hugging Face's own labels argument; shared or not, whole or in windows (rows
-    alone where the model's attention rules the others out)."""
-    answers = batch["response_mask"].bool()
-    own = torch.where(answers, batch["input_ids"], IGNORED)
-    wanted = float(model(input_ids=batch["input_ids"], labels=own).loss) * int(answers.sum())
-    ways = (("iid", False), ("iid", True), ("packed", True))
-    for pattern, split in ways[:1] if mask_problem(model) else ways:
+    """Without noise the loss equals Hugging Face's own, for full rows, a shared instruction and packed windows (rows
+    only if the model's attention rules out the others)."""
+    responses = batch["response_mask"].bool()
+    labels = torch.where(responses, batch["input_ids"], IGNORED)
+    expected = float(model(input_ids=batch["input_ids"], labels=labels).loss) * int(responses.sum())
+    variants = (("iid", False), ("iid", True), ("packed", True))
+    for pattern, split in variants[:1] if mask_problem(model) else variants:
         layout = layout_of(batch, tokenizer.eos_token_id, pattern, split=split)
-        told = IterativeLoss([1.0], 1.0, share=split).run(model, layout, None, scale=1.0, ar_scale=1.0)
-        found = float(told.ar if pattern == "packed" else told.rounds[0])
-        if abs(found - wanted) > 1e-4 * max(1.0, wanted):
-            return f"{pattern}: loss {found:.6f}, Hugging Face's own {wanted:.6f}"
+        losses = IterativeLoss([1.0], 1.0, share=split).run(model, layout, None, scale=1.0, ar_scale=1.0)
+        actual = float(losses.ar if pattern == "packed" else losses.rounds[0])
+        if abs(actual - expected) > 1e-4 * max(1.0, expected):
+            return f"{pattern}: loss {actual:.6f}, Hugging Face's own {expected:.6f}"
     return None
 
 
 def decode_shift(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
-    """A prediction at i lands at i + 1, and a response decoded from clean text is the model's own greedy choice."""
-    answers, ids = batch["response_mask"].bool(), batch["input_ids"]
-    said = model(input_ids=ids).logits.argmax(-1)
-    decoded = greedy_decode_response(ids, said, answers)
+    """A prediction at i becomes the token at i + 1, in the response only."""
+    responses, ids = batch["response_mask"].bool(), batch["input_ids"]
+    predicted = model(input_ids=ids).logits.argmax(-1)
+    decoded = greedy_decode_response(ids, predicted, responses)
     for i in range(1, ids.shape[1]):
-        wanted = said[0, i - 1] if answers[0, i] else ids[0, i]
-        if decoded[0, i] != wanted:
-            return f"place {i} holds {int(decoded[0, i])}, wanted {int(wanted)}"
+        expected = predicted[0, i - 1] if responses[0, i] else ids[0, i]
+        if decoded[0, i] != expected:
+            return f"position {i} holds {int(decoded[0, i])}, expected {int(expected)}"
     return None
 
 
@@ -94,7 +94,7 @@ CHECKS: dict[str, Callable[[nn.Module, Any, Batch], str | None]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every check; 1 if one fails."""
+    """Run every check; returns 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", required=True)
     parser.add_argument("--instruction", default="2 + 3 =")
@@ -106,9 +106,9 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     with torch.no_grad():
         for name, check in CHECKS.items():
-            wrong = check(model, tokenizer, batch)
-            failed += wrong is not None
-            sys.stdout.write(f"{name}: {'ok' if wrong is None else 'WRONG: ' + wrong}\n")
+            problem = check(model, tokenizer, batch)
+            failed += problem is not None
+            sys.stdout.write(f"{name}: {'ok' if problem is None else 'WRONG: ' + problem}\n")
     return int(failed > 0)
 
 

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch.utils.data import Dataset
 
 from dllm_reasoning.config.iterative import IterativeConfig, IterativeRefineConfig
-from dllm_reasoning.inference.generator import NOISE_KEY, WINDOW_KEY
+from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, RoundLosses, packed_refusal, sharing
 from dllm_reasoning.losses.layouts import Layout, NoiseSettings, build_layout, count_labels
 from dllm_reasoning.trainer.self_generate import check_reward, own_answers

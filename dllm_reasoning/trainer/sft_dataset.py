@@ -15,21 +15,21 @@ from verl.utils.dataset.sft_dataset import Segment, SFTDataset, encode_segments,
 
 ROW_COLUMN = "row"  # of a sample: its number in the data set
 Encoded = tuple[list[int], list[int]]
-"""Ids of a sample, and 1 for each that belongs to the response (its EOS too)."""
+"""Ids of a sample, and 1 for each that belongs to the response (with its EOS)."""
 
 
 class IterativeSFTDataset(SFTDataset):
-    """SFTDataset's rows; all of them are tokenised here, so that a bad one is named at once.
+    """SFTDataset's rows, all tokenised at construction, so that a bad one is reported at once.
 
-    Settings beside SFTDataset's: use_chat_template and bad_rows. `skipped` counts the rows left out.
+    Settings in addition to SFTDataset's: use_chat_template and bad_rows. `skipped` counts the rows left out.
     """
 
     def __init__(
         self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, max_samples: int = -1
     ) -> None:
         super().__init__(parquet_files, tokenizer, config, max_samples)
-        for kind in ("eos", "pad"):
-            if {"eos": self.tokenizer.eos_token_id, "pad": self.tokenizer.pad_token_id}[kind] is None:
+        for kind, token in (("eos", self.tokenizer.eos_token_id), ("pad", self.tokenizer.pad_token_id)):
+            if token is None:
                 raise ValueError(f"the tokenizer {self.tokenizer.name_or_path!r} has no {kind} token; add one to its "
                                  "tokenizer_config.json.")  # fmt: skip
         self.encoded: list[Encoded] = []
@@ -53,59 +53,48 @@ class IterativeSFTDataset(SFTDataset):
     def setting(self, name: str) -> Any:
         return data_setting(self.config, name, IterativeDataConfig)
 
-    def segments(self, item: int) -> list[Segment]:
-        prompt, response = self.text_of(item, "prompt"), self.text_of(item, "response")
-        if not response.strip():
-            raise self.error(item, f"column '{self.setting('response_key')}' is empty; a response needs some text.")
-        return self.ended(self.asked(item, prompt), response)
-
-    def ended(self, asked: str, response: str) -> list[Segment]:
-        """An instruction as the model reads it, and a response with the EOS behind it."""
-        return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
-
-    def asked(self, item: int, prompt: str) -> str:
-        """The instruction as the model reads it."""
-        if not self.setting("use_chat_template"):
-            return prompt
-        return self.render(item, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    def segments(self, item: int, response: str | None = None) -> list[Segment]:
+        """The instruction as the model reads it, and the response (or this one in its place) followed by EOS."""
+        text = self.text_of(item, "prompt")
+        if response is None:
+            response = self.text_of(item, "response")
+            if not response.strip():
+                raise self.error(item, f"column '{self.setting('response_key')}' is empty; a response needs some text.")
+        if self.setting("use_chat_template"):
+            text = self.render(item, [{"role": "user", "content": text}], add_generation_prompt=True)
+        return [(text, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
     def _encode(self, item: int) -> Encoded:
         ids, learned = encode_segments(self.tokenizer, self.segments(item))
-        asked, limit = learned.index(1), self.max_length
-        if asked == 0:
+        prompt, limit = learned.index(1), self.max_length
+        response = len(ids) - prompt
+        if prompt == 0:
             raise self.error(item, f"column '{self.setting('prompt_key')}' has no tokens; nothing predicts the "
                              "response's first token.")  # fmt: skip
         if len(ids) > limit:
             if self.truncation == "error":
                 raise self.error(item, f"the sample has {len(ids)} tokens, data.max_length={limit}. Raise it, or set "
                                  "data.truncation to left or right.")  # fmt: skip
-            lost = asked >= limit if self.truncation == "right" else len(ids) - asked >= limit
-            if lost:
-                part = "instruction" if asked >= limit else "response"
-                size = asked if asked >= limit else len(ids) - asked
+            if (prompt if self.truncation == "right" else response) >= limit:
+                part, size = ("instruction", prompt) if prompt >= limit else ("response", response)
                 raise self.error(item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the "
                                  "rest. Raise it.")  # fmt: skip
             ids, learned = (truncate_ids(values, limit, self.truncation) for values in (ids, learned))
         return ids, learned
 
     def instruction_ids(self, item: int) -> list[int]:
-        """What generation would start from."""
+        """The prompt from which generation would start."""
         ids, learned = self.encoded[item]
         return ids[: learned.index(1)]
 
-    def length_with(self, item: int, response: str) -> int:
-        """Tokens of the sample with this response in place of its own."""
-        asked = self.asked(item, self.text_of(item, "prompt"))
-        return len(encode_segments(self.tokenizer, self.ended(asked, response))[0])
-
     def joined(self, other: IterativeSFTDataset) -> IterativeSFTDataset:
-        """This data set with the rows of another behind its own."""
+        """This data set, extended by the rows of another."""
         self.data_files = [*self.data_files, *other.data_files]
         self.rows, self.origins = self.rows + other.rows, self.origins + other.origins
         self.encoded, self.skipped = self.encoded + other.encoded, self.skipped + other.skipped
         return self
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        """SFTDataset's columns, and the number of the row (int64 [])."""
-        found = right_padded(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)
-        return {**found, ROW_COLUMN: torch.tensor(item)}
+        """SFTDataset's columns, and `row`, the number of the row (int64 [])."""
+        columns = right_padded(*self.encoded[item], self.max_length, self.tokenizer.pad_token_id)
+        return {**columns, ROW_COLUMN: torch.tensor(item)}

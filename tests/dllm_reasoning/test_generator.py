@@ -6,8 +6,10 @@ import pytest
 import torch
 import transformers
 
-from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, Verify, commit_rule, settled
+from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, Verify, commit_rule, confirmed
+from dllm_reasoning.inference.generator import generate as generate_with
 from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny, warnings_heard
 
 LIMIT = 24
@@ -147,13 +149,13 @@ def test_refine_stops_when_a_round_changes_nothing_by_hand():
     rule, row = Refine(3, 9, 2), Row(0, [1], 1, 99, guesses=[9, 9])
     assert rule.step(row, [5, 6, 7], None) == [] and row.guesses == [5, 6] and row.rounds == 1
     assert rule.step(row, [5, 6, 8], None) == [5, 6, 8] and row.guesses == [9, 9]
-    assert settled([1, 2], [1, 3, 4]) == 1
+    assert confirmed([1, 2], [1, 3, 4]) == 1
 
 
 def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():
     row = Row(0, [1], 1, 4)
     row.commit([5, 6], [5, 3], frozenset({2}))
-    assert not row.done and row.remaining == 2 and row.known == 2
+    assert not row.done and row.remaining == 2 and row.cached == 2
     row.commit([7, 8, 9], [7], frozenset({2}))
     assert row.done and row.tokens == [1, 5, 6, 7, 8]
     row = Row(0, [1], 1, 9)
@@ -199,7 +201,7 @@ def test_rounds_are_those_of_blocks_refined_in_place():
     ("more", "said"),
     [({"refine_iter": "slde"}, "refine_iter='slde' is unknown; did you mean 'slide'"),
      ({"refine_iter": -1}, "refine_iter=-1 is unknown"),
-     ({"refine_iter": "converge", "confidence_threshold": 0.9}, "confidence_threshold=0.9 is for refine_iter=slide"),
+     ({"refine_iter": "converge", "confidence_threshold": 0.9}, "confidence_threshold=0.9 needs refine_iter=slide"),
      ({"add_eos_length": -1}, "add_eos_length=-1 is below 0"),
      ({"max_length": 3}, "prompt 1 has 4 tokens; it needs at least one, and fewer than max_length=3"),
      ({"input_ids": []}, "input_ids holds no prompt")],
@@ -211,8 +213,21 @@ def test_bad_arguments_are_named(more, said):
 
 
 def test_commit_rule_by_name():
-    assert isinstance(commit_rule(2, 8, 2, None), Refine) and commit_rule("3", 8, 2, None).times == 3
-    assert isinstance(commit_rule("verify", 8, 2, None), Verify) and commit_rule("converge", 8, 2, None).times is None
+    modes = (2, "3", "verify", "converge")
+    rules = {mode: commit_rule(GenerationSettings(7, mode, noise_token_id=2)) for mode in modes}
+    assert [rule.width for rule in rules.values()] == [8] * 4 and [rule.noise for rule in rules.values()] == [2] * 4
+    assert isinstance(rules[2], Refine) and rules["3"].times == 3
+    assert isinstance(rules["verify"], Verify) and rules["converge"].times is None
+
+
+def test_settings_are_the_arguments_of_iterative_generate_in_their_order():
+    model, prompt = model_of("llama"), [list(prompts()[0])]
+    settings = GenerationSettings(5, "slide", 7, 64, temperature=1.3, seed=3)
+    by_object = generate_with(model, prompt, EOS, PAD, settings).tokens
+    assert iterative_generate(model, prompt, EOS, PAD, 5, "slide", 7, 64, temperature=1.3, seed=3).tokens == by_object
+    assert len(by_object[0]) <= 7
+    with pytest.raises(AttributeError):
+        settings.seed = 4
 
 
 def made(kind, **shape):

@@ -288,7 +288,7 @@ def test_answers_without_room_are_not_kept_and_counted(place, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [("raises", r"train.parquet, row \d+: iterative.self_generate.reward_function raised RuntimeError: no such unit."),
-     ("no_number", r"train.parquet, row \d+: iterative.self_generate.reward_function gave .'acc': 1.0.; a number, or"),
+     ("no_number", r"train.parquet, row \d+: iterative.self_generate.reward_function returned .'acc': 1.0.; it must"),
      ("keep_none", r"iterative.self_generate kept none of 40 answers \(.*\d+ scored 0 or less\). Start from a model")],
 )  # fmt: skip
 def test_a_reward_function_that_fails_ends_in_a_sentence(place, tmp_path, name, said):

@@ -1,0 +1,71 @@
+"""Forwards of ragged rows through any causal model: with a key/value cache that rolls back, or without one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dllm_reasoning.inference.commit_rules import Row
+from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem
+from dllm_reasoning.utils.logging_utils import warn_once
+from verl.utils.kv_cache import RowCache
+
+
+class ModelRunner:
+    """Computes the logits that follow each row's last committed token and its guesses.
+
+    With a cache, a forward takes only the last committed token, the guesses, and committed tokens before them that were
+    not fed as such (a rule that is not lossless); it overwrites what a wrong guess left in the cache.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, slots: int, pad_token_id: int, use_cache: bool) -> None:
+        self.model, self.pad = model, pad_token_id
+        layers = model.config.get_text_config().num_hidden_layers
+        self.cache = RowCache(rows, slots, layers) if use_cache and cacheable(model) else None
+
+    def logits(self, rows: list[Row]) -> torch.Tensor:
+        """[B, w, V], w the most guesses of a row plus one; index 0 follows the row's last committed token."""
+        device = self.model.device
+        starts = [0 if self.cache is None else min(row.cached, len(row.tokens) - 1) for row in rows]
+        fed = [row.tokens[start:] + row.guesses for row, start in zip(rows, starts, strict=True)]
+        width = max(map(len, fed))
+        ids = torch.tensor([f + [self.pad] * (width - len(f)) for f in fed], device=device)
+        positions = torch.arange(width, device=device) + torch.tensor(starts, device=device)[:, None]  # [B, width]
+        last = [len(row.tokens) - 1 - start for row, start in zip(rows, starts, strict=True)]  # column of that token
+        first, wide = min(last), max(len(row.guesses) for row in rows) + 1
+        kept = torch.arange(first, min(width, max(last) + wide), device=device)
+        if self.cache is None:
+            lengths = torch.tensor([len(f) for f in fed], device=device)
+            inputs = {"attention_mask": (positions < lengths[:, None]).long(), "use_cache": False}
+        else:
+            mask = self.cache.announce(positions, self.model.dtype)
+            inputs = {"attention_mask": mask, "past_key_values": self.cache, "use_cache": True}
+        logits = self.model(input_ids=ids, position_ids=positions, logits_to_keep=kept, **inputs).logits
+        if all(column == first for column in last):
+            return logits[:, :wide]
+        columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
+        columns = columns.clamp(max=logits.shape[1] - 1)  # nothing reads beyond a row's own guesses
+        return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+
+    def drop_done(self, rows: list[Row]) -> list[Row]:
+        """The unfinished rows, the last ones moved into the gaps of finished ones, in the cache too."""
+        left = sum(not row.done for row in rows)
+        gaps = [i for i in range(left) if rows[i].done]
+        sources = [i for i in range(left, len(rows)) if not rows[i].done]
+        if self.cache is not None and gaps:
+            self.cache.move_rows(torch.tensor(sources), torch.tensor(gaps))
+        moved = dict(zip(gaps, sources, strict=True))
+        return [rows[moved.get(i, i)] for i in range(left)]
+
+
+def cacheable(model: nn.Module) -> bool:
+    """Whether the cache works for the model: every layer attends to everything before. If not, warns once; ValueError
+    if the model cannot run on such a cache at all."""
+    name = type(model).__name__
+    if problem := rolling_problem(model):
+        raise ValueError(f"{name} {problem}, so its cache cannot drop wrong guesses; set use_cache=False (--no_cache "
+                         "in the demo), which reads the full text in each forward.")  # fmt: skip
+    if layer_kinds(model.config) == {FULL}:
+        return True
+    warn_once(f"{name} has layers without full attention: each forward reads the full text, without a cache")
+    return False

@@ -1,0 +1,78 @@
+"""Settings of block generation, and what a trained model's config says about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from dllm_reasoning.utils.logging_utils import warn_once
+from verl.workers.rollout.sampling import Sampling
+
+ADD_EOS_LENGTH = 127  # for models that were trained without a window
+WINDOW_KEY, NOISE_KEY = "dllm_window", "dllm_noise_token_id"  # in the model's config.json
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How prompts are continued.
+
+    A block (or window) holds add_eos_length + 1 tokens; None: the model's trained window, else 128. refine_iter: rounds
+    after a block's first forward (a round that changes nothing ends them), or `converge`, `slide`, `verify`, which give
+    the tokens of decoding one by one. noise_token_id None: the trained one, else EOS. confidence_threshold: with
+    `slide`, tokens predicted with at least this probability are committed unverified. temperature 0 is greedy; top_k -1
+    and top_p 1 filter nothing. max_length counts the prompt. Without use_cache each forward reads the full text.
+    """
+
+    add_eos_length: int | None = None
+    refine_iter: int | str = 2
+    max_new_tokens: int = 1024
+    max_length: int = 8192
+    noise_token_id: int | None = None
+    confidence_threshold: float | None = None
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int = 0
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.add_eos_length is not None and self.add_eos_length < 0:
+            raise ValueError(f"add_eos_length={self.add_eos_length} is below 0; 0 decodes token by token.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} is below 1.")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature == 0, self.temperature or 1.0, self.top_k, self.top_p)
+
+    def for_model(self, config: PretrainedConfig, eos_token_id: int) -> GenerationSettings:
+        """With the model's window and noise token for those that are None; warns about a block above the window."""
+        trained = trained_window(config)
+        length = self.add_eos_length
+        if length is None:
+            length = ADD_EOS_LENGTH if trained is None else trained - 1
+        elif trained is not None and length >= trained:
+            warn_once(
+                f"add_eos_length={length} makes blocks of {length + 1} tokens, but the model was trained on windows of "
+                f"{trained}: expect wrong answers with a fixed refine_iter, and no speedup from the lossless modes; "
+                f"leave it out to get {trained - 1}"
+            )
+        noise = self.noise_token_id
+        if noise is None:
+            noise = config.to_dict().get(NOISE_KEY, eos_token_id)
+        return replace(self, add_eos_length=length, noise_token_id=noise)
+
+    def check_prompts(self, prompts: list[list[int]]) -> None:
+        """ValueError that names a prompt which is empty or leaves no room for an answer."""
+        for number, ids in enumerate(prompts):
+            if not 0 < len(ids) < self.max_length:
+                raise ValueError(f"prompt {number} has {len(ids)} tokens; it needs at least one, and fewer than "
+                                 f"max_length={self.max_length}.")  # fmt: skip
+
+
+def trained_window(config: PretrainedConfig) -> int | None:
+    """W of a model trained by iterative refinement; None for others."""
+    values: dict[str, Any] = config.to_dict()
+    return values.get(WINDOW_KEY)
