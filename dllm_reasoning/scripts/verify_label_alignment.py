@@ -41,11 +41,11 @@ def layout_of(batch: Batch, noise_token: int, pattern: str = "iid", level: float
 def response_mask(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
     """The mask starts after the instruction and ends with EOS; noise changes its tokens only."""
     responses = batch["response_mask"][0].bool()
-    ids = batch["input_ids"][0]
-    if responses[0] or not responses[-1] or ids[-1] != tokenizer.eos_token_id:
+    ids, eos = batch["input_ids"][0], tokenizer.eos_token_id
+    if responses[0] or not responses[-1] or ids[-1] != eos:
         return "the response does not run from the end of the instruction to EOS"
-    noised = layout_of(batch, tokenizer.eos_token_id, level=1.0).tail.ids[0]
-    if not torch.equal(noised[~responses], ids[~responses]) or bool((noised[responses] != tokenizer.eos_token_id).any()):
+    noised = layout_of(batch, eos, level=1.0).tail.ids[0]
+    if not torch.equal(noised[~responses], ids[~responses]) or bool((noised[responses] != eos).any()):
         return "noise changes the instruction, or leaves a response token unchanged"
     return None
 
