@@ -115,3 +115,4 @@ class TrainerConfig(BaseConfig, section="trainer"):
     max_critic_ckpt_to_keep: int | None = setting(None, low=1)
     ray_wait_register_center_timeout: int = setting(300, low=1)
     use_legacy_worker_impl: str = setting("auto", choices=("auto", "enable", "disable"))
+    local: bool = False

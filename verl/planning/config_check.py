@@ -241,6 +241,10 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
     found = algorithm_problems(plain)
+    ranks = plain["trainer"]["nnodes"] * plain["trainer"]["n_gpus_per_node"]
+    if plain["trainer"]["local"] and ranks > 1:
+        rule = f"trainer.local=true runs one rank in this process, but {ranks} ranks are requested."
+        found.append(wrong("trainer.local", f"{rule} Set trainer.nnodes=1 trainer.n_gpus_per_node=1."))
     if plain["actor_rollout_ref"]["rollout"]["temperature"] == 0:
         told = "actor_rollout_ref.rollout.temperature"
         rule = f"{told}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."

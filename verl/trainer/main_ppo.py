@@ -52,6 +52,8 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
     except ValueError as e:
         sys.exit(str(e))
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    if config.trainer.local:
+        sys.exit(run_here(runner_class(), config))
     plain = isinstance(runner_class, type)
     with started_session(config) as our_own:
         if plain and our_own:
@@ -110,7 +112,8 @@ class TaskRunner:
         spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         if REWARD_POOL in self.mapping.values():
             spec[REWARD_POOL] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
-        return ResourcePoolManager(spec, self.mapping, use_gpu=config.trainer.device != "cpu")
+        use_gpu, local = config.trainer.device != "cpu", config.trainer.local
+        return ResourcePoolManager(spec, self.mapping, use_gpu=use_gpu, local=local)
 
     def make_trainer(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> Any:
         """The trainer with data, tokenizer and rewards; its workers are not started yet."""
@@ -126,6 +129,10 @@ class TaskRunner:
         OmegaConf.resolve(config)
         import_external_lib(config)
         worker_class, group_class = self.add_actor_rollout_worker(config)
+        if config.trainer.local:
+            from verl.single_controller.local import LocalWorkerGroup
+
+            group_class = LocalWorkerGroup
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, worker_class)

@@ -1,6 +1,6 @@
-"""Short runs on real ranks: PPO with a critic, ReMax, LoRA through vLLM, DAPO, a corrected rollout, a reward model.
+"""Short runs on one rank in this process: PPO with a critic, ReMax, LoRA through vLLM, DAPO, a corrected rollout, a reward model.
 
-Each learns to answer with numbers from scratch, and a control with learning rate 0 does not. Not covered: CUDA ranks.
+Each learns to answer with numbers from scratch, and a control with learning rate 0 does not. Not covered: CUDA ranks, Ray.
 """
 
 import json
@@ -16,9 +16,11 @@ from verl.utils.metric.names import unknown_metrics
 
 STEPS = 14
 ROLLOUT, ACTOR = "actor_rollout_ref__rollout__", "actor_rollout_ref__actor__"
-BASE = {"trainer__total_training_steps": STEPS, "trainer__total_epochs": 10, f"{ACTOR}optim__lr": "5e-3",
-        f"{ROLLOUT}n": 8, f"{ACTOR}ppo_micro_batch_size_per_gpu": 64,
-        f"{ROLLOUT}log_prob_micro_batch_size_per_gpu": 64}  # fmt: skip
+BASE = {
+    "trainer__local": "true", "trainer__total_training_steps": STEPS, "trainer__total_epochs": 10,
+    f"{ACTOR}optim__lr": "5e-3", f"{ROLLOUT}n": 8, f"{ACTOR}ppo_micro_batch_size_per_gpu": 64,
+    f"{ROLLOUT}log_prob_micro_batch_size_per_gpu": 64,
+}  # fmt: skip
 VLLM = {f"{ROLLOUT}name": "vllm", f"{ROLLOUT}dtype": "float32", f"{ROLLOUT}max_num_seqs": 64,
         f"{ROLLOUT}calculate_log_probs": "true"}  # fmt: skip
 LORA = {"actor_rollout_ref__model__lora_rank": 16, "actor_rollout_ref__model__lora_alpha": 32,
@@ -64,7 +66,7 @@ def gain(rows: list[dict]) -> float:
 
 
 @pytest.fixture(scope="module")
-def control(ray_cluster, tiny_llama, tmp_path_factory) -> float:
+def control(tiny_llama, tmp_path_factory) -> float:
     rows = run(tmp_path_factory.mktemp("control"), tiny_llama, **{f"{ACTOR}optim__lr": 0})
     assert len({row["critic/score/mean"] for row in rows}) > 1
     return gain(rows)
@@ -95,7 +97,7 @@ def test_it_learns_more_than_the_control(control, tiny_llama, tmp_path, name, se
         assert all(row["rollout_corr/rollout_rs_masked_fraction"] == 0 for row in rows)
 
 
-def test_ppo_with_a_critic_learns_and_goes_on_after_a_resume(control, tiny_llama, tmp_path):
+def test_ppo_with_a_critic_learns_and_continues_after_a_resume(control, tiny_llama, tmp_path):
     first = run(tmp_path / "ppo", tiny_llama, **PPO, trainer__save_freq=STEPS)
     assert gain(first) > control + 0.15
     losses = [row["critic/vf_loss"] for row in first]
@@ -116,7 +118,7 @@ def test_dapo_learns_from_groups_that_differ(control, tiny_llama, tmp_path):
     assert all(row["train/num_gen_batches"] >= 1 for row in rows)
 
 
-def test_a_reward_model_scores_the_last_token_of_each_answer(ray_cluster, tiny_llama, tmp_path):
+def test_a_reward_model_scores_the_last_token_of_each_answer(tiny_llama, tmp_path):
     torch.manual_seed(3)
     model = AutoModelForTokenClassification.from_pretrained(tiny_llama, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=1.0)

@@ -80,6 +80,14 @@ def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
 
 
 @pytest.mark.slow
+def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_llama, tmp_path):
+    train(tmp_path, tiny_llama, trainer__local="true")
+    assert metrics_rows(tmp_path) == metrics_rows(one_rank)
+    local, ray_rank = final_weights(tmp_path), final_weights(one_rank)
+    assert local.keys() == ray_rank.keys() and all(tensor.equal(ray_rank[name]) for name, tensor in local.items())
+
+
+@pytest.mark.slow
 def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=-1)
     for one, two in zip(metrics_rows(one_rank), metrics_rows(tmp_path), strict=True):

@@ -12,8 +12,10 @@ from typing import Any
 
 from loguru import logger
 
+from verl.protocol import DataProto, DataProtoFuture, unpad_dataproto
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
+    PADDING_KEY,
     Execute,
     dispatch_all_to_all,
     get_predefined_dispatch_fn,
@@ -42,6 +44,9 @@ class ResourcePool:
 
     def __call__(self) -> list[int]:
         return self.store
+
+    def release(self) -> None:  # noqa: B027
+        """Give back what the pool reserved."""
 
     def local_world_size_list(self) -> list[int]:
         """For every rank, how many ranks its node has."""
@@ -128,3 +133,30 @@ def registered_methods(cls: type) -> dict[str, dict[str, Any]]:
     members = {name: inspect.getattr_static(cls, name, None) for name in dir(cls)}
     functions = {name: member for name, member in members.items() if inspect.isfunction(member)}
     return {name: vars(f)[MAGIC_ATTR] for name, f in functions.items() if MAGIC_ATTR in vars(f)}
+
+
+def func_generator(
+    self: WorkerGroup, method_name: str, dispatch_fn: Callable, collect_fn: Callable, execute_fn: Callable,
+    blocking: bool,
+) -> Callable:
+    """The group's method for the workers' `method_name`: dispatch, run, fetch when blocking, collect, drop padding."""
+
+    def call(*args, **kwargs):
+        args, kwargs = dispatch_fn(self, *args, **kwargs)
+        padding = kwargs.pop(PADDING_KEY, 0)
+        output = execute_fn(method_name, *args, **kwargs)
+        if blocking:
+            output = self._fetch(output, method_name)
+        output = collect_fn(self, output)
+        if padding and isinstance(output, DataProto):
+            output = unpad_dataproto(output, padding)
+        if padding and isinstance(output, DataProtoFuture):
+            output.collect_fn = functools.partial(_concat_and_unpad, padding)
+        return output
+
+    call.__name__ = method_name
+    return call
+
+
+def _concat_and_unpad(padding: int, parts: list[DataProto]) -> DataProto:
+    return unpad_dataproto(DataProto.concat(parts), padding)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import ray
+from loguru import logger
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.protocol import DataProto, DataProtoFuture, unpad_dataproto
-from verl.single_controller.base.decorator import PADDING_KEY
+from verl.protocol import DataProto
 from verl.single_controller.base.worker import get_master_addr_port
-from verl.single_controller.base.worker_group import WorkerGroup, registered_methods
+from verl.single_controller.base.worker_group import WorkerGroup, func_generator, registered_methods
 from verl.single_controller.ray.fetch import WorkerDiedError, fetch
 from verl.single_controller.ray.ray_class import (
     FUSED_SEPARATOR,
@@ -45,33 +43,6 @@ __all__ = [
     "extract_pg_from_exist", "func_generator", "get_master_addr_port", "get_random_string", "merge_resource_pool",
     "sort_placement_group_by_node_ip", "split_resource_pool",
 ]  # fmt: skip
-
-
-def func_generator(
-    self: RayWorkerGroup, method_name: str, dispatch_fn: Callable, collect_fn: Callable, execute_fn: Callable,
-    blocking: bool,
-) -> Callable:
-    """The group's method for the workers' `method_name`: dispatch, run, fetch when blocking, collect, drop padding."""
-
-    def call(*args, **kwargs):
-        args, kwargs = dispatch_fn(self, *args, **kwargs)
-        padding = kwargs.pop(PADDING_KEY, 0)
-        output = execute_fn(method_name, *args, **kwargs)
-        if blocking:
-            output = self._fetch(output, method_name)
-        output = collect_fn(self, output)
-        if padding and isinstance(output, DataProto):
-            output = unpad_dataproto(output, padding)
-        if padding and isinstance(output, DataProtoFuture):
-            output.collect_fn = functools.partial(_concat_and_unpad, padding)
-        return output
-
-    call.__name__ = method_name
-    return call
-
-
-def _concat_and_unpad(padding: int, parts: list[DataProto]) -> DataProto:
-    return unpad_dataproto(DataProto.concat(parts), padding)
 
 
 def _master_address_near(group: PlacementGroup, bundle: int) -> tuple[str, str]:
@@ -231,6 +202,19 @@ class RayWorkerGroup(WorkerGroup):
         return [self._call(rank, method_name, *_stored(*share, known)) for rank, share in enumerate(shares)]
 
     execute_all = execute_all_async
+
+    def try_execute_all(self, method_name: str, timeout_s: float) -> None:
+        """Call every rank; errors, and ranks that do not answer within `timeout_s` seconds, are logged."""
+        prefix = f"{self.sub_cls_name}_" if self.sub_cls_name else ""
+        calls = self.execute_all_async(prefix + method_name)
+        done, hanging_calls = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayError as e:
+                logger.warning(f"{method_name} failed on a rank: {str(e).strip().splitlines()[-1]}")
+        if hanging_calls:
+            logger.warning(f"{method_name}: {len(hanging_calls)} of {len(calls)} ranks did not finish in {timeout_s} s")
 
     def execute_all_sync(self, method_name: str, *args, **kwargs) -> list[Any]:
         """Call every rank and wait for the outputs, in rank order."""

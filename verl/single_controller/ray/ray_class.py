@@ -56,22 +56,22 @@ def unwrap(cls: Any) -> type:
     return cls.__ray_metadata__.modified_class if isinstance(cls, ActorClass) else cls
 
 
-def _own_class(cls: Any) -> type:
-    """Without the subclass that Ray puts in front: a role inside another process is no actor."""
+def user_class(cls: Any) -> type:
+    """The class that the user wrote, without the subclass that Ray derives from it for an actor."""
     user = unwrap(cls)
     return user.__mro__[1] if isinstance(cls, ActorClass) and user.__name__ == user.__mro__[1].__name__ else user
 
 
 def role_classes(ray_cls_with_init: RayClassWithInitArgs | None) -> dict[str, type]:
     """{role: class} of a colocated or fused class; empty for any other."""
-    return {} if ray_cls_with_init is None else vars(_own_class(ray_cls_with_init.cls)).get("role_classes", {})
+    return {} if ray_cls_with_init is None else vars(user_class(ray_cls_with_init.cls)).get("role_classes", {})
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type:
     """A plain worker class with one worker of each role; the roles find each other by name."""
     if not class_dict:
         raise ValueError("colocated workers need at least one role")
-    builders = {role: (_own_class(c.cls), c.args, c.kwargs) for role, c in class_dict.items()}
+    builders = {role: (user_class(c.cls), c.args, c.kwargs) for role, c in class_dict.items()}
 
     class FusedWorker(Worker):
         role_classes = {role: cls for role, (cls, _, _) in builders.items()}

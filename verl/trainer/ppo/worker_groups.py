@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from loguru import logger
 from omegaconf import DictConfig, OmegaConf
-from ray.exceptions import RayError
 
 from verl.algos.rollout_correction import use_bypass_loss
+from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
@@ -21,15 +20,22 @@ CLOSE_TIMEOUT_S = 20
 
 @dataclass
 class ResourcePoolManager:
-    """Pools by name (ranks of each node) and the pool of each role; `use_gpu` false makes CPU ranks."""
+    """Pools by name (ranks of each node) and the pool of each role.
+
+    `use_gpu` false makes CPU ranks; `local` pools reserve nothing and are for LocalWorkerGroup.
+    """
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
-    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+    resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
     use_gpu: bool = True
+    local: bool = False
 
     def create_resource_pool(self) -> None:
         """Create every pool. Raises ValueError if Ray has too few free GPUs or CPUs."""
+        if self.local:
+            self.resource_pool_dict = {name: ResourcePool(ranks) for name, ranks in self.resource_pool_spec.items()}
+            return
         kind = "GPU" if self.use_gpu else "CPU"
         total = ray.available_resources().get(kind, 0)  # without a key if used up or never there
         wanted = self.get_n_gpus()
@@ -45,7 +51,7 @@ class ResourcePoolManager:
                 process_on_nodes=ranks_of_nodes, use_gpu=self.use_gpu, max_colocate_count=1, name_prefix=name
             )
 
-    def get_resource_pool(self, role: Role) -> RayResourcePool:
+    def get_resource_pool(self, role: Role) -> ResourcePool:
         """The pool that `role` is placed on."""
         if role not in self.mapping:
             raise KeyError(f"role '{role}' has no resource pool; placed are: {', '.join(map(str, self.mapping))}.")
@@ -116,7 +122,7 @@ class WorkerGroups:
         """Let the rollouts end what they started, end the ranks, then give the pools back to Ray."""
         for role, group in self.roles.items():
             if role in (Role.ActorRollout, Role.ActorRolloutRef):
-                _close_rollouts(group)
+                group.try_execute_all("close_rollout", CLOSE_TIMEOUT_S)
         for group in self.processes:
             group.shutdown()
         for pool in self.manager.resource_pool_dict.values():
@@ -127,16 +133,3 @@ class WorkerGroups:
 def _placed_as(role: Role) -> Role:
     """The role by which the pool is chosen: a reference policy in the actor's processes does not change it."""
     return Role.ActorRollout if role == Role.ActorRolloutRef else role
-
-
-def _close_rollouts(group: RayWorkerGroup) -> None:
-    prefix = f"{group.sub_cls_name}_" if group.sub_cls_name else ""
-    closing = group.execute_all_async(f"{prefix}close_rollout")
-    done, hanging = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
-    for ref in done:
-        try:
-            ray.get(ref)
-        except RayError as e:
-            logger.warning(f"a rollout could not be closed: {str(e).strip().splitlines()[-1]}")
-    if hanging:
-        logger.warning(f"{len(hanging)} of {len(closing)} ranks did not close within {CLOSE_TIMEOUT_S} s: killed")

@@ -157,7 +157,8 @@ def run_here(runner: Any, config: DictConfig) -> int:
     """Run the task runner in this process, on its own Ray session; the exit code. Signals as in run_until_done."""
     for name, value in WORKER_ENV.items():
         os.environ.setdefault(name, value)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
+    if not config.trainer.local:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
         with StopSignals() as signals:
             runner.run(config, lambda: signals.asked)
