@@ -1,6 +1,6 @@
-"""Short runs on one rank in this process: PPO with a critic, ReMax, LoRA through vLLM, DAPO, a corrected rollout, a reward model.
+"""Short runs on one rank: PPO with a critic, ReMax, LoRA through vLLM, DAPO, rollout correction, a reward model.
 
-Each learns to answer with numbers from scratch, and a control with learning rate 0 does not. Not covered: CUDA ranks, Ray.
+Each run learns to generate numbers from scratch; a control with learning rate 0 does not. Not covered: CUDA ranks, Ray.
 """
 
 import json
