@@ -7,12 +7,12 @@ import json
 from benchmarks.harness import Row, row, say
 from benchmarks.seeds import demo_runs
 from examples.demo_runner import console
-from examples.dllm_arithmetic.acceptance import LEAST, demand_table
+from examples.dllm_arithmetic.acceptance import MINIMUM, criteria_table
 
 
 def run() -> list[Row]:
     """A row a demand, a value a seed; of the shares of equal answers the least counts, no seed may lose a token."""
-    shown: dict[str, list[float]] = {name: [] for name in LEAST}
+    shown: dict[str, list[float]] = {name: [] for name in MINIMUM}
     seconds = []
     for seed, out, took in demo_runs("examples.dllm_arithmetic.demo", "dllm"):
         seconds.append(took)
@@ -20,8 +20,8 @@ def run() -> list[Row]:
         for name, value in values.items():
             shown[name].append(value)
         say(f"seed {seed}, {seconds[-1]:.0f} s")
-        console.print(demand_table(values))
-    rows = [row(f"dllm_demo_{name}", values, LEAST[name][1]) for name, values in shown.items()]
+        console.print(criteria_table(values))
+    rows = [row(f"dllm_demo_{name}", values, MINIMUM[name][1]) for name, values in shown.items()]
     for found in rows:
         if found.name.endswith("_same_as_greedy"):
             found.value, found.unit = found.low, f"{found.unit}, least of the seeds"

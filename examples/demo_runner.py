@@ -1,4 +1,4 @@
-"""What the demos share: commands with a log, progress bars, a time budget a phase."""
+"""Shared by the demos: commands with a log, progress bars, phases with a time budget."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-JUST_NOW_S = 60.0  # between set-up and demo of one `make`
-SILENCE_S = 20.0  # between signs of life where no bar is drawn
-PATIENCE_S = 120.0  # a stopped training finishes its start-up or step, and saves
+SETUP_AGE_S = 60.0  # a newer set-up record belongs to the same `make`
+LOG_EVERY_S = 20.0  # between progress lines on a console without progress bars
+STOP_TIMEOUT_S = 120.0  # a stopped training finishes its start-up or step, and saves
 console = Console()
 
 
 class PhaseFailed(RuntimeError):
-    """A command of the demo ended with an error; its log is named."""
+    """A command of the demo failed; the message names its log."""
 
 
 def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None = None, env: dict | None = None) -> None:
-    """Run a command with its output in `log`; `watch` is called twice a second meanwhile.
+    """Run a command with its output in `log`; `watch` is called twice a second.
 
-    Raises PhaseFailed with the log's last lines when it fails; the child ends when this process is interrupted.
+    Raises PhaseFailed with the log's last lines if it fails; the child is stopped if this process is interrupted.
     """
     run_side_by_side([(command, log)], watch, env)
 
@@ -36,14 +36,14 @@ def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None =
 def run_side_by_side(
     jobs: Sequence[tuple[list[str], Path]], watch: Callable[[], None] | None = None, env: dict | None = None
 ) -> list[float]:
-    """Run commands at once, as run_logged does one; gives the CPU seconds of each. All end when one fails."""
+    """Run commands in parallel, each as run_logged does; returns their CPU seconds. If one fails, all are stopped."""
     children = [_start(command, log, env) for command, log in jobs]
     seconds = [0.0] * len(jobs)
     try:
         while any(child.returncode is None for child in children):
             for i, (child, (command, log)) in enumerate(zip(children, jobs, strict=True)):
                 if child.returncode is None:
-                    seconds[i] = _look(child)
+                    seconds[i] = _poll(child)
                     if child.returncode:
                         raise _failed(command, log, child.returncode)
             if watch is not None:
@@ -63,8 +63,8 @@ def _start(command: list[str], log: Path, env: dict | None) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
-def _look(child: subprocess.Popen) -> float:
-    """Take up an ended child's exit code; its CPU seconds, of what it waited for too (0 while it runs)."""
+def _poll(child: subprocess.Popen) -> float:
+    """Set the exit code of a child that has ended; its CPU seconds with those of its own children (0 while it runs)."""
     ended, status, usage = os.wait4(child.pid, os.WNOHANG)
     if not ended:
         return 0.0
@@ -77,9 +77,9 @@ def _stop(children: list[tuple[subprocess.Popen, list[str]]]) -> None:
     for child, _ in alive:
         child.terminate()
     for child, command in alive:
-        console.print(f"  waits for {command[1]} to end (at most {PATIENCE_S:.0f} s)")
+        console.print(f"  waiting for {command[1]} to end (at most {STOP_TIMEOUT_S:.0f} s)")
         try:
-            child.wait(timeout=PATIENCE_S)
+            child.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.kill()
 
@@ -89,20 +89,20 @@ def _failed(command: list[str], log: Path, code: int) -> PhaseFailed:
     return PhaseFailed(f"{' '.join(command[:4])} ... ended with {code}; its last lines ({log}):\n{tail}")
 
 
-class SignsOfLife:
-    """Prints what goes on now and then where no bar is drawn, as in a log."""
+class ProgressLog:
+    """Prints progress now and then where no bar is drawn, as in a log file."""
 
     def __init__(self) -> None:
-        self.said = time.monotonic()
+        self.last = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        if not console.is_terminal and time.monotonic() - self.said > SILENCE_S:
+        if not console.is_terminal and time.monotonic() - self.last > LOG_EVERY_S:
             console.print(f"  {text}")
-            self.said = time.monotonic()
+            self.last = time.monotonic()
 
 
 class TrainingWatch:
-    """Moves a progress bar along with the metrics that the trainer appends to metrics.jsonl."""
+    """Updates a progress bar from the metrics that the trainer appends to metrics.jsonl."""
 
     def __init__(
         self, metrics: Path, progress: Progress, total: int, describe: Callable[[Mapping[str, float]], str]
@@ -110,7 +110,7 @@ class TrainingWatch:
         self.metrics, self.progress, self.describe = metrics, progress, describe
         self.task = progress.add_task("starting Ray, FSDP and vLLM", total=total)
         self.read_bytes = 0
-        self.tell = SignsOfLife()
+        self.log = ProgressLog()
 
     def __call__(self) -> None:
         if not self.metrics.exists() or self.metrics.stat().st_size == self.read_bytes:
@@ -123,7 +123,7 @@ class TrainingWatch:
             data = rows[-1]["data"]
             text = f"step {rows[-1]['step']}  reward {data['critic/score/mean']:+.3f}{self.describe(data)}"
             self.progress.update(self.task, completed=rows[-1]["step"], description=text)
-            self.tell(text)
+            self.log(text)
 
 
 def make_progress(counted: bool = False) -> Progress:
@@ -136,13 +136,13 @@ def make_progress(counted: bool = False) -> Progress:
 
 
 class Phases:
-    """Runs named phases, and remembers what each took beside its budget (seconds)."""
+    """Runs named phases and records the time of each against its budget (seconds)."""
 
     def __init__(self, budget: dict[str, float]):
         self.budget = budget
         self.took: dict[str, float] = {}
-        record = Path(sys.prefix) / ".setup_seconds"  # scripts/setup_env.sh leaves it
-        if record.exists() and time.time() - record.stat().st_mtime < JUST_NOW_S:
+        record = Path(sys.prefix) / ".setup_seconds"  # written by scripts/setup_env.sh
+        if record.exists() and time.time() - record.stat().st_mtime < SETUP_AGE_S:
             self.took["set-up"] = float(record.read_text())
 
     def run(self, name: str, work: Callable[[], None]) -> None:
@@ -154,7 +154,7 @@ class Phases:
         console.print(f"  took {self.took[name]:.0f} s of {self.budget[name]:.0f} s")
 
     def table(self) -> Table:
-        """Budget against time taken, a row a phase and the sum."""
+        """Budget and time of each phase, and their sums."""
         table = Table(title="Time")
         for column in ("phase", "budget s", "took s"):
             table.add_column(column, justify="left" if column == "phase" else "right")
@@ -167,7 +167,7 @@ class Phases:
 
 
 def run_shown(command: list[str]) -> None:
-    """Run a command that draws its own progress bars. Raises PhaseFailed when it fails."""
+    """Run a command that draws its own progress bars; raises PhaseFailed if it fails."""
     code = subprocess.run(command, cwd=ROOT).returncode
     if code != 0:
         raise PhaseFailed(f"{' '.join(command[:4])} ... ended with {code}")

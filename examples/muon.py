@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from examples.spd_arithmetic.muon import orthogonalise
 
-OUTSIDE = ("embed", "lm_head", "score")  # parts of the names of matrices that are no layer of the network's inside
+OUTSIDE = ("embed", "lm_head", "score")  # parts of the names of matrices outside the layers
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -52,7 +52,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for p in group["params"]:
             if p.grad is not None:
                 by_shape.setdefault(tuple(p.shape), []).append(p)
-        for (rows, columns), matrices in by_shape.items():  # equal shapes at once: one call of each product
+        for (rows, columns), matrices in by_shape.items():  # stacked: one call of each product per shape
             update = orthogonalise(torch.stack([self._direction(p, group["momentum"]) for p in matrices]))
             scale = group["lr"] * max(1.0, rows / columns) ** 0.5
             for p, u in zip(matrices, update, strict=True):
@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 p.sub_(_like(u, p), alpha=scale)
 
     def _direction(self, p: nn.Parameter, momentum: float) -> torch.Tensor:
-        """The whole gradient, ahead by its momentum."""
+        """The full gradient with Nesterov momentum, [rows, columns]."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
@@ -69,18 +69,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return ahead.full_tensor() if isinstance(ahead, DTensor) else ahead
 
     def _adamw(self, group: dict) -> None:
-        given = [p for p in group["params"] if p.grad is not None]
-        for p in given:
+        params = [p for p in group["params"] if p.grad is not None]
+        for p in params:
             if not (state := self.state[p]):
                 state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        states = [[self.state[p][name] for p in given] for name in ("exp_avg", "exp_avg_sq", "step")]
-        adamw(given, [p.grad for p in given], states[0], states[1], [], states[2], amsgrad=False,
+        states = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
+        adamw(params, [p.grad for p in params], states[0], states[1], [], states[2], amsgrad=False,
               beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
               eps=1e-8, maximize=False)  # fmt: skip
 
 
-def _like(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """A whole matrix, laid out over the ranks as `p` is."""
+def _like(full: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A full matrix, sharded over the ranks like `p`."""
     if not isinstance(p, DTensor):
-        return whole
-    return distribute_tensor(whole, p.device_mesh, p.placements)
+        return full
+    return distribute_tensor(full, p.device_mesh, p.placements)

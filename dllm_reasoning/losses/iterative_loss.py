@@ -1,7 +1,7 @@
 """Losses of iterative refinement: predict, compare with the clean text, feed the prediction back.
 
-The prediction that is fed back carries no gradient, so each round's backward pass runs at once: peak memory does not
-grow with the number of rounds, and the gradient is that of the summed loss.
+The prediction that is fed back carries no gradient, so each round's backward pass runs immediately: peak memory does
+not grow with the number of rounds, and the gradient is that of the summed loss.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class IterativeLoss:
         layout has a prefix and the model's attention cannot be described by one mask.
         """
         if layout.prefix is not None and (problem := mask_problem(model)):
-            raise ValueError(f"{type(causal_model(model)).__name__} {problem}: rounds cannot look at a common prefix.")
+            raise ValueError(f"{type(causal_model(model)).__name__} {problem}: rounds cannot share a prefix.")
         forward = _TailForward(model, layout, self.share and layout.prefix is not None)
         ids = layout.tail.ids
         with torch.no_grad():

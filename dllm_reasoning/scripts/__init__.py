@@ -1,1 +1,1 @@
-"""Commands beside training."""
+"""Commands other than training."""

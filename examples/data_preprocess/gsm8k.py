@@ -15,14 +15,14 @@ ANSWER = re.compile(r"####\s*(-?[0-9.,]*[0-9])\s*$")
 def convert(row: dict[str, Any], number: int, split: str) -> dict[str, Any]:
     """A row with `question` and `answer`; ValueError where the answer does not end in '#### <number>'."""
     question, answer = field(row, "question"), field(row, "answer")
-    found = ANSWER.search(answer)
-    if found is None:
+    match = ANSWER.search(answer)
+    if match is None:
         raise ValueError(f"the answer does not end in '#### <number>': {answer[-60:]!r}")
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": found.group(1).replace(",", "")},
+        "reward_model": {"style": "rule", "ground_truth": match.group(1).replace(",", "")},
         "extra_info": {"split": split, "index": number, "answer": answer, "question": question},
     }
 

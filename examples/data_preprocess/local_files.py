@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: local files in, parquet files of verl's columns out."""
+"""Shared by the scripts of this folder: converts local files to parquet files with verl's columns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(convert: Convert, description: str, default_save_dir: str, argv: list[st
 
 
 def save(convert: Convert, source: Path, target: Path) -> list[Path]:
-    """Converts each split found below `source`; the files written."""
+    """Convert each split in `source` (a folder or file); returns the files written."""
     target = target.expanduser()
     written = []
     for split, file in splits_of(source.expanduser()).items():
@@ -48,16 +48,16 @@ def save(convert: Convert, source: Path, target: Path) -> list[Path]:
 
 
 def splits_of(source: Path) -> dict[str, Path]:
-    """{"train": file, "test": file} as far as they are there; a lone file is the training split."""
+    """{"train": file, "test": file} for the splits that exist; a single file is the training split."""
     if source.is_file():
         return {next((s for s, names in SPLITS.items() if source.stem.startswith(names)), "train"): source}
     files = sorted(f for f in source.rglob("*") if f.suffix in KINDS)
-    found = {split: [f for f in files if f.stem.startswith(names)] for split, names in SPLITS.items()}
-    if several := [f for f in found.values() if len(f) > 1]:
+    splits = {split: [f for f in files if f.stem.startswith(names)] for split, names in SPLITS.items()}
+    if several := [f for f in splits.values() if len(f) > 1]:
         raise DatasetError(f"{source}: {', '.join(f.name for f in several[0])} all look like one split; name one file.")
-    if not any(found.values()):
+    if not any(splits.values()):
         raise DatasetError(f"{source}: no train.* or test.* of the kinds {', '.join(KINDS)}.")
-    return {split: files[0] for split, files in found.items() if files}
+    return {split: files[0] for split, files in splits.items() if files}
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

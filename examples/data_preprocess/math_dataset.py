@@ -11,15 +11,15 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def last_boxed(text: str) -> str:
-    """What stands in the last \\boxed{...} (or \\fbox{...}) of a text, braces matched; ValueError without one."""
+    """The content of the last \\boxed{...} (or \\fbox{...}) of a text, braces matched; ValueError without one."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         raise ValueError(f"the solution holds no \\boxed{{...}}: {text[-60:]!r}")
     depth, begin = 0, text.index("{", start)
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[begin + 1 : place]
+            return text[begin + 1 : position]
     raise ValueError(f"the braces of \\boxed do not close: {text[start : start + 60]!r}")
 
 

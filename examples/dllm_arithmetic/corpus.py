@@ -67,27 +67,27 @@ def draw(counts: dict[str, int], seed: int) -> dict[str, pd.DataFrame]:
         problem = problems.sample_problem(rng)
         rows[instruction_of(problem)] = (worked_answer(problem), str(problems.solve(problem)))
     table = pd.DataFrame([(q, *a) for q, a in rows.items()], columns=["instruction", "output", "answer"])
-    found, start = {}, 0
+    tables, start = {}, 0
     for split, count in counts.items():
-        found[split] = table.iloc[start : start + count].reset_index(drop=True)
+        tables[split] = table.iloc[start : start + count].reset_index(drop=True)
         start += count
-    return found
+    return tables
 
 
 def write(tables: Mapping[str, pd.DataFrame], directory: Path) -> None:
-    """A parquet file a split."""
+    """One parquet file per split."""
     for split, table in tables.items():
         table.to_parquet(directory / f"{split}.parquet")
 
 
 def final_answer(text: str) -> str | None:
-    """The number behind the last `answer is`, its digits joined; None where there is none."""
-    said = re.findall(r"answer is ((?:\d ?)+)", text)
-    return said[-1].replace(" ", "") if said else None
+    """The number after the last `answer is`, its digits joined; None without one."""
+    numbers = re.findall(r"answer is ((?:\d ?)+)", text)
+    return numbers[-1].replace(" ", "") if numbers else None
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """1 where the final answer is right."""
+    """1 if the final answer is correct, else 0."""
     return float(final_answer(solution_str) == ground_truth)
 
 

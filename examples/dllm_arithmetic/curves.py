@@ -8,22 +8,22 @@ from typing import Any
 
 LOSSES = ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar")
 SMOOTH = 0.9
-NEAR = 0.03  # of the axis: labels of points closer than this would lie on each other
+NEAR = 0.03  # of the axis: labels of closer points would overlap
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Running mean that forgets by SMOOTH a step, without its start's bias."""
-    mean, weight, found = 0.0, 0.0, []
+    """Exponential moving average with decay SMOOTH, corrected for the bias of its start."""
+    mean, weight, means = 0.0, 0.0, []
     for value in values:
         mean, weight = SMOOTH * mean + (1 - SMOOTH) * value, SMOOTH * weight + 1 - SMOOTH
-        found.append(mean / weight)
-    return found
+        means.append(mean / weight)
+    return means
 
 
 def draw_curves(
-    found: Mapping[str, Any], runs: Sequence[tuple[str, list[dict[str, Any]]]], file: Path
+    results: Mapping[str, Any], runs: Sequence[tuple[str, list[dict[str, Any]]]], file: Path
 ) -> None:
-    """Write the PNG; `found` as in evaluation.json, `runs`: (name, rows of metrics.jsonl)."""
+    """Write the PNG; `results` as in evaluation.json, `runs`: (name, rows of metrics.jsonl)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5), layout="constrained")
@@ -38,9 +38,9 @@ def draw_curves(
     losses.legend(fontsize=7)
     for axis, key, label in ((forwards, "tokens_per_forward", "tokens per forward"),
                              (seconds, "tokens_per_second", "tokens per second, one question at a time")):  # fmt: skip
-        furthest = max(row[key] for row in found["rows"])
-        for i, name in enumerate(dict.fromkeys(row["model"] for row in found["rows"])):
-            points = [(row[key], 100 * row["accuracy"], row["mode"]) for row in found["rows"] if row["model"] == name]
+        furthest = max(row[key] for row in results["rows"])
+        for i, name in enumerate(dict.fromkeys(row["model"] for row in results["rows"])):
+            points = [(row[key], 100 * row["accuracy"], row["mode"]) for row in results["rows"] if row["model"] == name]
             axis.scatter(*list(zip(*points, strict=True))[:2], label=name)
             for x, y, modes in named_together(points, NEAR * furthest):
                 axis.annotate(modes, (x, y), fontsize=7, xytext=(2, 4 - 8 * i), textcoords="offset points",
@@ -52,13 +52,13 @@ def draw_curves(
 
 
 def named_together(points: Sequence[tuple[float, float, str]], near: float) -> list[tuple[float, float, str]]:
-    """(x, y, names) of points (x, y, name): one label where the next x is less than `near` away, y less than 2."""
-    found: list[tuple[float, float, str]] = []
+    """Labels (x, y, names) of points (x, y, name): shared if the next x is less than `near` away and y less than 2."""
+    labels: list[tuple[float, float, str]] = []
     last = (0.0, 0.0)
     for x, y, name in sorted(points):
-        if found and x - last[0] < near and abs(y - last[1]) < 2:
-            found[-1] = (*found[-1][:2], f"{found[-1][2]}, {name}")
+        if labels and x - last[0] < near and abs(y - last[1]) < 2:
+            labels[-1] = (*labels[-1][:2], f"{labels[-1][2]}, {name}")
         else:
-            found.append((x, y, name))
+            labels.append((x, y, name))
         last = (x, y)
-    return found
+    return labels

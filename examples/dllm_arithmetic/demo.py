@@ -1,9 +1,9 @@
-"""Iterative refinement of a small language model on worked arithmetic, beside plain SFT of the same base.
+"""Iterative refinement of a small language model on worked arithmetic, compared with plain SFT of the same base.
 
     python -m examples.dllm_arithmetic.demo [--seed 0] [--out DIR]
 
-Trains a base, then refinement and its SFT twin side by side, one thread each. Ends with accuracy against tokens per
-forward and per second for every mode, what the run has to show (acceptance.py), OUT/evaluation.json and OUT/curves.png.
+Trains a base, then refinement and its SFT twin in parallel, one thread each. Ends with accuracy against tokens per
+forward and per second for every mode, acceptance criteria (acceptance.py), OUT/evaluation.json and OUT/curves.png.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from examples.demo_runner import (
     ROOT,
     PhaseFailed,
     Phases,
-    SignsOfLife,
+    ProgressLog,
     console,
     make_progress,
     run_logged,
     run_shown,
     run_side_by_side,
 )
-from examples.dllm_arithmetic.acceptance import LOSSLESS, demand_table, figures
+from examples.dllm_arithmetic.acceptance import LOSSLESS, criteria_of, criteria_table
 from examples.dllm_arithmetic.curves import draw_curves
 from examples.dllm_arithmetic.evaluate import paired
 from verl.report.page import read_jsonl, write_report
@@ -43,8 +43,8 @@ BLOCK, WINDOWS, ALIGNED = 8, 12, 0.5
 STEPS, ROUNDS, AR_WEIGHT = 1800, 2, 2.0
 SINGLE_ROUND_STEPS = 600
 TAIL_BYTES = 8192
-TWIN_MODES = (*LOSSLESS, "refine 1")  # the others take as long, and it says nothing right by them
-TWIN_STEPS = 3950  # a step of plain SFT takes half as long or less; the demands say whether the twin got as much
+TWIN_MODES = (*LOSSLESS, "refine 1")  # the others take as long, and none of its answers by them is correct
+TWIN_STEPS = 3950  # a step of plain SFT takes at most half as long; a criterion compares CPU times
 
 
 def common(model: Path, data: Path, run: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def command(module: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def refine_command(model: Path, data: Path, run: Path, steps: int, seed: int, *more: str) -> list[str]:
-    """Packed windows beside the clean text."""
+    """Refinement with packed windows next to the clean text."""
     settings = common(model, data, run, steps, seed) | {
         "trainer.save_checkpoint_steps": -1, "iterative.noise_pattern": "packed", "iterative.block_length": BLOCK,
         "iterative.windows_per_sample": WINDOWS, "iterative.aligned_windows": ALIGNED,
@@ -93,46 +93,46 @@ def trained_model(run: Path) -> Path:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Whole rows of a run's metrics."""
+    """Complete rows of a run's metrics."""
     return read_jsonl(run / "metrics.jsonl")
 
 
-def newest(run: Path) -> dict[str, Any] | None:
-    """The last whole row of a run's metrics: the file is long, and looked at often."""
+def latest_row(run: Path) -> dict[str, Any] | None:
+    """The last complete row of a run's metrics. Reads only the end: the file is long and polled often."""
     file = run / "metrics.jsonl"
     if not file.exists():
         return None
     with open(file, "rb") as rows:
         rows.seek(max(0, file.stat().st_size - TAIL_BYTES))
         lines = rows.read().decode(errors="replace").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n") and line.startswith('{"step"')]
-    return json.loads(whole[-1]) if whole else None
+    complete = [line for line in lines if line.endswith("\n") and line.startswith('{"step"')]
+    return json.loads(complete[-1]) if complete else None
 
 
 class Watch:
-    """A progress bar for each run, with its newest losses."""
+    """A progress bar for each run, with its latest losses."""
 
     def __init__(self, progress: Progress, runs: Mapping[str, tuple[Path, int]]) -> None:
         self.progress, self.runs = progress, runs
         self.tasks = {name: progress.add_task(f"{name}: starting", total=steps) for name, (_, steps) in runs.items()}
-        self.tell = SignsOfLife()
+        self.log = ProgressLog()
 
     def __call__(self) -> None:
-        told = []
+        lines = []
         for name, (run, _) in self.runs.items():
-            if row := newest(run):
+            if row := latest_row(run):
                 data = row["data"]
                 losses = [f"{key.removeprefix('train/')} {data[key]:.3f}" for key in
                           ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar") if key in data]  # fmt: skip
                 text = f"{name}: step {row['step']}  {'  '.join(losses)}"
                 self.progress.update(self.tasks[name], completed=row["step"], description=text)
-                told.append(text)
-        if told:
-            self.tell("; ".join(told))
+                lines.append(text)
+        if lines:
+            self.log("; ".join(lines))
 
 
 def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: list[str]) -> dict[str, float]:
-    """Both trainings at once, a thread each; gives the CPU seconds of each."""
+    """Run both trainings in parallel, one thread each; returns the CPU seconds of each."""
     model, data = out / "base" / "model", out / "base"
     runs = {"refinement": (out / "refinement", steps), "twin": (out / "twin", twin_steps)}
     for run, _ in runs.values():
@@ -146,10 +146,10 @@ def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: lis
 
 
 def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str, Any]:
-    """Both models at once, then their speed one after the other; evaluation.json's content."""
+    """Evaluate both models in parallel, then time them one after the other; the content of evaluation.json."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
-    def asked(name: str, kind: str, *more: str) -> tuple[list[str], Path]:
+    def job(name: str, kind: str, *more: str) -> tuple[list[str], Path]:
         command = [sys.executable, "-m", "examples.dllm_arithmetic.evaluate", "--model", f"{name}={models[name]}",
                    "--questions", str(out / "base" / "test.parquet"), "--block", str(BLOCK), "--limit", str(questions),
                    "--out", str(out / f"{kind}_{name}.json"), *more]  # fmt: skip
@@ -157,27 +157,27 @@ def evaluate(out: Path, models: Mapping[str, Path], questions: int) -> dict[str,
             command += ["--modes", *TWIN_MODES]
         return command, out / f"{kind}_{name}.log"
 
-    run_side_by_side([asked(name, "evaluation", "--timed", "0") for name in models], env=environment)
-    found = {name: json.loads((out / f"evaluation_{name}.json").read_text()) for name in models}
-    for name, part in found.items():
-        run_logged(*asked(name, "speed", "--speed-only"), env=environment)
+    run_side_by_side([job(name, "evaluation", "--timed", "0") for name in models], env=environment)
+    results = {name: json.loads((out / f"evaluation_{name}.json").read_text()) for name in models}
+    for name, part in results.items():
+        run_logged(*job(name, "speed", "--speed-only"), env=environment)
         speed = json.loads((out / f"speed_{name}.json").read_text())
         for row in part["rows"]:
             row["tokens_per_second"] = speed[row["mode"]]
-    counts = {part["questions"] for part in found.values()}
+    counts = {part["questions"] for part in results.values()}
     return {
-        "questions": counts.pop(), "rows": [row for part in found.values() for row in part["rows"]],
-        "greedy_refined_less_twin": paired(found["refined"]["correct"], found["twin"]["correct"]),
+        "questions": counts.pop(), "rows": [row for part in results.values() for row in part["rows"]],
+        "greedy_refined_less_twin": paired(results["refined"]["correct"], results["twin"]["correct"]),
     }  # fmt: skip
 
 
-def result_table(found: Mapping[str, Any]) -> Table:
-    """The rows as people read them."""
-    table = Table(title=f"{found['questions']} held-out questions; every forward counts")
+def result_table(results: Mapping[str, Any]) -> Table:
+    """The rows as a table."""
+    table = Table(title=f"{results['questions']} held-out questions; every forward counts")
     for column in ("model", "mode", "block", "accuracy %", "tokens/forward", "tokens/s", "same as greedy %"):
         table.add_column(column, justify="left" if column in ("model", "mode") else "right")
     last = None
-    for row in found["rows"]:
+    for row in results["rows"]:
         if last not in (None, row["model"]):
             table.add_section()
         last = row["model"]
@@ -187,9 +187,9 @@ def result_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def summary(found: Mapping[str, Any]) -> list[str]:
-    """Lines on the paired interval and on what each training got."""
-    gap, cpu = found["greedy_refined_less_twin"], found["cpu_seconds"]
+def summary(results: Mapping[str, Any]) -> list[str]:
+    """Lines on the paired interval and the CPU time of each training."""
+    gap, cpu = results["greedy_refined_less_twin"], results["cpu_seconds"]
     interval = f"{gap['difference']:+.1f} points (95 %: {gap['low']:+.1f} to {gap['high']:+.1f})"
     lines = [f"greedy, refined less twin: {interval}; CPU seconds: refined {cpu['refined']:.0f}, "
              f"twin {cpu['twin']:.0f}"]  # fmt: skip
@@ -214,18 +214,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_base(args: argparse.Namespace) -> Callable[[], None]:
-    """The phase that trains the base, with a bar of its own."""
+    """The phase that trains the base, with its own progress bar."""
     made = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(args.out / "base"), "--seed",
             str(args.seed), *(["--steps", str(args.base_steps)] if args.base_steps else [])]  # fmt: skip
     return lambda: run_shown(made)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the phases; gives the exit code."""
+    """Run the phases; returns the exit code."""
     args, begun = parse(argv), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
-    out, run, phases, found, cpu = args.out, args.out / "refinement", Phases(BUDGET_S), {}, {}
-    console.rule("Iterative refinement beside plain SFT")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
+    out, run, phases, results, cpu = args.out, args.out / "refinement", Phases(BUDGET_S), {}, {}
+    console.rule("Iterative refinement against plain SFT")
     try:
         phases.run("base", make_base(args))
         phases.run("training", lambda: cpu.update(
@@ -234,19 +234,19 @@ def main(argv: list[str] | None = None) -> int:
         shutil.rmtree(out / "refined", ignore_errors=True)
         shutil.copytree(trained_model(run), out / "refined")
         models = {"refined": out / "refined", "twin": trained_model(out / "twin")}
-        phases.run("evaluation", lambda: found.update(evaluate(out, models, args.questions)))
+        phases.run("evaluation", lambda: results.update(evaluate(out, models, args.questions)))
     except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log holds brackets
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
-    found["cpu_seconds"] = cpu
-    found["demands"] = figures(found)
-    (out / "evaluation.json").write_text(json.dumps(found, indent=1))
+    results["cpu_seconds"] = cpu
+    results["demands"] = criteria_of(results)
+    (out / "evaluation.json").write_text(json.dumps(results, indent=1))
     runs = [("refinement", metrics_of(run)), ("twin", metrics_of(out / "twin"))]
-    draw_curves(found, runs, out / "curves.png")
+    draw_curves(results, runs, out / "curves.png")
     shutil.copy(out / "curves.png", run / "curves.png")
-    console.print(result_table(found))
-    console.print(demand_table(found["demands"]))
-    console.print("\n".join(summary(found)))
+    console.print(result_table(results))
+    console.print(criteria_table(results["demands"]))
+    console.print("\n".join(summary(results)))
     console.print(phases.table())
     console.print(f"report {write_report(run)}\nall in {time.monotonic() - begun:.0f} s")
     return 0

@@ -44,31 +44,31 @@ class Subject:
         self.prompts = [encode(q, add_special_tokens=False)["input_ids"] for q in questions["instruction"]]
 
     def generate(self, prompts: list[list[int]], mode: str):
-        """Answers in one mode."""
+        """The answers of one mode."""
         options = {"add_eos_length": self.block - 1, **MODES[mode]}
         return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
                                   max_new_tokens=LIMIT, **options)  # fmt: skip
 
     def measure(self, mode: str) -> tuple[dict[str, float], list[list[int]], list[bool]]:
-        """(figures, answers, which of them are right)."""
+        """(results, answers, which of them are correct)."""
         answers, tokens, forwards = [], 0, 0
         for start in range(0, len(self.prompts), self.batch):
-            found = self.generate(self.prompts[start : start + self.batch], mode)
-            answers += found.tokens
-            tokens, forwards = tokens + sum(found.stats.tokens), forwards + sum(found.stats.forwards)
+            result = self.generate(self.prompts[start : start + self.batch], mode)
+            answers += result.tokens
+            tokens, forwards = tokens + sum(result.stats.tokens), forwards + sum(result.stats.forwards)
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
         right = [final_answer(text) == truth for text, truth in zip(texts, self.truths, strict=True)]
         share = sum(right) / len(right)
-        figures = {
+        results = {
             "block": 1 if mode == "greedy" else self.block, "accuracy": share,
             "accuracy_se": math.sqrt(share * (1 - share) / len(right)), "tokens_per_forward": tokens / forwards,
         }  # fmt: skip
         if self.timed:
-            figures["tokens_per_second"] = self.speed(mode)
-        return figures, answers, right
+            results["tokens_per_second"] = self.speed(mode)
+        return results, answers, right
 
     def speed(self, mode: str) -> float:
-        """Tokens a second, one question at a time."""
+        """Tokens per second, one question at a time."""
         self.generate(self.prompts[:1], mode)
         begun, tokens = time.perf_counter(), 0
         for prompt in self.prompts[: self.timed]:
@@ -77,14 +77,14 @@ class Subject:
 
 
 def evaluate(name: str, subject: Subject, modes: list[str]) -> tuple[list[dict[str, Any]], list[bool]]:
-    """A row a mode (greedy is the first), and which greedy answers are right."""
+    """A row per mode (greedy first), and which greedy answers are correct."""
     rows, greedy, correct = [], [], []
     for mode in ["greedy", *(mode for mode in modes if mode != "greedy")]:
-        figures, answers, right = subject.measure(mode)
+        results, answers, right = subject.measure(mode)
         if mode == "greedy":
             greedy, correct = answers, right
         same = sum(a == b for a, b in zip(answers, greedy, strict=True)) / len(greedy)
-        rows.append({"model": name, "mode": mode, **figures, "same_as_greedy": same})
+        rows.append({"model": name, "mode": mode, **results, "same_as_greedy": same})
     return rows, correct
 
 

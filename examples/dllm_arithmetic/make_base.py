@@ -1,10 +1,10 @@
-"""Makes what both trainings of the demo start from: a small Llama that answers most questions, and the questions.
+"""Makes the start of both trainings: a small Llama that answers most questions, and the questions.
 
     python -m examples.dllm_arithmetic.make_base --out DIR [--seed 0] [--steps N]
 
-Trained by plain next-token loss on worked answers, in plain torch with Muon (as the SPD demo's target): a model from
-scratch is no matter of fine-tuning. OUT/model is the model, OUT/*.parquet are the questions (corpus.py); those of
-val.parquet and test.parquet are kept out of its training.
+Trained by plain next-token loss on worked answers, in plain torch with Muon (as the SPD demo's target): the trainers
+fine-tune, this is a model from scratch. OUT/model is the model, OUT/*.parquet are the questions (corpus.py); those of
+val.parquet and test.parquet are excluded from its training.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def draw_row(rng: random.Random, ids: dict[str, int], held_out: Set[str]) -> tra
     problem = corpus.problems.sample_problem(rng)
     while corpus.instruction_of(problem) in held_out:
         problem = corpus.problems.sample_problem(rng)
-    asked = [ids[word] for word in corpus.instruction_of(problem).split()]
-    said = [ids[word] for word in [*corpus.worked_answer(problem).split(), corpus.EOS]]
-    return asked + said, [train_models.IGNORED] * len(asked) + said
+    question = [ids[word] for word in corpus.instruction_of(problem).split()]
+    answer = [ids[word] for word in [*corpus.worked_answer(problem).split(), corpus.EOS]]
+    return question + answer, [train_models.IGNORED] * len(question) + answer
 
 
 def questions_of(tables: Mapping[str, pd.DataFrame], *splits: str) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
     python -m examples.dllm_arithmetic.options [--seeds 0 1 2] [--options packed iid ...] [--steps 1800] [--out DIR]
 
-Two trainings run at a time, one thread each; what is trained already is reused. Ends with a table of means over seeds
+Two trainings run at a time, one thread each; existing results are reused. Ends with a table of means over seeds
 and OUT/options.json. The plain SFT twin is among the options; `--steps` changes its steps by the same factor.
 """
 
@@ -28,7 +28,7 @@ OWN = [
     "iterative.self_generate.ground_truth_key=answer",
     "iterative.self_generate.reward_function.path=examples/dllm_arithmetic/corpus.py",
 ]  # fmt: skip
-# Settings beside the demo's own; "twin" is plain SFT.
+# Settings in addition to the demo's; "twin" is plain SFT.
 OPTIONS: dict[str, list[str]] = {
     "packed": [],
     "packed, K 1": ["iterative.num_iterations=1"],
@@ -46,10 +46,10 @@ OPTIONS: dict[str, list[str]] = {
     "twin": [],
 }
 MODES = ("greedy", "refine 1", "slide", "verify")
-FIGURES = ("accuracy", "tokens_per_forward", "same_as_greedy")
+METRICS = ("accuracy", "tokens_per_forward", "same_as_greedy")
 
 
-def settle(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]]:
+def train_and_evaluate(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]]:
     """Train and evaluate one option from the seed's base; its rows."""
     base, run = out / f"base-seed{seed}", out / f"{folder_name(option)}-{steps}-seed{seed}"
     rows = run / "evaluation.json"
@@ -60,39 +60,39 @@ def settle(option: str, seed: int, steps: int, out: Path) -> list[dict[str, Any]
         else:
             command = demo.refine_command(base / "model", base, run, steps, seed, *OPTIONS[option])
         run_logged(command, run.with_suffix(".log"), env=environment)
-        asked = ["--model", f"{option}={demo.trained_model(run)}", "--questions", str(base / "test.parquet"), "--block",
-                 str(demo.BLOCK), "--timed", "0", "--modes", *MODES, "--out", str(rows)]  # fmt: skip
-        run_logged([sys.executable, "-m", "examples.dllm_arithmetic.evaluate", *asked], run / "evaluate.log",
+        arguments = ["--model", f"{option}={demo.trained_model(run)}", "--questions", str(base / "test.parquet"),
+                     "--block", str(demo.BLOCK), "--timed", "0", "--modes", *MODES, "--out", str(rows)]  # fmt: skip
+        run_logged([sys.executable, "-m", "examples.dllm_arithmetic.evaluate", *arguments], run / "evaluate.log",
                    env=environment)  # fmt: skip
         console.print(f"trained and evaluated: {option}, seed {seed}")
     return json.loads(rows.read_text())["rows"]
 
 
 def folder_name(option: str) -> str:
-    """An option's name holds no "=": hydra takes none in a path, and evaluate ends a model's name with it."""
+    """An option's name must not contain "=": hydra accepts none in a path, and evaluate ends a model's name with it."""
     return option.replace(", ", "_").replace(" ", "-")
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Mean over seeds of each figure, by mode."""
-    found = {}
+    """Mean over seeds of each metric, by mode."""
+    means = {}
     for mode in MODES:
         mine = [row for row in rows if row["mode"] == mode]
-        found[mode] = {name: sum(row[name] for row in mine) / len(mine) for name in FIGURES}
-    return found
+        means[mode] = {name: sum(row[name] for row in mine) / len(mine) for name in METRICS}
+    return means
 
 
-def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
-    """A line an option: accuracy %, and tokens per forward, of each mode."""
+def show(results: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    """A row per option: accuracy % and tokens per forward of each mode."""
     table = Table("option", *MODES, title="accuracy % @ tokens per forward, means over seeds")
-    for option, modes in found.items():
+    for option, modes in results.items():
         table.add_row(option, *(f"{100 * modes[m]['accuracy']:.1f} @ {modes[m]['tokens_per_forward']:.2f}"
                                 for m in MODES))  # fmt: skip
     return table
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train and evaluate everything; gives the exit code."""
+    """Train and evaluate everything; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
@@ -108,14 +108,14 @@ def main(argv: list[str] | None = None) -> int:
                            out / f"base-seed{seed}.log")  # fmt: skip
         jobs = [(option, seed) for seed in args.seeds for option in args.options]
         with ThreadPoolExecutor(2) as pool:
-            rows = dict(zip(jobs, pool.map(lambda job: settle(*job, args.steps, out), jobs), strict=True))
+            rows = dict(zip(jobs, pool.map(lambda job: train_and_evaluate(*job, args.steps, out), jobs), strict=True))
     except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log holds brackets
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
-    found = {o: summarize([row for seed in args.seeds for row in rows[o, seed]]) for o in args.options}
-    console.print(show(found))
-    told = {"seeds": args.seeds, "steps": args.steps, "options": found}
-    (out / "options.json").write_text(json.dumps(told, indent=1))
+    results = {o: summarize([row for seed in args.seeds for row in rows[o, seed]]) for o in args.options}
+    console.print(show(results))
+    summary = {"seeds": args.seeds, "steps": args.steps, "options": results}
+    (out / "options.json").write_text(json.dumps(summary, indent=1))
     return 0
 
 

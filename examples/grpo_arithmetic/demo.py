@@ -2,13 +2,12 @@
 
     python -m examples.grpo_arithmetic.demo [--steps N] [--control-steps N] [--seed 0] [--out DIR]
 
-Trains a start by SFT that mostly guesses, improves it by GRPO, which finds that showing the work pays, and runs the
-same command with learning rate 0 behind it as a control. Ends with the accuracies on validation questions, what the run
-has to show (acceptance.py), and OUT/result.json.
+Trains a start by SFT that mostly guesses, improves it by GRPO, which learns to show its work, then runs the same
+command with learning rate 0 as a control. Ends with the accuracies on validation questions, the acceptance criteria
+(acceptance.py), and OUT/result.json.
 
 The control is short: its weights never change and validation is greedy, so that any number of steps gives the accuracy
-of the start. It shows that the gain comes from the updates, not from the rollout, the handing over of weights or the
-validation around them.
+of the start. It shows that the gain comes from the updates, not from the rollout, the weight sync or the validation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pathlib import Path
 from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
-from examples.grpo_arithmetic.acceptance import demands_of, lines
+from examples.grpo_arithmetic.acceptance import criteria_of, lines
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
 
 BUDGET_S = {"set-up": 400.0, "start": 190.0, "GRPO": 400.0, "control": 100.0}
@@ -68,7 +67,7 @@ def accuracies(run: Path) -> dict[int, float]:
 
 
 def train(command: list[str], run: Path, steps: int) -> None:
-    """Train anew (an older run makes way) under a progress bar."""
+    """Train from scratch (an older run is removed) under a progress bar."""
     shutil.rmtree(run, ignore_errors=True)
     with make_progress() as progress:
         watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
@@ -77,15 +76,15 @@ def train(command: list[str], run: Path, steps: int) -> None:
 
 
 def describe(data: Mapping[str, float]) -> str:
-    """What of a step's metrics stands beside the bar."""
+    """The part of a step's metrics that is shown next to the bar."""
     return f"  answer {data['response_length/mean']:.0f} tokens  {data['timing_s/step']:.1f} s a step"
 
 
 def result_table(trained: dict[int, float], control: dict[int, float]) -> Table:
-    """Accuracies as people read them."""
+    """Accuracies as a table."""
     table = Table("", "step", "validation accuracy %", title="GRPO on word problems")
-    for name, found in (("GRPO", trained), ("control, learning rate 0", control)):
-        for step, accuracy in found.items():
+    for name, by_step in (("GRPO", trained), ("control, learning rate 0", control)):
+        for step, accuracy in by_step.items():
             table.add_row(name, str(step), f"{100 * accuracy:.1f}")
         table.add_section()
     return table
@@ -105,7 +104,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """What each phase runs."""
+    """The command of each phase."""
     start, out = args.out / "start", args.out
     make = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start)]
     zero = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=-1")
@@ -117,27 +116,27 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the phases; gives the exit code, 0 also where a demand is missed."""
+    """Run the phases; returns the exit code, 0 even if a criterion is missed."""
     args, begun = parse(argv), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the phase at work ends too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
     out, run, control = args.out, args.out / "run", args.out / "control"
-    phases, asked = Phases(BUDGET_S), commands(args)
+    phases, command = Phases(BUDGET_S), commands(args)
     console.rule("GRPO with a vLLM hybrid engine")
     try:
-        phases.run("start", lambda: run_shown(asked["start"]))
-        phases.run("GRPO", lambda: train(asked["GRPO"], run, args.steps))
-        phases.run("control", lambda: train(asked["control"], control, args.control_steps))
+        phases.run("start", lambda: run_shown(command["start"]))
+        phases.run("GRPO", lambda: train(command["GRPO"], run, args.steps))
+        phases.run("control", lambda: train(command["control"], control, args.control_steps))
     except PhaseFailed as failure:
-        console.print(str(failure), style="red", markup=False)  # a log holds brackets
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
     trained, same = accuracies(run), accuracies(control)
-    demands = demands_of(trained, same, time.monotonic() - begun)
-    found = {"seed": args.seed, "grpo": trained, "control": same,
-             "demands": {name: asdict(demand) for name, demand in demands.items()}}  # fmt: skip
-    (out / "result.json").write_text(json.dumps(found, indent=1))
+    criteria = criteria_of(trained, same, time.monotonic() - begun)
+    result = {"seed": args.seed, "grpo": trained, "control": same,
+             "demands": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
+    (out / "result.json").write_text(json.dumps(result, indent=1))
     console.print(result_table(trained, same))
     console.print(phases.table())
-    console.print("What the run has to show", *lines(demands), sep="\n  ", highlight=False, soft_wrap=True)
+    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
     console.print(f"report {run / 'report.html'}\nall in {time.monotonic() - begun:.0f} s")
     return 0
 

@@ -1,9 +1,9 @@
-"""Makes what the demo starts from: a small causal LM tuned on answers of two kinds (SFT), and questions (parquet).
+"""Makes the demo's start: a small causal LM tuned on answers of two kinds (SFT), and questions (parquet).
 
     python -m examples.grpo_arithmetic.make_start --out DIR [--seed 0] [--sft-steps N]
 
-The model is trained in plain torch. Some answers that it sees are the bare result, the others show their work: it
-mostly guesses, and is right more often where it works. A start that the same arguments made before is reused.
+The model is trained in plain torch. Some training answers are the bare result, the others show their work: it mostly
+guesses, and is more often correct when it shows its work. A start that the same arguments made before is reused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from examples.spd_arithmetic.tokenizer import EOS, Encoder, build_tokenizer
 
 HERE = Path(__file__).parent
 SFT_STEPS = 460
-# Of the answers. Batches hold rows of like length, so that a short row's tokens weigh more: the model guesses oftener.
+# Of the answers. Batches group rows by length, so that a short row's tokens weigh more: the model guesses more often.
 BARE_SHARE = 0.35
 COUNTS = {"train": 8000, "val": 400, "test": 0}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the model knows questions only
@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Make the start, or say that it is there; returns its folder."""
+    """Make the start unless it exists; returns its folder."""
     args = parse(argv)
     key, record = fingerprint(args), args.out / "start.json"
     if record.exists() and json.loads(record.read_text())["fingerprint"] == key:

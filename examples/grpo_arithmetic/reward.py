@@ -1,4 +1,4 @@
-"""Rule reward of the word problems: 1 where the number behind "the answer is" is the right one, else 0."""
+"""Rule reward of the word problems: 1 if the number after "the answer is" is correct, else 0."""
 
 from __future__ import annotations
 

@@ -87,11 +87,11 @@ def set_row(name, mode, key, value):
 
 
 def test_demands_are_met_at_their_bounds():
-    values = acceptance.figures(at_the_bounds())
-    assert values.keys() == acceptance.LEAST.keys()
-    assert {name: value for name, (value, _) in acceptance.LEAST.items()} == pytest.approx(values)
+    values = acceptance.criteria_of(at_the_bounds())
+    assert values.keys() == acceptance.MINIMUM.keys()
+    assert {name: value for name, (value, _) in acceptance.MINIMUM.items()} == pytest.approx(values)
     assert all(acceptance.is_met(name, value) for name, value in values.items())
-    assert acceptance.demand_table(values).row_count == len(acceptance.LEAST)
+    assert acceptance.criteria_table(values).row_count == len(acceptance.MINIMUM)
 
 
 @pytest.mark.parametrize(("change", "missed"), [
@@ -109,7 +109,7 @@ def test_demands_are_met_at_their_bounds():
 def test_a_demand_is_missed_below_its_bound(change, missed):
     found = at_the_bounds()
     change(found)
-    values = acceptance.figures(found)
+    values = acceptance.criteria_of(found)
     assert {name for name, value in values.items() if not acceptance.is_met(name, value)} == missed
 
 
@@ -202,14 +202,14 @@ def test_the_benchmark_has_a_row_a_demand_over_three_seeds(monkeypatch, tmp_path
         set_row("refined", "slide", "same_as_greedy", 0.5 if args.seed == 1 else 1.0)(found)
         set_row("refined", "slide", "tokens_per_forward", 3.0 + args.seed)(found)
         args.out.mkdir(parents=True)
-        (args.out / "evaluation.json").write_text(json.dumps({"demands": acceptance.figures(found)}))
+        (args.out / "evaluation.json").write_text(json.dumps({"demands": acceptance.criteria_of(found)}))
         ran.append(args.out)
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     monkeypatch.setattr(seeds.subprocess, "run", run)
     monkeypatch.setattr(seeds, "commit", lambda: "tree")
     rows = {found.name: found for found in dllm_demo.run()}
-    assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in acceptance.LEAST} | {"dllm_demo_seconds"}
+    assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in acceptance.MINIMUM} | {"dllm_demo_seconds"}
     slide = rows["dllm_demo_slide_tokens_per_forward"]
     assert (slide.value, slide.low, slide.high, slide.repetitions) == (4.0, 3.0, 5.0, 3)
     assert rows["dllm_demo_slide_same_as_greedy"].value == 0.5  # one seed that lost tokens is enough

@@ -13,7 +13,7 @@ from benchmarks import grpo_demo, seeds
 from benchmarks.run import WANTED
 from examples.demo_runner import ROOT
 from examples.grpo_arithmetic import demo, make_start
-from examples.grpo_arithmetic.acceptance import demands_of, has_learned
+from examples.grpo_arithmetic.acceptance import criteria_of, has_learned
 from tests.helpers.configs import compose_ppo
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.config import validate_config
@@ -62,7 +62,7 @@ def test_learning_is_a_gain_of_half_or_an_end_above_ninety_per_cent(start, end, 
 
 def test_each_demand_can_be_missed():
     def met(trained, control=0.4, seconds=719.0):
-        found = demands_of({0: 0.4, 60: trained}, {0: 0.4, 8: control}, seconds)
+        found = criteria_of({0: 0.4, 60: trained}, {0: 0.4, 8: control}, seconds)
         return [demand.met for demand in found.values()]
 
     assert met(0.6) == [True, True, True]

@@ -73,21 +73,21 @@ def response_log_probs(
     causal = causal_model(model)
     length = responses.shape[1]
     attended = attention_mask[:, -length:].bool()
-    wanted = attended if counted is None else attended & counted.bool()
+    counts = attended if counted is None else attended & counted.bool()
     # The state at position t predicts token t+1: response tokens are predicted one position to their left.
     if packing is None:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][wanted]
+        hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
     else:
         states = causal.get_decoder()(**packing.model_inputs(input_ids, position_ids)).last_hidden_state[0]  # [T, H]
-        hidden = states[packing.predicted_from[wanted[attended]]]
+        hidden = states[packing.predicted_from[counts[attended]]]
     output = chunked_log_probs(
-        causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature), hidden, responses[wanted],
+        causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature), hidden, responses[counts],
         with_entropy=with_entropy, chunk_tokens=chunk_tokens,
     )  # fmt: skip
     empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
     log_probs, entropy = output.log_probs.float(), output.entropy.float()  # [N]
-    return empty.masked_scatter(wanted, log_probs), empty.masked_scatter(wanted, entropy)
+    return empty.masked_scatter(counts, log_probs), empty.masked_scatter(counts, entropy)
 
 
 def call_as_forward(model: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
