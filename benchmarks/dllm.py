@@ -11,9 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, exact_peaks, ratios, resident_bytes, restart_peak, row, say
+from dllm_reasoning.config import IterativeConfig
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.losses.iterative_loss import IterativeLoss
-from dllm_reasoning.losses.layouts import Layout, NoiseSettings, build_layout
+from dllm_reasoning.losses.layouts import Layout, build_layout
 
 VOCABULARY, EOS, PAD = 1024, 2, 0
 INSTRUCTION, RESPONSE, ROWS = 512, 128, 4  # the instruction is 4 times the response
@@ -41,8 +42,8 @@ def layout(instruction: int, response: int, rows: int, *, split: bool) -> Layout
     places = torch.arange(width).expand(rows, -1)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places,
              "response_mask": (places >= instruction).long()}  # fmt: skip
-    noise = NoiseSettings("iid", "uniform", 0.1, 0.9, width=8, windows=8, aligned=0.0, token=EOS)
-    return build_layout(batch, list(range(rows)), noise, progress=0.0, split=split)
+    noise = IterativeConfig(block_length=8)
+    return build_layout(batch, list(range(rows)), noise, EOS, split=split)
 
 
 class Rounds:

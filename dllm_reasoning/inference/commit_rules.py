@@ -86,32 +86,24 @@ class Refine(CommitRule):
 class Slide(CommitRule):
     """Commits the confirmed leading guesses and the token after them, and slides the window by as many.
 
-    With `threshold`, following tokens of at least this probability are committed unverified (not lossless).
+    With `threshold`, following tokens of at least this probability are committed unverified (not lossless). `drafts`
+    more noise tokens follow the guesses (verify: as many): the same forward then drafts the next guesses after them.
     """
 
-    def __init__(self, width: int, noise: int, threshold: float | None) -> None:
+    def __init__(self, width: int, noise: int, threshold: float | None = None, drafts: int = 0) -> None:
         super().__init__(width, noise)
-        self.threshold = threshold
+        self.threshold, self.drafts = threshold, drafts
         self.needs_confidence = threshold is not None
 
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        count = confirmed(row.guesses, predicted) + 1
-        while confidence is not None and count < len(predicted) and confidence[count] >= self.threshold:
-            count += 1
-        row.guesses = (predicted[count:] + self.first_guesses())[: self.width - 1]
-        return predicted[:count]
-
-
-class Verify(CommitRule):
-    """[last token, N guesses, N noise tokens]: one forward verifies the guesses and drafts the next N after them."""
-
     def first_guesses(self) -> list[int]:
-        return [self.noise] * (2 * (self.width - 1))
+        return [self.noise] * (self.width - 1 + self.drafts)
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         guessed = self.width - 1
         count = confirmed(row.guesses[:guessed], predicted) + 1
-        row.guesses = (predicted[count:] + self.first_guesses())[:guessed] + [self.noise] * guessed
+        while confidence is not None and count < len(predicted) and confidence[count] >= self.threshold:
+            count += 1
+        row.guesses = (predicted[count:] + [self.noise] * guessed)[:guessed] + [self.noise] * self.drafts
         return predicted[:count]
 
 
@@ -125,7 +117,7 @@ def commit_rule(settings: GenerationSettings) -> CommitRule:
     width, noise, threshold = settings.add_eos_length + 1, settings.noise_token_id, settings.confidence_threshold
     lossless: dict[str, Callable[[], CommitRule]] = {
         "converge": lambda: Refine(width, noise, None), "slide": lambda: Slide(width, noise, threshold),
-        "verify": lambda: Verify(width, noise),
+        "verify": lambda: Slide(width, noise, drafts=width - 1),
     }  # fmt: skip
     name = str(settings.refine_iter)
     if threshold is not None and name != "slide":

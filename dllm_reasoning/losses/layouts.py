@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.utils.noise_utils import PATTERNS, noise_level, q_sample, row_generator, window_starts
 
 IGNORED = -100
@@ -69,58 +70,48 @@ class Layout:
         return replace(self, **{name: None if part is None else part.to(device) for name, part in moved.items()})
 
 
-@dataclass(frozen=True)
-class NoiseSettings:
-    """The part of the config that layouts use: `width` is W, `token` the noise token's id, `aligned` the share of
-    windows that begin at a multiple of W."""
-
-    pattern: str
-    schedule: str
-    low: float
-    high: float
-    width: int
-    windows: int
-    aligned: float
-    token: int
-
-    def starts(self, length: int, seed: int) -> list[int]:
-        """Where the windows of a response of `length` tokens begin."""
-        return window_starts(length, self.windows, row_generator(seed), width=self.width, aligned=self.aligned)
-
-
 def build_layout(
-    batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSettings, *, progress: float, split: bool
-) -> Layout:
+    batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: IterativeConfig, noise_token: int, *,
+    progress: float = 0.0, split: bool = False,
+) -> Layout:  # fmt: skip
     """The layout of right-padded rows: input_ids, attention_mask, position_ids, response_mask (1 = response), int64
     [B, T] each, on the CPU.
 
-    seeds: one per row. progress: of the run, in [0, 1]. split: separate the instruction, so that rounds can share it
-    (packed layouts always do).
+    seeds: one per row. noise: pattern, levels and widths. progress: of the run, in [0, 1]. split: separate the
+    instruction, so that rounds can share it (packed layouts always do).
     """
-    if PATTERNS[noise.pattern].windows:
-        return _packed(batch, seeds, noise)
+    pattern = PATTERNS[noise.noise_pattern]
+    if pattern.windows:
+        return _packed(batch, seeds, noise, noise_token)
     ids, responses = batch["input_ids"], batch["response_mask"].bool()
     noised, region = torch.zeros_like(responses), torch.zeros_like(responses)
     for i, seed in enumerate(seeds):
         generator = row_generator(seed)
-        level = noise_level(noise.schedule, noise.low, noise.high, progress, generator)
-        drawn = PATTERNS[noise.pattern].positions(int(responses[i].sum()), level, noise.width, generator)
+        level = noise_level(noise.noise_schedule, noise.noise_min, noise.noise_max, progress, generator)
+        drawn = pattern.positions(int(responses[i].sum()), level, noise.block_length, generator)
         noised[i, responses[i]], region[i, responses[i]] = drawn
     tail = Tokens(
-        q_sample(ids, responses, noised, noise.token), batch["position_ids"], batch["attention_mask"].bool(),
+        q_sample(ids, responses, noised, noise_token), batch["position_ids"], batch["attention_mask"].bool(),
         _next_labels(ids, responses),
     )  # fmt: skip
     rows = Layout(None, tail, region, ids, None, int(noised.sum()))
     return _split(rows, responses) if split else rows
 
 
-def count_labels(response_mask: torch.Tensor, seeds: Sequence[int], noise: NoiseSettings) -> int:
+def count_labels(response_mask: torch.Tensor, seeds: Sequence[int], noise: IterativeConfig) -> int:
     """Labels of a round in the layouts of rows with this response_mask [B, T], without building them."""
     lengths = response_mask.sum(1).tolist()
-    if not PATTERNS[noise.pattern].windows:
+    if not PATTERNS[noise.noise_pattern].windows:
         return sum(lengths)
-    starts = (noise.starts(n, seed) for n, seed in zip(lengths, seeds, strict=True))
-    return sum(min(noise.width, n - start) for n, drawn in zip(lengths, starts, strict=True) for start in drawn)
+    width, starts = noise.block_length, _starts(lengths, seeds, noise)
+    return sum(min(width, n - start) for n, drawn in zip(lengths, starts, strict=True) for start in drawn)
+
+
+def _starts(lengths: Sequence[int], seeds: Sequence[int], noise: IterativeConfig) -> list[list[int]]:
+    """Where the windows begin in responses of these lengths."""
+    settings = {"width": noise.block_length, "aligned": noise.aligned_windows}
+    return [window_starts(length, noise.windows_per_sample, row_generator(seed), **settings)
+            for length, seed in zip(lengths, seeds, strict=True)]  # fmt: skip
 
 
 def _next_labels(ids: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
@@ -157,13 +148,15 @@ def _cut(tokens: Tokens, slices: list[slice]) -> Tokens:
     return Tokens(*columns)
 
 
-def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSettings) -> Layout:
-    """M = `noise.windows` windows of W tokens per sample: each attends to the clean tokens before it, and causally to
+def _packed(
+    batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: IterativeConfig, noise_token: int
+) -> Layout:
+    """M windows of W = block_length tokens per sample: each attends to the clean tokens before it, and causally to
     itself."""
-    ids, responses, width = batch["input_ids"], batch["response_mask"].bool(), noise.width
+    ids, responses, width = batch["input_ids"], batch["response_mask"].bool(), noise.block_length
     valid = batch["attention_mask"].bool()
     prefix = Tokens(ids, batch["position_ids"], valid, _next_labels(ids, responses))
-    starts = [noise.starts(int(row.sum()), seed) for row, seed in zip(responses, seeds, strict=True)]
+    starts = _starts(responses.sum(1).tolist(), seeds, noise)
     counts = responses.any(1, keepdim=True)  # False for rows that only fill a validation batch
     first = torch.where(counts, responses.int().argmax(1, keepdim=True), 1)  # [B, 1]: the first response token
     committed = torch.tensor(starts) + first - 1  # [B, M]: column of each window's last committed token
@@ -172,11 +165,11 @@ def _packed(batch: dict[str, torch.Tensor], seeds: Sequence[int], noise: NoiseSe
     known = columns.clamp(max=ids.shape[1] - 1)
     number = torch.arange(columns.shape[1])
     is_first = number % width == 0
-    clean = torch.where(inside, ids.gather(1, known), noise.token)
+    clean = torch.where(inside, ids.gather(1, known), noise_token)
     labels = torch.where(inside, prefix.labels.gather(1, known), IGNORED)
     own = (number[None] // width == number[:, None] // width).tril()  # [M * W, M * W]
     cross = torch.arange(ids.shape[1]) < committed.repeat_interleave(width, 1).unsqueeze(-1)  # [B, M * W, T]
-    tail = Tokens(torch.where(is_first, clean, noise.token), batch["position_ids"][:, :1] + columns,
+    tail = Tokens(torch.where(is_first, clean, noise_token), batch["position_ids"][:, :1] + columns,
                   torch.ones_like(inside), labels)  # fmt: skip
     region = (~is_first).expand_as(inside)
     seen = torch.cat([cross, own.expand(len(ids), -1, -1)], 2)

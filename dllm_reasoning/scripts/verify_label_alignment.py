@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.losses.iterative_loss import IterativeLoss
-from dllm_reasoning.losses.layouts import IGNORED, Layout, NoiseSettings, build_layout
+from dllm_reasoning.losses.layouts import IGNORED, Layout, build_layout
 from dllm_reasoning.trainer.sft_dataset import encode_segments
 from dllm_reasoning.utils.attention import mask_problem
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
@@ -34,8 +35,8 @@ def make_batch(tokenizer: Any, instruction: str, response: str) -> Batch:
 
 def layout_of(batch: Batch, noise_token: int, pattern: str = "iid", level: float = 0.0, split: bool = False) -> Layout:
     """The layout of one sample at a fixed noise level."""
-    noise = NoiseSettings(pattern, "uniform", level, level, width=4, windows=3, aligned=0.0, token=noise_token)
-    return build_layout(batch, [0], noise, progress=0.0, split=split)
+    noise = IterativeConfig(noise_pattern=pattern, noise_min=level, noise_max=level, block_length=4)
+    return build_layout(batch, [0], noise, noise_token, split=split)
 
 
 def response_mask(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:

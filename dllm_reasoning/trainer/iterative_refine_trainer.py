@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from dllm_reasoning.config.iterative import IterativeConfig, IterativeRefineConfig
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, RoundLosses, packed_refusal, sharing
-from dllm_reasoning.losses.layouts import Layout, NoiseSettings, build_layout, count_labels
+from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
 from dllm_reasoning.trainer.self_generate import check_reward, own_answers
 from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
@@ -65,13 +65,8 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         config.use_remove_padding = config.data.packing = False  # see `not_read`
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
-        self.iterative = settings
-        self.noise = NoiseSettings(
-            settings.noise_pattern, settings.noise_schedule, settings.noise_min, settings.noise_max,
-            settings.block_length, settings.windows_per_sample, settings.aligned_windows,
-            noise_token_of(settings.noise_token, tokenizer),
-        )  # fmt: skip
-        self.val_noise = replace(self.noise, schedule="uniform")
+        self.iterative, self.val_noise = settings, replace(settings, noise_schedule="uniform")
+        self.noise_token = noise_token_of(settings.noise_token, tokenizer)
         self.noise_generator = torch.Generator().manual_seed(settings.noise_seed)
         self.pattern = PATTERNS[settings.noise_pattern]
         model = causal_model(self.engine.module)
@@ -79,7 +74,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         forwards = settings.num_iterations + int(settings.ar_loss_weight > 0)
         share = sharing(model, settings.share_instruction, forwards, self.pattern.windows)
         self.loss = IterativeLoss(settings.round_weights, settings.ar_loss_weight, share=share)
-        setattr(model.config, NOISE_KEY, self.noise.token)
+        setattr(model.config, NOISE_KEY, self.noise_token)
         if self.pattern.has_width:
             setattr(model.config, WINDOW_KEY, settings.block_length)
 
@@ -122,11 +117,11 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             limit = self.iterative.trajectory_max_rounds + 1
             warm_up = int(torch.randint(limit, (), generator=self.noise_generator))
         batch[SEED_COLUMN] = torch.tensor(seeds)
-        counted = count_labels(batch["loss_mask"], seeds, self.noise)
+        counted = count_labels(batch["loss_mask"], seeds, self.iterative)
         return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
     def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs) -> dict[str, float]:
-        layout = self._layout(micro, self.noise)
+        layout = self._layout(micro, self.iterative)
         ranks = self.engine.get_data_parallel_size()
         scale, ar_scale = ranks / inputs.counted, ranks / tokens
         with self.engine.autocast():
@@ -164,12 +159,12 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         del means["counted"]
         return self._with_total("val", means)
 
-    def _layout(self, micro: TensorDict, noise: NoiseSettings) -> Layout:
+    def _layout(self, micro: TensorDict, noise: IterativeConfig) -> Layout:
         names = ("input_ids", "attention_mask", "position_ids")
         batch = {name: micro[name].cpu() for name in names} | {"response_mask": micro["loss_mask"].cpu()}
         progress = self.global_steps / max(1, self.total_training_steps)
         seeds = micro[SEED_COLUMN].tolist()
-        return build_layout(batch, seeds, noise, progress=progress, split=self.loss.share)
+        return build_layout(batch, seeds, noise, self.noise_token, progress=progress, split=self.loss.share)
 
     def _metrics(self, split: str, losses: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
         metrics = {f"{split}/loss_s{k}": (loss * scale).item() for k, loss in enumerate(losses.rounds)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, Verify, commit_rule, confirmed
+from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule, confirmed
 from dllm_reasoning.inference.generator import generate as generate_with
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import GenerationSettings
@@ -138,7 +138,7 @@ def test_slide_commits_what_is_settled_by_hand():
 
 
 def test_verify_keeps_n_guesses_and_n_noise_by_hand():
-    rule = Verify(3, 9)
+    rule = Slide(3, 9, drafts=2)
     row = Row(0, [1], 1, 99, guesses=[5, 6, 9, 9])
     assert rule.step(row, [5, 6, 7, 8, 3], None) == [5, 6, 7] and row.guesses == [8, 3, 9, 9]
     row.guesses = [5, 6, 9, 9]
@@ -217,7 +217,7 @@ def test_commit_rule_by_name():
     rules = {mode: commit_rule(GenerationSettings(7, mode, noise_token_id=2)) for mode in modes}
     assert [rule.width for rule in rules.values()] == [8] * 4 and [rule.noise for rule in rules.values()] == [2] * 4
     assert isinstance(rules[2], Refine) and rules["3"].times == 3
-    assert isinstance(rules["verify"], Verify) and rules["converge"].times is None
+    assert rules["verify"].drafts == 7 and rules["converge"].times is None
 
 
 def test_settings_are_the_arguments_of_iterative_generate_in_their_order():

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
+from dllm_reasoning.config import IterativeConfig
 from dllm_reasoning.losses import iterative_loss
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
-from dllm_reasoning.losses.layouts import IGNORED, NoiseSettings, build_layout
+from dllm_reasoning.losses.layouts import IGNORED, build_layout
 from tests.dllm_reasoning.models import VOCABULARY, samples, tiny, warnings_heard
 
 BATCH = samples([6, 3, 9], [5, 8, 4])
@@ -15,8 +16,8 @@ SEEDS = [11, 12, 13]
 
 
 def layout_of(pattern, split, batch=BATCH):
-    noise = NoiseSettings(pattern, "uniform", 0.2, 0.8, width=4, windows=3, aligned=0.0, token=2)
-    return build_layout(batch, SEEDS[: len(batch["input_ids"])], noise, progress=0.0, split=split)
+    noise = IterativeConfig(noise_pattern=pattern, noise_min=0.2, noise_max=0.8, block_length=4, windows_per_sample=3)
+    return build_layout(batch, SEEDS[: len(batch["input_ids"])], noise, 2, split=split)
 
 
 def gradients(model, layout, *, rounds=2, share=False, ar=0.5, weights=None, at_once=True, warm_up=0):
@@ -150,7 +151,7 @@ def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
     assert "a window of 6 tokens, full attention): every round recomputes the instruction" in said
     with pytest.raises(ValueError, match="noise_pattern=packed does not work with the model of model.partial"):
         sharing(model, "off", 2, True)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that attend in ways .*: rounds cannot look at"):
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that attend in ways .*: rounds cannot share"):
         gradients(model, layout_of("block", True))
     gradients(model, layout_of("block", False))
 

@@ -2,11 +2,13 @@
 
 import torch
 
+from dllm_reasoning.config import IterativeConfig
 from dllm_reasoning.losses import layouts
-from dllm_reasoning.losses.layouts import IGNORED, NoiseSettings, build_layout
+from dllm_reasoning.losses.layouts import IGNORED, build_layout
 from tests.dllm_reasoning.models import samples
 
-# instruction 10 11, response 12 13 14 EOS(2); noise token 40
+NOISE = 40
+# instruction 10 11, response 12 13 14 EOS(2)
 BATCH = {
     "input_ids": torch.tensor([[10, 11, 12, 13, 14, 2]]),
     "attention_mask": torch.ones(1, 6, dtype=torch.int64),
@@ -16,7 +18,8 @@ BATCH = {
 
 
 def settings(pattern, low=1.0, high=1.0, width=3, windows=2):
-    return NoiseSettings(pattern, "uniform", low, high, width, windows, 0.0, token=40)
+    return IterativeConfig(noise_pattern=pattern, noise_min=low, noise_max=high, block_length=width,
+                           windows_per_sample=windows)  # fmt: skip
 
 
 def bits(mask):
@@ -24,19 +27,19 @@ def bits(mask):
 
 
 def test_rows_by_hand():
-    layout = build_layout(BATCH, [0], settings("iid"), progress=0.0, split=False)
+    layout = build_layout(BATCH, [0], settings("iid"), NOISE, split=False)
     assert layout.tail.ids.tolist() == [[10, 11, 40, 40, 40, 40]]
     assert layout.tail.labels.tolist() == [[IGNORED, 12, 13, 14, 2, IGNORED]]
     assert bits(layout.region) == ["001111"] and layout.prefix is None and layout.noised == 4
 
 
 def test_rows_without_noise_are_the_clean_text():
-    layout = build_layout(BATCH, [0], settings("iid", 0.0, 0.0), progress=0.0, split=False)
+    layout = build_layout(BATCH, [0], settings("iid", 0.0, 0.0), NOISE, split=False)
     assert torch.equal(layout.tail.ids, BATCH["input_ids"]) and layout.noised == 0
 
 
 def test_split_rows_by_hand():
-    layout = build_layout(BATCH, [0], settings("iid"), progress=0.0, split=True)
+    layout = build_layout(BATCH, [0], settings("iid"), NOISE, split=True)
     assert layout.prefix.ids.tolist() == [[10]] and layout.prefix.count() == 0
     assert layout.tail.ids.tolist() == [[11, 40, 40, 40]]
     assert layout.tail.positions.tolist() == [[1, 2, 3, 4]]
@@ -48,10 +51,10 @@ def test_split_rows_by_hand():
 
 def test_packed_by_hand(monkeypatch):
     monkeypatch.setattr(layouts, "window_starts", lambda *drawn, **more: [0, 2])
-    layout = build_layout(BATCH, [0], settings("packed"), progress=0.0, split=True)
+    layout = build_layout(BATCH, [0], settings("packed"), NOISE, split=True)
     assert torch.equal(layout.prefix.ids, BATCH["input_ids"])
     assert layout.prefix.labels.tolist() == [[IGNORED, 12, 13, 14, 2, IGNORED]]
-    # first window: last committed 11 at place 1; second: last committed 13 at place 3
+    # first window: last committed 11 at position 1; second: last committed 13 at position 3
     assert layout.tail.ids.tolist() == [[11, 40, 40, 13, 40, 40]]
     assert layout.tail.positions.tolist() == [[1, 2, 3, 3, 4, 5]]
     assert layout.tail.labels.tolist() == [[12, 13, 14, 14, 2, IGNORED]]
@@ -68,11 +71,11 @@ def test_packed_by_hand(monkeypatch):
 
 def test_windows_stay_in_the_response_and_are_drawn_by_row():
     batch = samples([3, 7], [9, 2])
-    both = build_layout(batch, [5, 6], settings("packed", windows=50), progress=0.0, split=True)
+    both = build_layout(batch, [5, 6], settings("packed", windows=50), NOISE, split=True)
     starts = both.tail.positions[:, ::3]
     assert sorted(set(starts[0].tolist())) == list(range(2, 11)) and sorted(set(starts[1].tolist())) == [6, 7]
     alone = {key: value[1:] for key, value in batch.items()}
-    second = build_layout(alone, [6], settings("packed", windows=50), progress=0.0, split=True)
+    second = build_layout(alone, [6], settings("packed", windows=50), NOISE, split=True)
     assert torch.equal(second.tail.ids[0], both.tail.ids[1]) and torch.equal(second.seen[0], both.seen[1])
 
 
@@ -80,39 +83,39 @@ def test_labels_are_counted_without_a_layout():
     batch = samples([3, 7, 2], [9, 2, 5])
     for pattern in ("iid", "packed"):
         noise, seeds = settings(pattern, windows=7), [5, 6, 7]
-        layout = build_layout(batch, seeds, noise, progress=0.0, split=True)
+        layout = build_layout(batch, seeds, noise, NOISE, split=True)
         assert layouts.count_labels(batch["response_mask"], seeds, noise) == layout.tail.count()
 
 
-def test_a_row_that_fills_a_batch_up_counts_nothing_and_changes_nothing():
+def test_a_filler_row_counts_nothing_and_changes_nothing():
     batch = samples([3, 4], [5, 2])
     filled = {**batch, "response_mask": batch["response_mask"] * torch.tensor([[1], [0]])}
     alone = {key: value[:1] for key, value in batch.items()}
     for pattern in ("iid", "suffix", "block", "trajectory", "packed"):
         for split in (False, True):
-            layout = build_layout(filled, [5, 6], settings(pattern), progress=0.0, split=split)
-            wanted = build_layout(alone, [5], settings(pattern), progress=0.0, split=split)
-            assert layout.tail.count() == wanted.tail.count()
+            layout = build_layout(filled, [5, 6], settings(pattern), NOISE, split=split)
+            expected = build_layout(alone, [5], settings(pattern), NOISE, split=split)
+            assert layout.tail.count() == expected.tail.count()
             assert layout.tail.count() == layouts.count_labels(filled["response_mask"], [5, 6], settings(pattern))
-            assert layout.noised == wanted.noised and layout.tail.labels[1].eq(IGNORED).all()
-            assert torch.equal(layout.tail.ids[:1, : wanted.tail.ids.shape[1]], wanted.tail.ids)
+            assert layout.noised == expected.noised and layout.tail.labels[1].eq(IGNORED).all()
+            assert torch.equal(layout.tail.ids[:1, : expected.tail.ids.shape[1]], expected.tail.ids)
             only = {key: value[1:] for key, value in filled.items()}
-            alone_too = build_layout(only, [6], settings(pattern), progress=0.0, split=split)
-            shape = alone_too.tail.ids.shape
-            assert alone_too.tail.count() == 0 and alone_too.region.shape == alone_too.clean.shape == shape
-            assert alone_too.seen is None or alone_too.seen.shape[1:] == (
-                shape[1], alone_too.prefix.ids.shape[1] + shape[1])  # fmt: skip
+            only_filler = build_layout(only, [6], settings(pattern), NOISE, split=split)
+            shape = only_filler.tail.ids.shape
+            assert only_filler.tail.count() == 0 and only_filler.region.shape == only_filler.clean.shape == shape
+            assert only_filler.seen is None or only_filler.seen.shape[1:] == (
+                shape[1], only_filler.prefix.ids.shape[1] + shape[1])  # fmt: skip
 
 
-def test_instructions_of_one_token_leave_a_prefix_that_nothing_sees():
-    layout = build_layout(samples([1, 1], [4, 2]), [0, 1], settings("iid"), progress=0.0, split=True)
+def test_instructions_of_one_token_leave_a_prefix_that_nothing_attends_to():
+    layout = build_layout(samples([1, 1], [4, 2]), [0, 1], settings("iid"), NOISE, split=True)
     assert layout.prefix.valid.tolist() == [[False], [False]] and layout.prefix.count() == 0
     assert bits(layout.seen[0]) == ["0" + "1000", "0" + "1100", "0" + "1110", "0" + "1111"]
     assert layout.tail.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
 
 
 def test_split_of_ragged_rows_hides_padding():
-    layout = build_layout(samples([1, 4], [5, 2]), [0, 1], settings("iid"), progress=0.0, split=True)
+    layout = build_layout(samples([1, 4], [5, 2]), [0, 1], settings("iid"), NOISE, split=True)
     assert layout.prefix.valid.sum(1).tolist() == [0, 3] and layout.tail.valid.sum(1).tolist() == [5, 2]
     assert bits(layout.seen[0][:2]) == ["000" + "10000", "000" + "11000"]
     assert bits(layout.seen[1][:2]) == ["111" + "10000", "111" + "11000"]

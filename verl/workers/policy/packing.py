@@ -7,7 +7,7 @@ Only attention mixes tokens, so everything else runs on the flat row [1, T] dire
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +25,13 @@ Segment = tuple[torch.Tensor, torch.Tensor]
 """Flat positions of consecutive queries [q] and of the keys they attend to [k], int64."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """S segments that share one attention call, right-padded; indices are flat positions, padding points to 0."""
 
     queries: torch.Tensor  # int64 [S, Q]
     keys: torch.Tensor  # int64 [S, K]
     mask: torch.Tensor | None  # bool [S, 1, Q, K], True = attended; None: causal within the segment
     valid: torch.Tensor  # bool [S, Q], True = not padding
-
-    def to(self, device: torch.device) -> Part:
-        mask = None if self.mask is None else self.mask.to(device)
-        return Part(self.queries.to(device), self.keys.to(device), mask, self.valid.to(device))
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Packing:
         order = torch.cat([part.queries[part.valid] for part in parts])
         restore = torch.empty_like(order)
         restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
-        parts = tuple(part.to(device) for part in parts)
+        parts = tuple(Part(*(None if t is None else t.to(device) for t in part)) for part in parts)
         return cls(tokens.to(device), parts, restore.to(device), predicted_from.to(device))
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
@@ -115,7 +110,7 @@ def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) ->
         row = torch.arange(len(rows), device=device)[:, None, None]
         mask = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & part.valid[:, None, :]
         mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
-        part = Part(part.queries, part.keys, mask.unsqueeze(1), part.valid)
+        part = part._replace(mask=mask.unsqueeze(1))
     return Packing.of(torch.cat(tokens), (part,), torch.empty(0, dtype=torch.int64), device)
 
 
