@@ -20,7 +20,8 @@ def test_nan_equals_nan_only():
 
 
 def test_what_depends_on_the_machine_is_not_compared(tmp_path):
-    data = {"actor/pg_loss": 0.1, "timing_s/gen": 3.0, "perf/throughput": 9.0, "train/time(s)": 1.0, "spd/store/mib": 2.0}
+    data = {"actor/pg_loss": 0.1, "timing_s/gen": 3.0, "perf/throughput": 9.0, "train/time(s)": 1.0,
+            "spd/store/mib": 2.0}  # fmt: skip
     rows = [{"step": 1, "data": data}, {"step": 2, "data": {"actor/pg_loss": 0.2}}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_metrics(tmp_path) == {(1, "actor/pg_loss"): 0.1, (2, "actor/pg_loss"): 0.2}
