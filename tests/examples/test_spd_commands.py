@@ -21,8 +21,7 @@ def trained_config(command):
     assert command[1] == "train_spd_scorer.py"
     args = entry.parse_args(command[2:])
     data = entry.PreparedData(Path("t.parquet"), rows=384, skipped_matches=0, longest_input=64, gamma=8)
-    given = entry.build_training_command(args, data, data if args.val_blocks else None)
-    overrides = given[given.index("--config-name") + 2 :]
+    overrides = entry.training_overrides(args, data, data if args.val_blocks else None)
     return compose_ppo(*overrides, config_dir=RECIPE, config_name="spd_trainer"), args
 
 

@@ -143,7 +143,7 @@ def test_files_are_not_looked_for_here_where_the_run_goes_to_a_cluster(bed, monk
 
 def prepare(bed, capsys, monkeypatch, tmp_path, *more, **files):
     """(exit code, what main said last) of train_spd_scorer.py; its training is not started, but would give 0."""
-    monkeypatch.setattr(entry, "run_training", lambda command, env: 0)
+    monkeypatch.setattr(entry, "run_training", lambda config, known: None)
     given = {"blocks": bed.blocks, "metadata": bed.metadata, "model": bed.target, **files}
     argv = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     code = entry.main([*argv, "--output-dir", str(tmp_path / "out"), "--device", "cpu", *more])
@@ -201,7 +201,7 @@ def test_a_model_or_tokenizer_folder_that_is_missing_or_torn_is_named(bed, capsy
     code, said = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)
     assert code == 1 and said.startswith(f"--tokenizer={torn} cannot be loaded: ")
     code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=tmp_path / "none.parquet")
-    assert code == 1 and said == f"--blocks {tmp_path}/none.parquet: there is no such file."
+    assert code == 1 and said == f"--blocks {tmp_path}/none.parquet: the file does not exist."
 
 
 # ---- main_ppo: prepared rows, model, scorer, servers, batch sizes ---------------------------------------------

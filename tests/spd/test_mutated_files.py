@@ -228,7 +228,7 @@ def test_other_integer_and_list_types_are_read_right(bench, tmp_path):
 
 def test_the_command_refuses_mutated_files_without_a_traceback(bench, tmp_path, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(entry, "run_training", lambda command, env: started.append(command) or 0)
+    monkeypatch.setattr(entry, "run_training", lambda config, known: started.append(config))
     for number, kind in enumerate(["blocks", "metadata"] * 5):
         path = tmp_path / f"{kind}_{number}.parquet"
         mutate(bench.files[kind], path, random.Random(f"command {number}"))

@@ -1,6 +1,7 @@
-"""Preparation of blocks, the command line that trains, and that the recipe's yaml agrees with the code's defaults."""
+"""Preparation of blocks, the training config of the command line, and defaults in the recipe's yaml and in code."""
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
@@ -60,7 +61,7 @@ def test_bad_blocks_are_refused_with_one_sentence(tmp_path, changes, message):
 def test_nothing_to_judge_and_doubled_questions_are_refused(tmp_path):
     with pytest.raises(ValueError, match="none of its 1 blocks has a mismatch"):
         prepare(tmp_path, [{**BLOCK, "draft_ids": [7, 9]}])
-    with pytest.raises(ValueError, match="row 1: question_id 'q1' stands there twice"):
+    with pytest.raises(ValueError, match="row 1: question_id 'q1' occurs twice"):
         prepare(tmp_path, [BLOCK], [META, META])
 
 
@@ -69,7 +70,7 @@ def composed(overrides):
         return compose("spd_trainer", overrides)
 
 
-def test_the_command_composes_and_says_what_was_asked(tmp_path, monkeypatch):
+def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("REWARD_USELESS", "-2")
     monkeypatch.setenv("SPD_VLLM_URLS", "http://a:1,http://b:2")
     data = prepare(tmp_path, [BLOCK])
@@ -80,16 +81,19 @@ def test_the_command_composes_and_says_what_was_asked(tmp_path, monkeypatch):
             "trainer.project_name=mine",
         ]
     )  # fmt: skip
-    command = entry.build_training_command(args, data, None)
-    config = composed(command[command.index("--config-name") + 2 :])
+    config, known = entry.compose_config(entry.training_overrides(args, data, None))
+    assert known.actor_rollout_ref.actor.optim.lr != 1e-3 and known.keys() == config.keys()
     assert config.actor_rollout_ref.model.path == "some model" and config.spd.target_path == "some model"
     assert config.data.max_prompt_length == 10 and config.data.max_response_length == 2
     assert config.trainer.n_gpus_per_node == 2 and config.trainer.total_training_steps == 3
     assert config.trainer.project_name == "mine" and config.actor_rollout_ref.actor.optim.lr == 1e-3
     assert config.spd.reward.penalty_break == -64 and config.spd.reward.useless == -2
     assert config.spd.rollout.servers == "http://a:1,http://b:2"
-    env = entry._create_training_env(args)
-    assert env["REWARD_PENALTY_BREAK"] == "-64.0" and env["MODEL_PATH"] == "some model"
+    for name in ("REWARD_PENALTY_BREAK", "MODEL_PATH", "PYTHONPATH", "VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR",
+                 "TOKENIZERS_PARALLELISM", "LOGURU_LEVEL"):  # fmt: skip
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
+    entry.set_training_environment(args)
+    assert os.environ["REWARD_PENALTY_BREAK"] == "-64.0" and os.environ["MODEL_PATH"] == "some model"
 
 
 PUBLIC = """backbone attention context_tokens head_inputs head_size feature_store adapter_path sample_temperature
@@ -134,11 +138,19 @@ def test_unknown_options_and_levels_are_refused(capsys):
     entry.setup_loguru_rank0("INFO")
 
 
-def test_the_exit_code_of_the_training_is_handed_on():
-    import os
-    import sys
+def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeypatch):
+    ran = []
 
-    assert entry.run_training([sys.executable, "-c", "raise SystemExit(7)"], os.environ) == 7
+    def run_ppo(config, known):
+        ran.append((config.data.train_files, known.data.train_files))
+        raise SystemExit(7)
+
+    monkeypatch.setattr("verl.trainer.main_ppo.run_ppo", run_ppo)
+    data = prepare(tmp_path, [BLOCK])
+    args = entry.parse_args(["--blocks", "b", "--metadata", "m", "--model", "x", "--output-dir", str(tmp_path)])
+    with pytest.raises(SystemExit) as exit:
+        entry.run_training(*entry.compose_config(entry.training_overrides(args, data, None)))
+    assert exit.value.code == 7 and ran[0][0] == str(data.path) and ran[0][0] != ran[0][1]
 
 
 def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
@@ -161,11 +173,14 @@ def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
     base += ["--output-dir", str(tmp_path / "o"), "--batch-size", "2"]
 
     def named(*more, **env):
-        command = entry.build_training_command(entry.parse_args([*base, *more]), data, None)
-        with entry.local_server(command, env) as given:
-            return given == {**env, server.LOCAL_VARIABLE: "7 http://127.0.0.1:9 log"}
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            overrides = entry.training_overrides(entry.parse_args([*base, *more]), data, None)
+            with entry.local_server(*entry.compose_config(overrides)):
+                return os.environ.get(server.LOCAL_VARIABLE) == "7 http://127.0.0.1:9 log"
 
-    assert named(LOGURU_LEVEL="INFO") and Started.stopped == 1
+    assert named() and Started.stopped == 1 and server.LOCAL_VARIABLE not in os.environ
     (settings, *lengths), log = asked[0], tmp_path / "o" / "vllm_server.log"
     assert lengths == [10, 2] and settings.rollout.server_log == str(log)
     assert not named(SPD_VLLM_URLS="http://a:1") and not named(RAY_ADDRESS="a:1")
@@ -174,17 +189,17 @@ def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
     assert len(asked) == Started.stopped == 1
 
 
-def test_all_that_keeps_the_data_from_being_made_is_told_at_once(tmp_path, capsys):
+def test_all_errors_of_the_data_and_settings_are_reported_at_once(tmp_path, capsys):
     prepare(tmp_path, [BLOCK])
     given = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "none.jsonl")]
     given += ["--val-blocks", "v.jsonl", "--model", "/no/model", "--output-dir", str(tmp_path / "o"), "--device", "cpu"]
     code = entry.main([*given, "+trainer.totl_epochs=1"])
-    told = capsys.readouterr().err.splitlines()
-    assert sum("trainer.totl_epochs" in line and "trainer.total_epochs" in line for line in told) == 1
-    lines = [line for line in told if line.startswith("--") and not line.startswith("--- ")]
+    errors = capsys.readouterr().err.splitlines()
+    assert sum("trainer.totl_epochs" in line and "trainer.total_epochs" in line for line in errors) == 1
+    lines = [line for line in errors if line.startswith("--") and not line.startswith("--- ")]
     assert code == 1 and len(lines) == 3
-    assert lines[0] == f"--metadata {tmp_path / 'none.jsonl'}: there is no such file."
-    assert lines[1] == "--val-blocks v.jsonl: there is no such file."
+    assert lines[0] == f"--metadata {tmp_path / 'none.jsonl'}: the file does not exist."
+    assert lines[1] == "--val-blocks v.jsonl: the file does not exist."
     assert lines[2].startswith("--model=/no/model: no such folder")
 
 

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -127,20 +127,24 @@ def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
     return reference, algorithm["adv_estimator"] == "gae" if critic is None else critic
 
 
-def known_tree() -> DictConfig | None:
-    """The tree of the running Hydra application without its overrides, group choices kept; None outside of one."""
+def known_tree(config_name: str | None = None, overrides: Sequence[str] | None = None) -> DictConfig | None:
+    """The tree `config_name` without `overrides`, config group choices excepted.
+
+    Needs an initialised Hydra. By default those of the running Hydra application; None outside of one.
+    """
     from hydra import compose
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    if not (HydraConfig.initialized() and GlobalHydra.instance().is_initialized()):
-        return None
-    app = HydraConfig.get()
+    if config_name is None:
+        if not (HydraConfig.initialized() and GlobalHydra.instance().is_initialized()):
+            return None
+        app = HydraConfig.get()
+        config_name, overrides = app.job.config_name, list(app.overrides.task)
     loader = GlobalHydra.instance().config_loader()
-    overrides = OverridesParser.create().parse_overrides(list(app.overrides.task))
-    groups = [o.input_line for o in overrides if loader.get_group_options(o.key_or_group)]
-    return compose(app.job.config_name, overrides=groups)
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return compose(config_name, [o.input_line for o in parsed if loader.get_group_options(o.key_or_group)])
 
 
 def unknown_keys(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:

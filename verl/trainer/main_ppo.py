@@ -34,20 +34,22 @@ def main(config: DictConfig) -> None:
     run_ppo(config)
 
 
-def run_ppo(config: DictConfig, task_runner_class: Any = None) -> None:
+def run_ppo(config: DictConfig, task_runner_class: Any = None, *, known: DictConfig | None = None) -> None:
     """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
 
     Exits with code 0 (done, or stopped by SIGTERM or Ctrl-C after a finished step), 143 (stopped twice), or 1 with an
     error message. `task_runner_class` replaces TaskRunner in recipes; a remote class always runs as an actor.
+    `known` is the config tree without the user's settings, which unknown keys are compared with; inside a Hydra
+    application it is composed here.
     """
     if config.trainer.dry_run:
         from verl.trainer.dry_run import dry_run
 
-        sys.exit(dry_run(config))
+        sys.exit(dry_run(config, known=known))
     from verl.trainer.dry_run_checks import refuse_bad_input
 
     try:
-        validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+        validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
         refuse_bad_input(config)
     except ValueError as e:
         sys.exit(str(e))

@@ -73,11 +73,16 @@ def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
             dictionary[key] = config[key]
 
 
-def validate_config(config: DictConfig, use_reference_policy: bool, use_critic: bool) -> None:
-    """Raise one ConfigError (a ValueError) that lists everything that cannot work; warn of settings without effect."""
+def validate_config(
+    config: DictConfig, use_reference_policy: bool, use_critic: bool, known: DictConfig | None = None
+) -> None:
+    """Raise one ConfigError (a ValueError) that lists all problems; warn of settings without effect.
+
+    `known`: see `verl.planning.config_check.find_problems`.
+    """
     from verl.planning.config_check import find_problems
     from verl.planning.config_effect import settings_without_effect
 
-    raise_if_any(find_problems(config, use_reference_policy=use_reference_policy, use_critic=use_critic))
+    raise_if_any(find_problems(config, known=known, use_reference_policy=use_reference_policy, use_critic=use_critic))
     for problem in settings_without_effect(config):
         logger.warning("{}", problem.message)

@@ -1,0 +1,143 @@
+"""Prepares training data of the scorer from drafted blocks and the questions' metadata."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from loguru import logger
+
+from recipe.spd.dataset import (
+    IDS,
+    build_spd_input,
+    facts_error,
+    ids_error,
+    resolve_sep_token_id,
+    spelling_error,
+    truth_error,
+)
+from verl.utils.dataset.rl_dataset import read_rows
+
+
+class DataError(ValueError):
+    """A block or metadata file cannot be used; the message names the file, the row and the fix."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The file that `prepare_spd_data_from_real_source` wrote, with numbers of rows and lengths in tokens."""
+
+    path: Path
+    rows: int
+    skipped_matches: int  # blocks that exact match accepts completely, or up to the end token
+    longest_input: int
+    gamma: int
+
+
+def prepare_spd_data_from_real_source(
+    blocks_path: str | Path, metadata_path: str | Path, output_path: str | Path, tokenizer: Any
+) -> PreparedData:
+    """Write the training parquet from generated blocks and the questions' metadata (parquet or jsonl).
+
+    Blocks: question_id, context_ids, draft_ids, target_ids, optionally is_correct_baseline, baseline_length (tokens of
+    the target's own completion of the context) and question_len (tokens of the context before the answer begins).
+    Metadata: question_id, question, ground_truth, is_correct_baseline.
+    """
+    questions = _read_metadata(metadata_path, read_rows(metadata_path))
+    blocks = read_rows(blocks_path)
+    sep, eos = resolve_sep_token_id(tokenizer), tokenizer.eos_token_id
+    rows, skipped = [], 0
+    for number, block in enumerate(blocks):
+        where = f"{blocks_path}, row {number}"
+        _check_block(where, block, questions, len(tokenizer), metadata_path)
+        context, draft, target = (list(block[name]) for name in ("context_ids", "draft_ids", "target_ids"))
+        if _nothing_to_learn(draft, target, eos):
+            skipped += 1
+            continue
+        meta = questions[block["question_id"]]
+        ids, offsets = build_spd_input(context, draft, target, sep)
+        baseline = block.get("is_correct_baseline")
+        extra = {
+            "index": len(rows), "question_id": str(block["question_id"]), **offsets,
+            "context_ids": context, "draft_ids": draft, "target_ids": target,
+            "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
+            **{name: None if block.get(name) is None else int(block[name])
+               for name in ("baseline_length", "question_len")},
+        }  # fmt: skip
+        rows.append(
+            {
+                "data_source": "spd_scorer", "prompt": meta["question"], "input_ids": ids, "extra_info": extra,
+                "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
+                "rollout_info": dict(offsets),
+            }
+        )  # fmt: skip
+    if not rows:
+        raise DataError(f"{blocks_path}: none of its {len(blocks)} blocks has a mismatch to judge; generate more.")
+    output = Path(output_path)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist(rows), partial, write_page_checksum=True)
+    os.replace(partial, output)
+    logger.info("{}: {} blocks to judge, {} blocks without a mismatch skipped", output, len(rows), skipped)
+    longest, gamma = max(len(row["input_ids"]) for row in rows), max(row["extra_info"]["draft_len"] for row in rows)
+    return PreparedData(output, len(rows), skipped, longest, gamma)
+
+
+def _read_metadata(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:
+    """The rows by question_id. Raises DataError for a missing or invalid value and for a repeated question_id."""
+    questions: dict[Any, Mapping[str, Any]] = {}
+    for number, row in enumerate(rows):
+        where = f"{path}, row {number}"
+        _refuse_missing(where, row, ("question_id", "question", "ground_truth", "is_correct_baseline"))
+        if not isinstance(row["question"], str):
+            raise DataError(f"{where}: question must be a string, not {str(row['question'])[:80]}.")
+        if wrong := facts_error(row) or truth_error(row["ground_truth"]):
+            raise DataError(f"{where}: {wrong}")
+        if row["question_id"] in questions:
+            raise DataError(f"{where}: question_id {row['question_id']!r} occurs twice; keep one.")
+        questions[row["question_id"]] = row
+    return questions
+
+
+def _refuse_missing(where: str, row: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Raise DataError unless every needed column has a value, and question_id one that can be looked up."""
+    if missing := [name for name in needed if row.get(name) is None]:
+        raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(map(str, row))}. Add or rename it.")
+    if not isinstance(row["question_id"], str | int):
+        raise DataError(f"{where}: question_id must be a string or an integer, not {str(row['question_id'])[:80]}.")
+
+
+def _check_block(
+    where: str, block: Mapping[str, Any], questions: Mapping[Any, Any], vocabulary: int, metadata_path: str | Path
+) -> None:
+    """Raise DataError for missing, empty or impossible ids and for an unknown question."""
+    _refuse_missing(where, block, ("question_id", *IDS))
+    if block["question_id"] not in questions:
+        raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
+    wrong = [ids_error(name, block[name], vocabulary) for name in IDS]
+    if error := next(filter(None, [*wrong, facts_error(block), spelling_error(tuple(block))]), ""):
+        raise DataError(f"{where}: {error}")
+    if (block.get("question_len") or 0) > len(block["context_ids"]):
+        raise DataError(
+            f"{where}: question_len is {block['question_len']}, but the context has {len(block['context_ids'])} ids."
+        )
+    if len(block["target_ids"]) != len(block["draft_ids"]) + 1:
+        raise DataError(
+            f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more "
+            "target id (the bonus token) is needed."
+        )
+
+
+def _nothing_to_learn(draft: Sequence[int], target: Sequence[int], eos: int | None) -> bool:
+    """Whether draft == target[:-1], or they agree up to an end token, after which nothing is generated."""
+    for drafted, wanted in zip(draft, target, strict=False):
+        if drafted != wanted:
+            return False
+        if drafted == eos:
+            return True
+    return True

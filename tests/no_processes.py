@@ -1,0 +1,48 @@
+"""pytest plugin of `make test-quick`: a test that starts a process fails, unless it is marked `process`.
+
+Watches Python's audit events for subprocess.Popen, fork and posix_spawn, and the call below them that multiprocessing
+makes for `spawn` and `forkserver`.
+"""
+
+import _posixsubprocess
+import sys
+
+import pytest
+
+EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
+started: list[str] | None = None  # what the current test started; None between tests
+
+
+def note(what: str) -> None:
+    if started is not None:
+        started.append(what)
+        raise RuntimeError(f"{what}: a test of `make test-quick` starts no process; mark it with pytest.mark.process")
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(lambda event, args: note(f"{event} {args[:1]}") if event in EVENTS else None)
+    fork_exec = _posixsubprocess.fork_exec
+
+    def watched(*args):
+        note(f"fork_exec {args[0]}")
+        return fork_exec(*args)
+
+    _posixsubprocess.fork_exec = watched
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    global started
+    started = []
+    try:
+        return (yield)
+    finally:
+        started = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if started and report.passed:  # the code under test caught the error
+        report.outcome, report.longrepr = "failed", f"started a process: {', '.join(started)}"
+    return report
