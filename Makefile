@@ -4,11 +4,13 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement beside a plain SFT twin; generation in blocks
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about 90 minutes on 2 cores)
-#   make test                     every test
+#   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
+#   make test-quick               the tests that start no process (3 minutes)
+#   make test-all                 every test
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
-#   make chaos                    20 random SIGKILLs of trainings, each resumed to the same end (half an hour)
+#   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
 #   make audit                    public names, keys and metrics beside upstream's 0.7.0 wheel, which pip fetches
 #   make lint                     ruff
 SHELL := /bin/bash
@@ -21,7 +23,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Where Python is told to keep nothing, each process of a run would compile the house anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo demo-grpo demo-dllm frontier test bench chaos audit lint clean
+.PHONY: env demo demo-grpo demo-dllm frontier test test-quick test-all bench chaos audit lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -38,19 +40,27 @@ demo-dllm: env
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
-# Named, so that their processes do not collect the whole suite.
-ALONE = $(shell grep -l mark.alone -r tests --include=test_*.py)
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadfile --no-loadscope-reorder
+LATER = chaos or demo or benchmark or audit
+# Named, so that pytest does not collect the other files.
+CHAOS = $(shell grep -l mark.chaos -r tests --include=test_*.py)
 
 test: env
-	@echo "[test] the whole suite, $(TEST_PROCESSES) files at a time, then three at a time of those that watch time-outs"
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_ARGS)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 3 --dist loadfile -m alone $(ALONE) $(PYTEST_ARGS)
+	$(PYTEST) -n $(TEST_PROCESSES) -m "not ($(LATER))" $(PYTEST_ARGS)
+
+test-quick: env
+	$(PYTEST) -n $(TEST_PROCESSES) -p tests.no_processes -m "not (process or $(LATER))" $(PYTEST_ARGS)
+
+test-all: test
+	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env
+	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 	@$(PY) -m tests.chaos
 
 audit: env

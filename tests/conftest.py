@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -50,9 +51,21 @@ def tiny_llama(tmp_path_factory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
+# Folders and files whose tests all belong to one group of the Makefile.
+GROUPS = {
+    "benchmarks": "benchmark", "examples": "demo", "dllm_reasoning/test_arithmetic_example.py": "demo",
+    "spd/test_frontier.py": "demo", "spd/test_testbed.py": "demo", "scripts/test_audit.py": "audit",
+    "scripts/test_departures.py": "audit",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, those with more of them before: two processes then end at about the same time."""
+    """Mark the tests of GROUPS; sort files with slow tests first, so that two processes end at about the same time."""
     slow = {item.path: 0 for item in items}
     for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        for place, group in GROUPS.items():
+            if path == place or path.startswith(f"{place}/"):
+                item.add_marker(group)
         slow[item.path] += item.get_closest_marker("slow") is not None
     items.sort(key=lambda item: -slow[item.path])

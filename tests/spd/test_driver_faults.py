@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.spd_run import SPDRuns, drivers_of, running, tell
 from tests.helpers.watched_runs import listening
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[str]:

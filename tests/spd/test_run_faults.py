@@ -14,7 +14,7 @@ from tests.helpers.spd_run import QUICK, SPDRuns, ended, ranks_of, running, serv
 
 STEPS = 10
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

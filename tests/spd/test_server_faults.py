@@ -19,7 +19,7 @@ from verl.utils.checkpoint.publish import verify_manifest
 
 STEPS = 30
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
