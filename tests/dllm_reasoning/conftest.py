@@ -1,4 +1,4 @@
-"""What several files of refinement runs share."""
+"""Fixtures of refinement runs."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from tests.dllm_reasoning import runs
 
 @pytest.fixture
 def fresh_group():
-    """No process group is left behind a test."""
+    """Destroys the process group after each test."""
     yield
     runs.leave_group()
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def assets(tmp_path_factory):
     """A tiny model and 40 rows of data."""
     folder = tmp_path_factory.mktemp("dllm")
     return runs.save_model(folder / "model"), runs.save_rows(folder / "train.parquet", runs.sums(40))

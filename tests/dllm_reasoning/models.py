@@ -1,4 +1,4 @@
-"""Small random models of two architectures, right-padded samples, and the warnings that are heard."""
+"""Small random models of two architectures, right-padded samples, captured warnings."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ VOCABULARY, EOS, PAD = 48, 2, 0
 
 
 def tiny(architecture: str, seed: int = 0, initializer_range: float = 0.35, hidden_size: int = 32):
-    """Two layers, width 32, wide output weights, so that the next token hangs on the whole text before it."""
+    """Two layers, width 32, wide output weights, so that the next token depends on all text before it."""
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
@@ -40,12 +40,12 @@ def samples(instructions, responses, seed: int = 0):
 
 
 @contextmanager
-def warnings_heard():
-    """A list that fills with the texts of warnings; those said once a process may be said again."""
+def captured_warnings():
+    """A list of the warnings logged meanwhile; `warn_once` starts afresh."""
     warn_once.cache_clear()
-    heard = []
-    sink = logger.add(lambda message: heard.append(message.record["message"]), level="WARNING")
+    logged = []
+    sink = logger.add(lambda message: logged.append(message.record["message"]), level="WARNING")
     try:
-        yield heard
+        yield logged
     finally:
         logger.remove(sink)

@@ -1,16 +1,17 @@
-"""What a user gets wrong is said in one sentence before training starts; yaml and dataclasses agree."""
+"""User errors end a run with one message before training starts; yaml and dataclasses agree."""
 
+import os
 import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from dllm_reasoning import train_iterative_refine
 from dllm_reasoning.config import IterativeRefineConfig
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
-from tests.dllm_reasoning.models import warnings_heard
+from tests.dllm_reasoning.models import captured_warnings
 from tests.helpers.models import make_tokenizer
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.trainer.fsdp_sft_trainer import run_sft
@@ -23,14 +24,14 @@ from verl.utils.tokenizer import hf_tokenizer
 pytestmark = pytest.mark.usefixtures("fresh_group")
 
 
-def said_by(config) -> str:
+def exit_message(config) -> str:
     with pytest.raises(SystemExit) as ended:
         run_sft(config, trainer_class=IterativeRefineTrainer)
     return str(ended.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [(["iterative.loss_weights=[1.0,0.5,0.2]"], "iterative.loss_weights=[1.0, 0.5, 0.2] has 3 weights, but "),
      (["iterative.noise_min=0.8", "iterative.noise_max=0.2"], "noise_min=0.8 is above iterative.noise_max=0.2"),
      (["iterative.noise_pattern=blok"], "iterative.noise_pattern='blok' is unknown; did you mean 'block'?"),
@@ -46,29 +47,29 @@ def said_by(config) -> str:
      (["data.prompt_key=question"], "has no column 'question' (columns: instruction, output). Set data.prompt_key"),
      (["data.max_length=4"], "tokens, data.max_length=4. Raise it, or set data.truncation")],
 )  # fmt: skip
-def test_config_mistakes_name_key_and_mend(place, tmp_path, overrides, said):
-    assert said in said_by(runs.compose(*place, tmp_path, *overrides))
+def test_config_errors_name_key_and_fix(assets, tmp_path, overrides, message):
+    assert message in exit_message(runs.compose(*assets, tmp_path, *overrides))
 
 
 BAD = [("2 + 3 =", "5"), ("1 + 1 =", "  "), ("", "5"), ("a " * 40, "b")]
 
 
 @pytest.mark.parametrize(
-    ("row", "more", "said"),
+    ("row", "more", "message"),
     [(1, [], "row 1: column 'output' is empty; a response needs some text."),
      (2, [], "row 1: column 'instruction' has no tokens"),
      (3, [], "row 1: the sample has 42 tokens, data.max_length=24. Raise it, or set data.truncation"),
      (3, ["data.truncation=right"], "row 1: the instruction has 40 tokens, data.max_length=24 leaves no room")],
 )  # fmt: skip
-def test_a_bad_row_names_its_file_and_number(place, tmp_path, row, more, said):
+def test_a_bad_row_names_its_file_and_number(assets, tmp_path, row, more, message):
     file = runs.save_rows(tmp_path / "bad.parquet", [BAD[0], BAD[row]])
-    told = said_by(runs.compose(place[0], file, tmp_path, *more))
-    assert f"bad.parquet, {said}" in told
+    output = exit_message(runs.compose(assets[0], file, tmp_path, *more))
+    assert f"bad.parquet, {message}" in output
 
 
-def test_bad_rows_are_skipped_and_counted_by_config(place, tmp_path):
+def test_bad_rows_are_skipped_and_counted_by_config(assets, tmp_path):
     file = runs.save_rows(tmp_path / "bad.parquet", BAD)
-    config = runs.compose(place[0], [file, file], tmp_path, "data.bad_rows=skip")
+    config = runs.compose(assets[0], [file, file], tmp_path, "data.bad_rows=skip")
     tokenizer = IterativeRefineTrainer.build_tokenizer(config)
     dataset = IterativeRefineTrainer.build_dataset(config.data.train_files, config, tokenizer)
     assert len(dataset) == 2 and dataset.skipped == 6
@@ -77,106 +78,106 @@ def test_bad_rows_are_skipped_and_counted_by_config(place, tmp_path):
         IterativeRefineTrainer.build_dataset(only_bad, config, tokenizer)
 
 
-def test_truncation_keeps_the_side_it_says(place, tmp_path):
+def test_truncation_keeps_the_named_side(assets, tmp_path):
     file = runs.save_rows(tmp_path / "long.parquet", [(" ".join("abcdefgh"), " ".join("ijklmnop"))])
-    tokenizer = hf_tokenizer(place[0])
-    whole = tokenizer(" ".join("abcdefghijklmnop"))["input_ids"] + [2]
-    for how, kept, learned in (("left", whole[-12:], 9), ("right", whole[:12], 4)):
-        config = runs.compose(place[0], file, tmp_path, "data.max_length=12", f"data.truncation={how}")
+    tokenizer = hf_tokenizer(assets[0])
+    full = tokenizer(" ".join("abcdefghijklmnop"))["input_ids"] + [2]
+    for how, kept, learned in (("left", full[-12:], 9), ("right", full[:12], 4)):
+        config = runs.compose(assets[0], file, tmp_path, "data.max_length=12", f"data.truncation={how}")
         [row] = IterativeRefineTrainer.build_dataset(file, config, tokenizer)
         assert row["input_ids"].tolist() == kept and int(row["loss_mask"].sum()) == learned
 
 
-def test_chat_template_and_nested_keys(place, tmp_path):
+def test_chat_template_and_nested_keys(assets, tmp_path):
     import pandas as pd
 
     file = str(tmp_path / "nested.parquet")
-    pd.DataFrame([{"instruction": {"text": "2 + 3"}, "output": {"said": "5"}}]).to_parquet(file)
-    config = runs.compose(place[0], file, tmp_path, "data.use_chat_template=true", "data.prompt_dict_keys=[text]",
-                          "data.response_dict_keys=[said]")  # fmt: skip
+    pd.DataFrame([{"instruction": {"text": "2 + 3"}, "output": {"message": "5"}}]).to_parquet(file)
+    config = runs.compose(assets[0], file, tmp_path, "data.use_chat_template=true", "data.prompt_dict_keys=[text]",
+                          "data.response_dict_keys=[message]")  # fmt: skip
     tokenizer = IterativeRefineTrainer.build_tokenizer(config)
     [row] = IterativeRefineTrainer.build_dataset(file, config, tokenizer)
     text = tokenizer.decode(row["input_ids"][row["attention_mask"].bool()])
     assert text == "q : 2 + 3 a : 5 <eos>" and int(row["loss_mask"].sum()) == 2
 
 
-def test_a_tokenizer_without_eos_is_refused(place, tmp_path):
-    config = runs.compose(*place, tmp_path)
-    tokenizer = hf_tokenizer(place[0])
+def test_a_tokenizer_without_eos_is_refused(assets, tmp_path):
+    config = runs.compose(*assets, tmp_path)
+    tokenizer = hf_tokenizer(assets[0])
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="has no eos token; add one to its tokenizer_config.json"):
-        IterativeRefineTrainer.build_dataset(place[1], config, tokenizer)
+        IterativeRefineTrainer.build_dataset(assets[1], config, tokenizer)
 
 
-def test_a_checkpoint_of_another_model_is_refused(place, tmp_path):
-    runs.trainer_of(runs.compose(*place, tmp_path / "run", "trainer.total_training_steps=1")).fit()
+def test_a_checkpoint_of_another_model_is_refused(assets, tmp_path):
+    runs.trainer_of(runs.compose(*assets, tmp_path / "run", "trainer.total_training_steps=1")).fit()
     runs.leave_group()
     other = runs.save_model(tmp_path / "other", "qwen3")
-    told = said_by(runs.compose(other, place[1], tmp_path / "run"))
-    assert "does not fit the model" in told
-    assert "Check the model's path (model.path; in SFT model.partial_pretrain), model.lora_rank and" in told
+    output = exit_message(runs.compose(other, assets[1], tmp_path / "run"))
+    assert "does not fit the model" in output
+    assert "Check the model's path (model.path; in SFT model.partial_pretrain), model.lora_rank and" in output
     runs.leave_group()
     wider = runs.save_model(tmp_path / "wider", hidden_size=64)
-    told = said_by(runs.compose(wider, place[1], tmp_path / "run"))
-    assert "does not fit the model" in told and "is (48, 32) there, (48, 64) here. Check the model's path" in told
+    output = exit_message(runs.compose(wider, assets[1], tmp_path / "run"))
+    assert "does not fit the model" in output and "is (48, 32) there, (48, 64) here. Check the model's path" in output
 
 
-def test_a_checkpoint_of_plain_sft_is_refused(place, tmp_path):
+def test_a_checkpoint_of_plain_sft_is_refused(assets, tmp_path):
     run = tmp_path / "run"
-    runs.trainer_of(runs.compose(*place, run, "trainer.total_training_steps=1"), FSDPSFTTrainer).fit()
+    runs.trainer_of(runs.compose(*assets, run, "trainer.total_training_steps=1"), FSDPSFTTrainer).fit()
     runs.leave_group()
-    told = said_by(runs.compose(*place, run))
-    assert f"trainer.resume_mode=auto, trainer.default_local_dir={run}) was not written by iterative refinement" in told
-    assert "Name another trainer.default_local_dir, with" in told and "KeyError" not in told
+    output = exit_message(runs.compose(*assets, run))
+    assert f"trainer.resume_mode=auto, trainer.default_local_dir={run}) was not written by iterative refin" in output
+    assert "Name another trainer.default_local_dir, with" in output and "KeyError" not in output
 
 
-def test_dry_run_prints_a_plan_and_trains_nothing(place, tmp_path, capsys):
+def test_dry_run_prints_a_plan_and_trains_nothing(assets, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        run_sft(runs.compose(*place, tmp_path / "run", "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
+        run_sft(runs.compose(*assets, tmp_path / "run", "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
     assert ended.value.code == 0 and not (tmp_path / "run").exists()
     assert "steps in all" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [("iterative.noise_token=mask", "iterative.noise_token=mask, but the tokenizer"),
      ("iterative.noise_token=nosuch", "iterative.noise_token='nosuch' is no token of"),
      ("iterative.self_generate={enable:true,reward_function:{path:nowhere.py}}", "no Python file at 'nowhere.py'")],
 )  # fmt: skip
-def test_dry_run_finds_what_a_start_would_refuse(place, tmp_path, capsys, override, said):
+def test_dry_run_reports_what_a_start_would_refuse(assets, tmp_path, capsys, override, message):
     with pytest.raises(SystemExit) as ended:
-        run_sft(runs.compose(*place, tmp_path, "trainer.dry_run=true", override), trainer_class=IterativeRefineTrainer)
-    assert ended.value.code == 1 and said in capsys.readouterr().out
+        run_sft(runs.compose(*assets, tmp_path, "trainer.dry_run=true", override), trainer_class=IterativeRefineTrainer)
+    assert ended.value.code == 1 and message in capsys.readouterr().out
 
 
-def test_packed_is_refused_for_layers_of_mixed_kinds(place, tmp_path, capsys):
+def test_packed_is_refused_for_layers_of_mixed_kinds(assets, tmp_path, capsys):
     shape = dict(vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=8, sliding_window=6, eos_token_id=2)  # fmt: skip
     Gemma2ForCausalLM(Gemma2Config(**shape)).save_pretrained(tmp_path / "model")
     make_tokenizer(runs.WORDS).save_pretrained(tmp_path / "model")
-    packed = (tmp_path / "model", place[1], tmp_path / "run", "iterative.noise_pattern=packed")
-    said = "iterative.noise_pattern=packed does not work with the model of model.partial_pretrain, which has layers"
-    assert said in said_by(runs.compose(*packed))
+    packed = (tmp_path / "model", assets[1], tmp_path / "run", "iterative.noise_pattern=packed")
+    message = "iterative.noise_pattern=packed does not work with the model of model.partial_pretrain, which has layers"
+    assert message in exit_message(runs.compose(*packed))
     with pytest.raises(SystemExit):
         run_sft(runs.compose(*packed, "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
 UNREAD = ("data.use_shm=true", "data.multiturn.messages_key=turns", "data.packing=true", "use_remove_padding=true",
           "data.custom_cls.path=pkg://json")  # fmt: skip
 
 
-def test_keys_without_effect_are_named_and_have_none(place, tmp_path, capsys):
-    config = runs.compose(*place, tmp_path, *UNREAD)
-    with warnings_heard() as heard:
+def test_keys_without_effect_are_named_and_have_none(assets, tmp_path, capsys):
+    config = runs.compose(*assets, tmp_path, *UNREAD)
+    with captured_warnings() as logged:
         refuse_bad_input(config, IterativeRefineTrainer)
-    assert [any(f"{key} has no effect in this version: " in text for text in heard) for key in UNREAD] == [True] * 5
+    assert [any(f"{key} has no effect in this version: " in text for text in logged) for key in UNREAD] == [True] * 5
     trainer = runs.trainer_of(config)
     assert not trainer.policy.remove_padding and len(cut(trainer._draw(), trainer.config.data)) == 2
     with pytest.raises(SystemExit):
-        run_sft(runs.compose(*place, tmp_path, *UNREAD, "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
-    told = capsys.readouterr().out
-    assert all(f"{key} has no effect in this version: " in told for key in UNREAD)
+        run_sft(runs.compose(*assets, tmp_path, *UNREAD, "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
+    output = capsys.readouterr().out
+    assert all(f"{key} has no effect in this version: " in output for key in UNREAD)
 
 
 def test_yaml_and_dataclasses_agree_key_by_key():
@@ -191,18 +192,28 @@ def test_yaml_and_dataclasses_agree_key_by_key():
     assert compared > 80
 
 
-@pytest.mark.slow
-def test_run_train_starts_ranks_and_leaves_a_checkpoint(place, tmp_path):
-    settings = [f"{key}={value}" for key, value in {
-        "model.partial_pretrain": place[0], "data.train_files": place[1], "model.fsdp_config.dtype": "float32",
-        "data.max_length": 24, "data.train_batch_size": 8, "trainer.device": "cpu", "trainer.logger": "[console]",
-        "trainer.total_training_steps": 1, "trainer.report": "false",
-    }.items()]  # fmt: skip
-    import os
+def test_run_train_passes_its_arguments_to_torchrun(tmp_path):
+    def script(*arguments):
+        return subprocess.run(["bash", "dllm_reasoning/scripts/run_train.sh", *arguments], capture_output=True,
+                              text=True, env={**os.environ, "PYTHON": "echo"})  # fmt: skip
 
-    done = subprocess.run(["bash", "dllm_reasoning/scripts/run_train.sh", "1", str(tmp_path / "run"), *settings],
-                          env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "train/loss_s1:" in done.stdout and (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
-    usage = subprocess.run(["bash", "dllm_reasoning/scripts/run_train.sh"], capture_output=True, text=True)
+    assert script("4", "runs/here", "optim.lr=1").stdout.split() == [
+        "-m", "torch.distributed.run", "--standalone", "--nnodes=1", "--nproc_per_node=4",
+        "-m", "dllm_reasoning.train_iterative_refine", "trainer.default_local_dir=runs/here",
+        "trainer.n_gpus_per_node=4", "optim.lr=1",
+    ]  # fmt: skip
+    usage = script()
     assert usage.returncode == 2 and "RANKS CHECKPOINT_DIR" in usage.stderr
+
+
+def test_the_entry_trains_and_leaves_a_checkpoint(assets, tmp_path, monkeypatch, capsys):
+    settings = {
+        "model.partial_pretrain": assets[0], "data.train_files": assets[1], "model.fsdp_config.dtype": "float32",
+        "data.max_length": 24, "data.train_batch_size": 8, "trainer.device": "cpu", "trainer.logger": "[console]",
+        "trainer.total_training_steps": 1, "trainer.report": "false", "trainer.default_local_dir": tmp_path / "run",
+        "trainer.n_gpus_per_node": 1,
+    }  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["train_iterative_refine", *(f"{key}={value}" for key, value in settings.items())])
+    train_iterative_refine.main()
+    assert (tmp_path / "run" / "global_step_1" / "manifest.json").is_file()
+    assert "train/loss_s1:" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The statistics of a generation beside what a hook on the model counts, and beside a clock that stands still."""
+"""Statistics of a generation against the forwards that a hook counts, and a fake clock."""
 
 import types
 
@@ -20,13 +20,13 @@ def counted(mode, prompt, **more):
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     rounds, width = MODES[mode]
     try:
-        found = iterative_generate(model, [prompt], EOS, PAD, width - 1, rounds, LIMIT, **more)
+        results = iterative_generate(model, [prompt], EOS, PAD, width - 1, rounds, LIMIT, **more)
     finally:
         hook.remove()
-    return found.stats, len(calls)
+    return results.stats, len(calls)
 
 
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "whole"])
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_forward_of_the_model_is_counted(mode, use_cache):
     for prompt in prompts()[:6]:
@@ -37,7 +37,7 @@ def test_every_forward_of_the_model_is_counted(mode, use_cache):
 
 
 @pytest.mark.parametrize("mode", ["refine 0", "refine 1", "refine 2", "converge"])
-def test_rounds_per_block_are_the_forwards_behind_each_blocks_first(mode):
+def test_rounds_per_block_are_the_forwards_after_each_blocks_first(mode):
     several = 0
     for prompt in prompts()[:6]:
         stats, calls = counted(mode, prompt)

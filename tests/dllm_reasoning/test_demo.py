@@ -30,14 +30,14 @@ def run(model_path, tmp_path, *options):
 def tokens_of(model_path, prompts, **more):
     tokenizer, model = hf_tokenizer(model_path), create_huggingface_actor(model_path)
     ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
-    found = iterative_generate(model, ids, 2, 0, **{"max_new_tokens": 12, **more})
-    return [tokenizer.decode(t, skip_special_tokens=True) for t in found.tokens], found.stats
+    result = iterative_generate(model, ids, 2, 0, **{"max_new_tokens": 12, **more})
+    return [tokenizer.decode(t, skip_special_tokens=True) for t in result.tokens], result.stats
 
 
 def test_one_prompt_with_the_defaults(model_path, tmp_path, capsys):
     code, rows = run(model_path, tmp_path, "--prompt", PROMPTS[0])
-    wanted, stats = tokens_of(model_path, PROMPTS[:1])
-    assert code == 0 and [r["response"] for r in rows] == wanted and rows[0]["prompt"] == PROMPTS[0]
+    expected, stats = tokens_of(model_path, PROMPTS[:1])
+    assert code == 0 and [r["response"] for r in rows] == expected and rows[0]["prompt"] == PROMPTS[0]
     assert rows[0]["tokens"] == stats.tokens[0] and rows[0]["forwards"] == stats.forwards[0]
     assert "tokens per forward" in capsys.readouterr().out
 
@@ -58,17 +58,17 @@ def test_options_reach_the_generator(model_path, tmp_path, options, settings):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS) + "\n\n")
     code, rows = run(model_path, tmp_path, "--prompts_file", str(file), "--batch_size", "3", *options)
-    wanted, _ = tokens_of(model_path, PROMPTS, **settings)
-    assert code == 0 and [r["response"] for r in rows] == wanted
+    expected, _ = tokens_of(model_path, PROMPTS, **settings)
+    assert code == 0 and [r["response"] for r in rows] == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "name", "wanted"),
+    ("options", "name", "expected"),
     [([], "cache", True), (["--no_cache"], "cache", False), ([], "dtype", torch.float32),
      (["--dtype", "bfloat16"], "dtype", torch.bfloat16), (["--device", "meta"], "device", "meta"),
      (["--device", "cpu"], "device", "cpu")],
 )  # fmt: skip
-def test_how_the_model_is_read_reaches_it(model_path, tmp_path, monkeypatch, options, name, wanted):
+def test_model_options_reach_the_model(model_path, tmp_path, monkeypatch, options, name, expected):
     seen = {}
 
     def generate(model, prompts, eos, pad, settings, first_row):
@@ -76,18 +76,18 @@ def test_how_the_model_is_read_reaches_it(model_path, tmp_path, monkeypatch, opt
         return GenerationResult([[5]], GenerationStats([1], [1], [[]], 1, 0.1))
 
     monkeypatch.setattr(demo, "generate", generate)
-    assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options)[0] == 0 and seen[name] == wanted
+    assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options)[0] == 0 and seen[name] == expected
 
 
-def test_draws_do_not_hang_on_the_batch_size(model_path, tmp_path):
+def test_draws_do_not_depend_on_the_batch_size(model_path, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
     sampled = ("--prompts_file", str(file), "--temperature", "1.3", "--seed", "4", "--refine_iter", "slide")
-    wanted, _ = tokens_of(model_path, PROMPTS, temperature=1.3, seed=4, refine_iter="slide")
+    expected, _ = tokens_of(model_path, PROMPTS, temperature=1.3, seed=4, refine_iter="slide")
     for size in ("1", "2", "3"):
         _, rows = run(model_path, tmp_path, *sampled, "--batch_size", size)
-        assert [row["response"] for row in rows] == wanted
-    assert len(set(wanted)) == 3
+        assert [row["response"] for row in rows] == expected
+    assert len(set(expected)) == 3
 
 
 def test_every_prompt_is_checked_before_the_first_is_answered(model_path, tmp_path, capsys, monkeypatch):
@@ -100,10 +100,10 @@ def test_every_prompt_is_checked_before_the_first_is_answered(model_path, tmp_pa
 
 def test_batches_display_and_columns(model_path, tmp_path, capsys):
     file = runs.save_rows(tmp_path / "prompts.parquet", [(p, "x") for p in PROMPTS])
-    wanted, _ = tokens_of(model_path, PROMPTS)
+    expected, _ = tokens_of(model_path, PROMPTS)
     for size in ("1", "2"):
         code, rows = run(model_path, tmp_path, "--prompts_file", file, "--batch_size", size, "--max_display", "1")
-        assert code == 0 and [r["response"] for r in rows] == wanted
+        assert code == 0 and [r["response"] for r in rows] == expected
         shown = capsys.readouterr().out
         assert PROMPTS[0] in shown and PROMPTS[1] not in shown
     code, rows = run(model_path, tmp_path, "--prompts_file", file, "--prompt_key", "output")
@@ -116,39 +116,39 @@ def test_chat_template_wraps_the_prompt(model_path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(["--prompts_file", "nowhere.txt"], "--prompts_file nowhere.txt does not exist"),
      (["--prompt", "a", "--refine_iter", "sldie"], "refine_iter='sldie' is unknown; did you mean 'slide'?"),
      (["--prompt", "a", "--dtype", "int3"], "--dtype='int3' is not a dtype"),
      (["--prompt", ""], "prompt 0 has 0 tokens")],
 )  # fmt: skip
-def test_mistakes_end_in_a_sentence(model_path, tmp_path, capsys, options, said):
+def test_errors_end_with_one_message(model_path, tmp_path, capsys, options, message):
     code, _ = run(model_path, tmp_path, *options)
-    assert code == 1 and said in capsys.readouterr().err
+    assert code == 1 and message in capsys.readouterr().err
 
 
-def test_a_column_that_is_not_there_names_file_and_row(model_path, tmp_path, capsys):
+def test_a_missing_column_names_file_and_row(model_path, tmp_path, capsys):
     file = runs.save_rows(tmp_path / "prompts.parquet", [("a", "x")])
     code, _ = run(model_path, tmp_path, "--prompts_file", file, "--prompt_key", "question")
     assert code == 1 and "prompts.parquet, row 0: no text in column 'question'" in capsys.readouterr().err
 
 
 def test_label_alignment_holds_on_a_real_model(model_path, capsys):
-    asked = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
-    assert verify_label_alignment.main(asked) == 0
+    arguments = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
+    assert verify_label_alignment.main(arguments) == 0
     assert capsys.readouterr().out.count(": ok") == 4
 
 
 @pytest.mark.parametrize("broken", ["labels", "mask", "shift"])
-def test_label_alignment_is_found_broken(model_path, capsys, monkeypatch, broken):
+def test_broken_label_alignment_is_reported(model_path, capsys, monkeypatch, broken):
     if broken == "labels":
         monkeypatch.setattr(layouts, "_next_labels", lambda ids, answers: torch.where(answers, ids, -100))
     elif broken == "mask":
         spoil = lambda ids, answers, noised, token: torch.where(noised.roll(1, 1), token, ids)  # noqa: E731
         monkeypatch.setattr(layouts, "q_sample", spoil)
     else:
-        unshifted = lambda ids, said, region: torch.where(region.bool(), said, ids)  # noqa: E731
+        unshifted = lambda ids, predicted, region: torch.where(region.bool(), predicted, ids)  # noqa: E731
         monkeypatch.setattr(verify_label_alignment, "greedy_decode_response", unshifted)
-    asked = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
-    assert verify_label_alignment.main(asked) == 1
+    arguments = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
+    assert verify_label_alignment.main(arguments) == 1
     assert "WRONG" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Lossless modes say what greedy decoding says, token for token: two architectures, batched, ragged, with a cache."""
+"""Lossless modes equal greedy decoding token for token: two architectures, batched, ragged, with a cache."""
 
 import functools
 
@@ -10,7 +10,7 @@ from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rul
 from dllm_reasoning.inference.generator import generate as generate_with
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import GenerationSettings
-from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny, warnings_heard
+from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
 
 LIMIT = 24
 
@@ -30,55 +30,55 @@ def model_of(architecture):
 @functools.cache
 def greedy(architecture):
     """Hugging Face's own greedy generate, prompts of one length at a time."""
-    model, found = model_of(architecture), {}
+    model, result = model_of(architecture), {}
     for length in {len(p) for p in prompts()}:
         group = [p for p in prompts() if len(p) == length]
         out = model.generate(torch.tensor(group), attention_mask=torch.ones(len(group), length, dtype=torch.int64),
                              max_new_tokens=LIMIT, do_sample=False, pad_token_id=PAD, eos_token_id=EOS)  # fmt: skip
         for prompt, row in zip(group, out[:, length:].tolist(), strict=True):
-            found[prompt] = row[: row.index(EOS) + 1] if EOS in row else row
-    return [found[p] for p in prompts()]
+            result[prompt] = row[: row.index(EOS) + 1] if EOS in row else row
+    return [result[p] for p in prompts()]
 
 
-def generate(architecture, asked, **more):
-    return iterative_generate(model_of(architecture), asked, EOS, PAD, max_new_tokens=LIMIT, **more)
+def generate(architecture, inputs, **more):
+    return iterative_generate(model_of(architecture), inputs, EOS, PAD, max_new_tokens=LIMIT, **more)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
 def test_lossless_modes_equal_greedy_generate_on_200_ragged_prompts(architecture, mode):
-    wanted = greedy(architecture)
-    assert any(row[-1] == EOS and len(row) < LIMIT for row in wanted) and any(len(row) == LIMIT for row in wanted)
-    found = []
+    expected = greedy(architecture)
+    assert any(row[-1] == EOS and len(row) < LIMIT for row in expected) and any(len(row) == LIMIT for row in expected)
+    result = []
     for start in range(0, 200, 50):
-        found += generate(architecture, prompts()[start : start + 50], add_eos_length=5, refine_iter=mode).tokens
-    assert found == wanted
+        result += generate(architecture, prompts()[start : start + 50], add_eos_length=5, refine_iter=mode).tokens
+    assert result == expected
 
 
 @pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
 def test_lossless_modes_one_prompt_at_a_time_and_without_a_cache(mode):
-    wanted = greedy("llama")[:12]
+    expected = greedy("llama")[:12]
     for more in ({}, {"use_cache": False}):
-        found = [generate("llama", [p], add_eos_length=7, refine_iter=mode, **more) for p in prompts()[:12]]
-        assert [f.tokens[0] for f in found] == wanted
+        result = [generate("llama", [p], add_eos_length=7, refine_iter=mode, **more) for p in prompts()[:12]]
+        assert [f.tokens[0] for f in result] == expected
     batched = generate("llama", prompts()[:12], add_eos_length=7, refine_iter=mode, use_cache=False)
-    assert batched.tokens == wanted
+    assert batched.tokens == expected
 
 
 def test_token_by_token_takes_a_forward_a_token():
-    found = generate("qwen3", prompts()[:20], add_eos_length=0)
-    assert found.tokens == greedy("qwen3")[:20]
-    assert found.stats.forwards == [len(t) for t in found.tokens] == found.stats.tokens
-    assert found.stats.tokens_per_forward == 1.0 and found.stats.batch_forwards == max(found.stats.forwards)
+    result = generate("qwen3", prompts()[:20], add_eos_length=0)
+    assert result.tokens == greedy("qwen3")[:20]
+    assert result.stats.forwards == [len(t) for t in result.tokens] == result.stats.tokens
+    assert result.stats.tokens_per_forward == 1.0 and result.stats.batch_forwards == max(result.stats.forwards)
 
 
 def test_a_left_padded_tensor_gives_what_lists_give():
-    asked = prompts()[:6]
-    width = max(map(len, asked))
-    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in asked])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in asked])
-    found = generate("llama", ids, attention_mask=mask, refine_iter="slide", add_eos_length=4)
-    assert found.tokens == greedy("llama")[:6]
+    inputs = prompts()[:6]
+    width = max(map(len, inputs))
+    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in inputs])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in inputs])
+    result = generate("llama", ids, attention_mask=mask, refine_iter="slide", add_eos_length=4)
+    assert result.tokens == greedy("llama")[:6]
 
 
 @pytest.mark.parametrize("times", [0, 1, 3])
@@ -90,11 +90,11 @@ def test_fixed_rounds_equal_the_rule_written_out(times):
             fed = [EOS] * (min(width, LIMIT - len(new)) - 1)
             for _ in range(times + 1):
                 logits = model(torch.tensor([text + fed])).logits[0, len(text) - 1 :]
-                said = logits.argmax(-1).tolist()
-                settled_now, fed = said[:-1] == fed, said[:-1]
-                if settled_now:
+                predicted = logits.argmax(-1).tolist()
+                unchanged, fed = predicted[:-1] == fed, predicted[:-1]
+                if unchanged:
                     break
-            new += said[: said.index(EOS) + 1] if EOS in said else said
+            new += predicted[: predicted.index(EOS) + 1] if EOS in predicted else predicted
             text = list(prompt) + new
         assert generate("llama", [prompt], add_eos_length=width - 1, refine_iter=times).tokens[0] == new
 
@@ -103,31 +103,31 @@ def test_fixed_rounds_equal_the_rule_written_out(times):
 def test_sampling_draws_the_same_in_every_lossless_mode(mode):
     options = dict(temperature=1.3, top_k=12, top_p=0.9, seed=7)
     plain = generate("llama", prompts()[:8], add_eos_length=0, **options)
-    found = generate("llama", prompts()[:8], add_eos_length=5, refine_iter=mode, **options)
-    assert found.tokens == plain.tokens != greedy("llama")[:8]
+    result = generate("llama", prompts()[:8], add_eos_length=5, refine_iter=mode, **options)
+    assert result.tokens == plain.tokens != greedy("llama")[:8]
     other = generate("llama", prompts()[:8], add_eos_length=0, **{**options, "seed": 8})
     assert other.tokens != plain.tokens
 
 
-def test_draws_hang_on_the_number_of_the_row_not_on_its_batch():
+def test_draws_depend_on_the_number_of_the_row_not_on_its_batch():
     options = dict(temperature=1.3, seed=7, add_eos_length=3, refine_iter="slide")
-    asked = prompts()[:5]
-    whole = generate("llama", asked, **options).tokens
-    parts = [generate("llama", asked[i : i + 2], first_row=i, **options).tokens for i in (0, 2, 4)]
-    assert sum(parts, []) == whole != greedy("llama")[:5]
-    assert generate("llama", prompts()[2:4], **options).tokens != whole[2:4]
+    inputs = prompts()[:5]
+    full = generate("llama", inputs, **options).tokens
+    parts = [generate("llama", inputs[i : i + 2], first_row=i, **options).tokens for i in (0, 2, 4)]
+    assert sum(parts, []) == full != greedy("llama")[:5]
+    assert generate("llama", prompts()[2:4], **options).tokens != full[2:4]
 
 
 def test_sampling_follows_the_probabilities():
     model, prompt = tiny("llama", seed=1, initializer_range=0.05), list(prompts()[0])
     with torch.no_grad():
-        wanted = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     drawn = iterative_generate(model, [prompt] * 3000, EOS, PAD, 0, 0, 1, temperature=1.0).tokens
     share = torch.bincount(torch.tensor([t[0] for t in drawn]), minlength=VOCABULARY) / 3000
-    assert float((share - wanted).abs().max()) < 0.02
+    assert float((share - expected).abs().max()) < 0.02
 
 
-def test_slide_commits_what_is_settled_by_hand():
+def test_slide_commits_confirmed_guesses_by_hand():
     rule, row = Slide(4, 9, None), Row(0, [1], 1, 99, guesses=[5, 6, 9])
     assert rule.step(row, [5, 6, 7, 8], None) == [5, 6, 7] and row.guesses == [8, 9, 9]
     row.guesses = [5, 6, 7]
@@ -164,9 +164,9 @@ def test_a_row_stops_at_its_end_token_and_its_limit_by_hand():
 
 
 def test_max_length_counts_the_prompt_and_several_end_tokens_end():
-    found = generate("llama", prompts()[:20], max_length=16, refine_iter="slide", add_eos_length=4)
-    for prompt, new, wanted in zip(prompts(), found.tokens, greedy("llama"), strict=False):
-        assert new == wanted[: 16 - len(prompt)]
+    result = generate("llama", prompts()[:20], max_length=16, refine_iter="slide", add_eos_length=4)
+    for prompt, new, expected in zip(prompts(), result.tokens, greedy("llama"), strict=False):
+        assert new == expected[: 16 - len(prompt)]
     first = greedy("llama")[0][2]
     several = iterative_generate(model_of("llama"), prompts()[:1], [EOS, first], PAD, 4, "slide", LIMIT).tokens[0]
     assert several == greedy("llama")[0][: greedy("llama")[0].index(first) + 1]
@@ -175,13 +175,13 @@ def test_max_length_counts_the_prompt_and_several_end_tokens_end():
 def test_the_window_of_the_model_is_the_default_and_a_longer_one_warns_once():
     model = tiny("llama", seed=1)
     model.config.dllm_window, model.config.dllm_noise_token_id = 4, 7
-    with warnings_heard() as heard:
-        found = iterative_generate(model, prompts()[:1], EOS, PAD, refine_iter=0, max_new_tokens=12)
-        assert len(found.stats.rounds[0]) == -(-len(found.tokens[0]) // 4) and not heard
+    with captured_warnings() as logged:
+        result = iterative_generate(model, prompts()[:1], EOS, PAD, refine_iter=0, max_new_tokens=12)
+        assert len(result.stats.rounds[0]) == -(-len(result.tokens[0]) // 4) and not logged
         for _ in range(2):
             iterative_generate(model, prompts()[:1], EOS, PAD, 15, 0, 12)
-        [told] = heard
-    assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in told
+        [warning] = logged
+    assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in warning
 
 
 def test_rounds_are_those_of_blocks_refined_in_place():
@@ -198,7 +198,7 @@ def test_rounds_are_those_of_blocks_refined_in_place():
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [({"refine_iter": "slde"}, "refine_iter='slde' is unknown; did you mean 'slide'"),
      ({"refine_iter": -1}, "refine_iter=-1 is unknown"),
      ({"refine_iter": "converge", "confidence_threshold": 0.9}, "confidence_threshold=0.9 needs refine_iter=slide"),
@@ -206,10 +206,10 @@ def test_rounds_are_those_of_blocks_refined_in_place():
      ({"max_length": 3}, "prompt 1 has 4 tokens; it needs at least one, and fewer than max_length=3"),
      ({"input_ids": []}, "input_ids holds no prompt")],
 )  # fmt: skip
-def test_bad_arguments_are_named(more, said):
-    asked = {"input_ids": [[5], [5, 6, 7, 8]], "add_eos_length": 3, **more}
-    with pytest.raises(ValueError, match=said.replace("[", r"\[")):
-        iterative_generate(model_of("llama"), eos_token_id=EOS, pad_token_id=PAD, **asked)
+def test_bad_arguments_are_named(more, message):
+    inputs = {"input_ids": [[5], [5, 6, 7, 8]], "add_eos_length": 3, **more}
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        iterative_generate(model_of("llama"), eos_token_id=EOS, pad_token_id=PAD, **inputs)
 
 
 def test_commit_rule_by_name():
@@ -231,7 +231,7 @@ def test_settings_are_the_arguments_of_iterative_generate_in_their_order():
 
 
 def made(kind, **shape):
-    """A small model of another architecture, its matrices wide enough that the next token hangs on all before it."""
+    """A small model of another architecture, its matrices wide enough that the next token depends on all before it."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, pad_token_id=PAD, eos_token_id=EOS, **shape)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -250,16 +250,16 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_layers_with_a_window_are_read_without_a_cache_and_warn_once(kind):
+def test_layers_with_a_window_run_without_a_cache_and_warn_once(kind):
     model = made(kind, **WINDOWED[kind])
-    with warnings_heard() as heard:
+    with captured_warnings() as logged:
         for prompt in prompts()[2:5]:
-            wanted = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
-            wanted = wanted.tolist()
-            found = iterative_generate(model, [list(prompt)], EOS, PAD, 4, "slide", 16).tokens[0]
-            assert found == (wanted[: wanted.index(EOS) + 1] if EOS in wanted else wanted)
-        [told] = [text for text in heard if "full attention" in text]
-    assert told.startswith(f"{kind}ForCausalLM has layers without full attention")
+            expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
+            expected = expected.tolist()
+            result = iterative_generate(model, [list(prompt)], EOS, PAD, 4, "slide", 16).tokens[0]
+            assert result == (expected[: expected.index(EOS) + 1] if EOS in expected else expected)
+        [warning] = [text for text in logged if "full attention" in text]
+    assert warning.startswith(f"{kind}ForCausalLM has layers without full attention")
 
 
 UNCACHED = {
@@ -272,17 +272,17 @@ UNCACHED = {
 
 
 @pytest.mark.parametrize("kind", UNCACHED)
-def test_a_model_that_the_cache_is_not_for_is_refused_and_read_without_one(kind):
-    shape, said = UNCACHED[kind]
+def test_a_model_that_cannot_use_the_cache_is_refused_and_runs_without_one(kind):
+    shape, message = UNCACHED[kind]
     model, prompt = made(kind, **shape), list(prompts()[3])
-    with pytest.raises(ValueError, match=f"{kind}ForCausalLM {said}.*; set use_cache=False .--no_cache in the demo."):
+    with pytest.raises(ValueError, match=f"{kind}ForCausalLM {message}.*; set use_cache=False .--no_cache in the"):
         iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 8)
     plain = iterative_generate(model, [prompt], EOS, PAD, 0, 0, 8, use_cache=False).tokens
     assert iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 8, use_cache=False).tokens == plain
 
 
-def test_a_ragged_batch_near_its_limit_has_room_for_what_it_reads():
+def test_a_ragged_batch_near_its_limit_fits_into_the_cache():
     slide = {"refine_iter": "slide", "confidence_threshold": 0.2}
-    found = generate("llama", prompts()[70:80], add_eos_length=7, **slide)
+    result = generate("llama", prompts()[70:80], add_eos_length=7, **slide)
     alone = [generate("llama", [prompt], add_eos_length=7, **slide).tokens[0] for prompt in prompts()[70:80]]
-    assert found.tokens == alone
+    assert result.tokens == alone

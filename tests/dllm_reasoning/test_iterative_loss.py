@@ -1,4 +1,4 @@
-"""Gradients of the rounds: each by itself equals the sum; shared keys equal repeated ones; no gradient in step 3."""
+"""Gradients of the rounds: one backward pass each equals the sum; shared keys equal repeated ones."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from dllm_reasoning.config import IterativeConfig
 from dllm_reasoning.losses import iterative_loss
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
 from dllm_reasoning.losses.layouts import IGNORED, build_layout
-from tests.dllm_reasoning.models import VOCABULARY, samples, tiny, warnings_heard
+from tests.dllm_reasoning.models import VOCABULARY, captured_warnings, samples, tiny
 
 BATCH = samples([6, 3, 9], [5, 8, 4])
 SEEDS = [11, 12, 13]
@@ -28,10 +28,10 @@ def gradients(model, layout, *, rounds=2, share=False, ar=0.5, weights=None, at_
     def backward(value, is_last):
         value.backward() if at_once else held.append(value)
 
-    told = loss.run(model, layout, backward, scale=0.1, ar_scale=0.05, warm_up=warm_up)
+    output = loss.run(model, layout, backward, scale=0.1, ar_scale=0.05, warm_up=warm_up)
     if held:
         sum(held).backward()
-    return told, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return output, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def furthest(a, b):
@@ -39,7 +39,7 @@ def furthest(a, b):
 
 
 def naive(model, *, weights, ar):
-    """The method's text on whole rows of the iid pattern, one summed graph: (losses, gradients)."""
+    """The method written out for full rows of the iid pattern, one summed graph: (losses, clean loss, gradients)."""
     layout = layout_of("iid", False)
     labels, ids = layout.tail.labels, layout.tail.ids
     losses = []
@@ -62,13 +62,13 @@ def naive(model, *, weights, ar):
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_rounds_equal_the_method_written_out(architecture):
     model = tiny(architecture)
-    losses, clean, wanted = naive(model, weights=[1.0, 0.7, 0.4], ar=0.5)
+    losses, clean, expected = naive(model, weights=[1.0, 0.7, 0.4], ar=0.5)
     for split, share in ((False, False), (True, False), (True, True)):
-        told, found = gradients(model, layout_of("iid", split), rounds=3, share=share)
-        assert torch.allclose(torch.stack(told.rounds), torch.stack(losses).detach(), atol=1e-3)
-        assert float(told.ar) == pytest.approx(clean.item(), abs=1e-3) and told.counted == 17
-        scale = max(float(g.abs().max()) for g in wanted.values())
-        assert furthest(found, wanted) / scale < 1e-5
+        output, actual = gradients(model, layout_of("iid", split), rounds=3, share=share)
+        assert torch.allclose(torch.stack(output.rounds), torch.stack(losses).detach(), atol=1e-3)
+        assert float(output.ar) == pytest.approx(clean.item(), abs=1e-3) and output.counted == 17
+        scale = max(float(g.abs().max()) for g in expected.values())
+        assert furthest(actual, expected) / scale < 1e-5
 
 
 @pytest.mark.parametrize("pattern", ["suffix", "packed"])
@@ -114,21 +114,21 @@ def test_rounds_that_share_keep_the_models_sliding_window():
     model = windowed()
     one, repeated = gradients(model, layout_of("block", False), rounds=2)
     for share in (False, True):
-        two, found = gradients(model, layout_of("block", True), rounds=2, share=share)
+        two, actual = gradients(model, layout_of("block", True), rounds=2, share=share)
         assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
-        assert furthest(found, repeated) < 1e-5
+        assert furthest(actual, repeated) < 1e-5
     model.config.sliding_window = None
     far, _ = gradients(model, layout_of("block", False), rounds=2)
     assert abs(float(far.rounds[0]) - float(one.rounds[0])) > 1e-2  # the window does hide something here
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_windows_beside_the_text_keep_the_models_sliding_window(share):
+def test_packed_windows_keep_the_models_sliding_window(share):
     model, layout = windowed(), layout_of("packed", True)
-    told, found = gradients(model, layout, rounds=1, share=share, ar=0.5)
+    output, actual = gradients(model, layout, rounds=1, share=share, ar=0.5)
     model.zero_grad()
     losses, ids, starts = [], BATCH["input_ids"], layout.tail.positions[:, ::4]
-    for row in range(len(ids)):  # each window behind its own text, under the model's own mask
+    for row in range(len(ids)):  # each window after its own text, under the model's own mask
         for window, start in enumerate(starts[row].tolist()):
             block = slice(4 * window, 4 * window + 4)
             text = torch.cat([ids[row, :start], layout.tail.ids[row, block]])[None]
@@ -137,18 +137,18 @@ def test_windows_beside_the_text_keep_the_models_sliding_window(share):
     logits = model(input_ids=ids, attention_mask=BATCH["attention_mask"]).logits.flatten(0, 1)
     clean = F.cross_entropy(logits, layout.prefix.labels.flatten(), ignore_index=IGNORED, reduction="sum")
     (0.1 * sum(losses) + 0.5 * 0.05 * clean).backward()
-    assert float(told.rounds[0]) == pytest.approx(float(sum(losses)), rel=1e-5)
-    assert float(told.ar) == pytest.approx(float(clean), rel=1e-5)
-    assert max(float((found[name] - p.grad).abs().max()) for name, p in model.named_parameters()) < 1e-5
+    assert float(output.rounds[0]) == pytest.approx(sum(losses).item(), rel=1e-5)
+    assert float(output.ar) == pytest.approx(clean.item(), rel=1e-5)
+    assert max(float((actual[name] - p.grad).abs().max()) for name, p in model.named_parameters()) < 1e-5
 
 
 def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
     model = Gemma2ForCausalLM(Gemma2Config(**SHAPE)).eval()
-    with warnings_heard() as heard:
+    with captured_warnings() as logged:
         assert [sharing(model, "auto", 2, False) for _ in range(3)] == [False] * 3
         assert not sharing(model, "off", 2, False)
-        [said] = heard
-    assert "a window of 6 tokens, full attention): every round recomputes the instruction" in said
+        [warning] = logged
+    assert "a window of 6 tokens, full attention): every round recomputes the instruction" in warning
     with pytest.raises(ValueError, match="noise_pattern=packed does not work with the model of model.partial"):
         sharing(model, "off", 2, True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that attend in ways .*: rounds cannot share"):
@@ -159,12 +159,12 @@ def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():
 def test_the_clean_text_counts_once_in_packed():
     model = tiny("llama")
     layout = layout_of("packed", True)
-    told, _ = gradients(model, layout, rounds=2, weights=[0.0, 0.0], ar=1.0)
+    output, _ = gradients(model, layout, rounds=2, weights=[0.0, 0.0], ar=1.0)
     with torch.no_grad():
         logits = model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"]).logits
     labels = layout.prefix.labels.flatten()
-    wanted = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
-    assert float(told.ar) == pytest.approx(float(wanted), rel=1e-5) and told.ar_counted == 17
+    expected = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    assert float(output.ar) == pytest.approx(float(expected), rel=1e-5) and output.ar_counted == 17
 
 
 def test_a_micro_batch_that_counts_nothing_makes_the_forwards_of_others(monkeypatch):
@@ -175,11 +175,11 @@ def test_a_micro_batch_that_counts_nothing_makes_the_forwards_of_others(monkeypa
         made = []
         for batch in (BATCH, filler):
             calls.clear()
-            told = IterativeLoss([1.0, 1.0], 0.5, share=split).run(
+            output = IterativeLoss([1.0, 1.0], 0.5, share=split).run(
                 tiny("llama"), layout_of(pattern, split, batch), None, scale=1.0, ar_scale=1.0
             )
             made.append(len(calls))
-        assert made[0] == made[1] and told.counted == 0 and float(sum(told.rounds)) == float(told.ar) == 0
+        assert made[0] == made[1] and output.counted == 0 and float(sum(output.rounds)) == float(output.ar) == 0
 
 
 def test_warm_up_rounds_start_from_the_models_own_guesses():
@@ -210,10 +210,10 @@ def test_measuring_leaves_no_gradient():
     layout = layout_of("packed", True)
     loss = IterativeLoss([1.0, 1.0], 1.0, share=True)
     with torch.no_grad():
-        told = loss.run(model, layout, None, scale=1.0, ar_scale=1.0)
+        output = loss.run(model, layout, None, scale=1.0, ar_scale=1.0)
     assert all(p.grad is None for p in model.parameters())
     trained, _ = gradients(model, layout, rounds=2, share=True)
-    assert torch.allclose(torch.stack(told.rounds), torch.stack(trained.rounds))
+    assert torch.allclose(torch.stack(output.rounds), torch.stack(trained.rounds))
 
 
 def test_only_the_last_backward_is_called_last():
@@ -233,13 +233,13 @@ def test_sharing_where_it_pays_and_not_under_gradient_checkpointing():
     assert sharing(model, "auto", 2, False) and sharing(model, "auto", 1, True) and sharing(model, "on", 1, False)
     assert not sharing(model, "auto", 1, False) and not sharing(model, "off", 4, True)
     model.gradient_checkpointing_enable()
-    with warnings_heard() as heard:
+    with captured_warnings() as logged:
         assert [sharing(model, "on", 4, True) for _ in range(2)] == [False, False]
-        [said] = heard
-        assert said.startswith("model.enable_gradient_checkpointing=true drops the cache")
-    with warnings_heard() as heard, pytest.MonkeyPatch.context() as patched:
+        [warning] = logged
+        assert warning.startswith("model.enable_gradient_checkpointing=true drops the cache")
+    with captured_warnings() as logged, pytest.MonkeyPatch.context() as patched:
         patched.setenv("RANK", "1")
-        assert not sharing(model, "on", 4, True) and not heard
+        assert not sharing(model, "on", 4, True) and not logged
     model.train()
     layout = layout_of("packed", True)
     _, checkpointed = gradients(model, layout, rounds=2)

@@ -1,4 +1,4 @@
-"""A whole LoRA run by iterative refinement: checkpoint, resume, export for plain transformers."""
+"""A LoRA run by iterative refinement: checkpoint, resume, export for plain transformers."""
 
 import json
 
@@ -22,29 +22,29 @@ pytestmark = pytest.mark.usefixtures("fresh_group")
 
 
 def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path):
-    place = runs.save_model(tmp_path / "model"), runs.save_rows(tmp_path / "train.parquet", runs.sums(40))
-    whole = runs.trainer_of(runs.compose(*place, tmp_path / "whole", *SETTINGS))
-    whole.fit()
-    wanted, rows = runs.weights(whole), rows_of(tmp_path / "whole")
-    with torch.no_grad(), whole.engine.eval_mode():
-        ours = whole.engine.module(input_ids=IDS, use_cache=False).logits.clone()
+    assets = runs.save_model(tmp_path / "model"), runs.save_rows(tmp_path / "train.parquet", runs.sums(40))
+    full = runs.trainer_of(runs.compose(*assets, tmp_path / "full", *SETTINGS))
+    full.fit()
+    expected, rows = runs.weights(full), rows_of(tmp_path / "full")
+    with torch.no_grad(), full.engine.eval_mode():
+        ours = full.engine.module(input_ids=IDS, use_cache=False).logits.clone()
     runs.leave_group()
 
     by_path = ("trainer.resume_mode=resume_path",
-               f"trainer.resume_from_path={tmp_path / 'whole' / 'global_step_2'}")  # fmt: skip
-    again = runs.trainer_of(runs.compose(*place, tmp_path / "again", *SETTINGS, *by_path))
+               f"trainer.resume_from_path={tmp_path / 'full' / 'global_step_2'}")  # fmt: skip
+    again = runs.trainer_of(runs.compose(*assets, tmp_path / "again", *SETTINGS, *by_path))
     again.fit()
     assert [row[0] for row in rows] == [1, 2, 3, 4] and rows_of(tmp_path / "again") == rows[2:]
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in runs.weights(again).items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in runs.weights(again).items())
 
-    saved = tmp_path / "whole" / "global_step_4"
+    saved = tmp_path / "full" / "global_step_4"
     adapter = load_file(saved / "lora_adapter" / "adapter_model.safetensors")
     assert all("lora_" in name for name in adapter) and any(t.any() for name, t in adapter.items() if "lora_B" in name)
     config = json.loads((saved / "huggingface" / "config.json").read_text())
     assert config["dllm_window"] == 4 and config["dllm_noise_token_id"] == EOS
-    merged, base = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (saved / "huggingface", place[0]))
+    merged, base = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (saved / "huggingface", assets[0]))
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, ours, atol=1e-5, rtol=0)
         assert (base(IDS).logits - ours).abs().max() > 1e-2
-    found = iterative_generate(merged, IDS.tolist(), EOS, PAD, refine_iter=0, max_new_tokens=8)  # blocks of the window
-    assert found.stats.forwards == [-(-count // 4) for count in found.stats.tokens]
+    stats = iterative_generate(merged, IDS.tolist(), EOS, PAD, refine_iter=0, max_new_tokens=8).stats
+    assert stats.forwards == [-(-count // 4) for count in stats.tokens]  # blocks of the window

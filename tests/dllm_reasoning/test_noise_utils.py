@@ -58,12 +58,12 @@ def test_uniform_level_spreads_over_its_range():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "progress", "wanted"),
+    ("schedule", "progress", "expected"),
     [("linear", 0.0, 0.1), ("linear", 0.25, 0.3), ("linear", 1.0, 0.9), ("linear", 2.0, 0.9), ("cosine", 0.0, 0.1),
      ("cosine", 0.5, 0.5), ("cosine", 0.25, 0.1 + 0.8 * (1 - math.sqrt(0.5)) / 2), ("cosine", 1.0, 0.9)],
 )  # fmt: skip
-def test_schedules_rise_with_the_run(schedule, progress, wanted):
-    assert nu.noise_level(schedule, 0.1, 0.9, progress, nu.row_generator(0)) == pytest.approx(wanted)
+def test_schedules_rise_with_the_run(schedule, progress, expected):
+    assert nu.noise_level(schedule, 0.1, 0.9, progress, nu.row_generator(0)) == pytest.approx(expected)
 
 
 def test_an_empty_response_has_no_noise_and_windows_at_0():
@@ -75,7 +75,7 @@ def test_an_empty_response_has_no_noise_and_windows_at_0():
 def test_windows_are_spread_evenly_and_begin_everywhere_alike(monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda *size, **more: torch.tensor(0.25))
     assert nu.window_starts(10, 4, None) == [0, 3, 5, 8]  # 0.625, 3.125, 5.625, 8.125
-    assert nu.window_starts(3, 4, None) == [0, 0, 1, 2]  # fewer places than windows
+    assert nu.window_starts(3, 4, None) == [0, 0, 1, 2]  # fewer positions than windows
     # half of them at 0, 4 or 8, where blocks of 4 begin
     assert nu.window_starts(10, 4, None, width=4, aligned=0.5) == [0, 4, 1, 6]
     monkeypatch.undo()
@@ -102,7 +102,7 @@ def test_noise_token_by_name_and_its_errors():
     assert nu.noise_token_of("<sep>", tokenizer) == 3
     with pytest.raises(ValueError, match="iterative.noise_token=mask, but the tokenizer .* has no mask token"):
         nu.noise_token_of("mask", tokenizer)
-    tokenizer.eos_token = None  # another noise token would not mend it: responses end in EOS
+    tokenizer.eos_token = None  # another noise token would not help: responses end in EOS
     with pytest.raises(ValueError, match="has no eos token; add one to its tokenizer_config.json.$"):
         nu.noise_token_of("eos", tokenizer)
     with pytest.raises(ValueError, match="iterative.noise_token='<nope>' is no token"):

@@ -13,7 +13,6 @@ from dllm_reasoning.trainer import self_generate
 from dllm_reasoning.trainer.iterative_refine_trainer import VALIDATION_SEED, IterativeRefineTrainer, StepInputs
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
-from tests.helpers.ranks import run_ranks
 from verl.trainer import fsdp_sft_trainer
 from verl.trainer.sft.data import cut
 from verl.utils.model import create_huggingface_actor
@@ -22,14 +21,14 @@ pytestmark = pytest.mark.usefixtures("fresh_group")
 
 
 def steps(trainer, count):
-    found = []
+    results = []
     for trainer.global_steps in range(1, count + 1):
-        found.append(trainer.training_step(trainer._draw()))
-    return found
+        results.append(trainer.training_step(trainer._draw()))
+    return results
 
 
-def test_one_round_without_noise_is_sft_to_the_last_bit(place, tmp_path):
-    config = runs.compose(*place, tmp_path, "iterative.num_iterations=1", "iterative.noise_min=0",
+def test_one_round_without_noise_is_sft_to_the_last_bit(assets, tmp_path):
+    config = runs.compose(*assets, tmp_path, "iterative.num_iterations=1", "iterative.noise_min=0",
                           "iterative.noise_max=0")  # fmt: skip
     trainer = runs.trainer_of(config)
     batch = trainer._draw()
@@ -38,38 +37,38 @@ def test_one_round_without_noise_is_sft_to_the_last_bit(place, tmp_path):
     with trainer.engine.train_mode():
         for micro in cut(batch, config.data):
             trainer.engine.optimizer_zero_grad()
-            found = trainer.backward(micro, tokens, True, StepInputs(counted=tokens, warm_up=0))
+            results = trainer.backward(micro, tokens, True, StepInputs(counted=tokens, warm_up=0))
             mine = [p.grad.clone() for p in trainer.engine.module.parameters()]
             trainer.engine.optimizer_zero_grad()
-            wanted = super(IterativeRefineTrainer, trainer).backward(micro, tokens, True, None)
-            assert found["train/loss_s0"] == found["train/loss_total"] == wanted["train/loss"]
+            expected = super(IterativeRefineTrainer, trainer).backward(micro, tokens, True, None)
+            assert results["train/loss_s0"] == results["train/loss_total"] == expected["train/loss"]
             assert all(torch.equal(a, p.grad) for a, p in zip(mine, trainer.engine.module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("pattern", ["iid", "suffix", "block", "trajectory", "packed"])
-def test_every_pattern_learns_and_says_its_losses(place, tmp_path, pattern):
-    config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
-                          f"data.val_files={place[1]}", "trainer.total_training_steps=8")  # fmt: skip
+def test_every_pattern_learns_and_logs_its_losses(assets, tmp_path, pattern):
+    config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
+                          f"data.val_files={assets[1]}", "trainer.total_training_steps=8")  # fmt: skip
     trainer = runs.trainer_of(config)
     before = trainer._validate()
-    found = steps(trainer, 8)
+    results = steps(trainer, 8)
     after = trainer._validate()
     assert after["val/loss"] < before["val/loss"] and after["val/loss_total"] < before["val/loss_total"]
-    for row in found:
+    for row in results:
         total = row["train/loss_s0"] + row["train/loss_s1"] + 0.5 * row["train/loss_ar"]
         assert row["train/loss_total"] == pytest.approx(total, rel=1e-5) and 0 < row["train/noise_mean"] <= 1
         assert row["train/grad_norm"] > 0 and row["train/lr"] >= 0
 
 
 @pytest.mark.parametrize("pattern", ["iid", "packed"])
-def test_the_first_steps_may_train_the_first_round_alone(place, tmp_path, pattern):
-    found = []
+def test_the_first_steps_may_train_the_first_round_alone(assets, tmp_path, pattern):
+    results = []
     for more in (("iterative.single_round_steps=1",), ("iterative.num_iterations=1",), ()):
-        config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=1",
+        config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=1",
                               "iterative.share_instruction=on", *more)  # fmt: skip
-        found.append(steps(runs.trainer_of(config), 2))
+        results.append(steps(runs.trainer_of(config), 2))
         runs.leave_group()
-    mixed, one, two = found
+    mixed, one, two = results
     names = ("train/loss_s0", "train/loss_ar", "train/loss_total", "train/grad_norm")
     assert [mixed[0][name] for name in names] == [one[0][name] for name in names] and "train/loss_s1" not in mixed[0]
     # a round that is decoded for the next one takes its logits another way: equal up to rounding
@@ -80,15 +79,15 @@ def test_the_first_steps_may_train_the_first_round_alone(place, tmp_path, patter
     assert row["train/loss_total"] == pytest.approx(total, rel=1e-5)
 
 
-def test_micro_batches_do_not_change_a_step(place, tmp_path):
-    found = []
+def test_micro_batches_do_not_change_a_step(assets, tmp_path):
+    results = []
     for micro in (8, 3):
-        config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
+        config = runs.compose(*assets, tmp_path, "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
                               f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
         trainer = runs.trainer_of(config)
-        found.append((steps(trainer, 1)[0], runs.weights(trainer)))
+        results.append((steps(trainer, 1)[0], runs.weights(trainer)))
         runs.leave_group()
-    (one, a), (two, b) = found
+    (one, a), (two, b) = results
     assert one["train/loss_total"] == pytest.approx(two["train/loss_total"], rel=1e-5)
     assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
     assert one["train/noise_mean"] == pytest.approx(two["train/noise_mean"], rel=1e-6)
@@ -96,47 +95,25 @@ def test_micro_batches_do_not_change_a_step(place, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["block", "packed"])
-def test_bfloat16_is_near_float32(place, tmp_path, pattern):
-    found = []
+def test_bfloat16_is_near_float32(assets, tmp_path, pattern):
+    results = []
     for dtype in ("float32", "bfloat16"):
-        config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.num_iterations=1",
+        config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", "iterative.num_iterations=1",
                               "iterative.ar_loss_weight=1", "iterative.share_instruction=on",
                               f"model.fsdp_config.dtype={dtype}")  # fmt: skip
-        found.append(steps(runs.trainer_of(config), 1)[0])
+        results.append(steps(runs.trainer_of(config), 1)[0])
         runs.leave_group()
-    assert found[1]["train/loss_total"] == pytest.approx(found[0]["train/loss_total"], rel=0.02)
-    assert found[1]["train/grad_norm"] == pytest.approx(found[0]["train/grad_norm"], rel=0.1)
+    assert results[1]["train/loss_total"] == pytest.approx(results[0]["train/loss_total"], rel=0.02)
+    assert results[1]["train/grad_norm"] == pytest.approx(results[0]["train/grad_norm"], rel=0.1)
 
-
-def _rank_run(rank, world_size, model, train, folder, patterns):
-    torch.set_num_threads(1)
-    found = []
-    for pattern in patterns:
-        config = runs.compose(model, train, folder, f"iterative.noise_pattern={pattern}", "optim.lr=1e-3",
-                              "data.micro_batch_size_per_gpu=2", "iterative.ar_loss_weight=0.5")  # fmt: skip
-        found.append([{k: row[k] for k in ("train/loss_s0", "train/loss_s1", "train/loss_ar", "train/grad_norm")}
-                      for row in steps(runs.trainer_of(config), 2)])  # fmt: skip
-    return found
-
-
-@pytest.mark.slow
-def test_one_two_and_four_ranks_agree(place, tmp_path):
-    patterns = ("iid", "packed")
-    alone = _rank_run(0, 1, *place, str(tmp_path), patterns)
-    runs.leave_group()
-    for ranks in (2, 4):
-        for found in run_ranks(_rank_run, ranks, *place, str(tmp_path), patterns):
-            for one, other in zip(alone, found, strict=True):
-                for a, b in zip(one, other, strict=True):
-                    assert b == pytest.approx(a, rel=1e-5, abs=1e-5)
 
 
 class StoppedAtTwo(IterativeRefineTrainer):
     def training_step(self, batch):
-        found = super().training_step(batch)
+        results = super().training_step(batch)
         if self.global_steps == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return found
+        return results
 
 
 def rows_of(folder):
@@ -145,36 +122,36 @@ def rows_of(folder):
     return [(r["step"], {k: v for k, v in r["data"].items() if k not in timed}) for r in map(json.loads, lines)]
 
 
-def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path):
+def test_a_stopped_run_resumes_bit_for_bit(assets, tmp_path):
     settings = ("iterative.noise_pattern=trajectory", "trainer.seed=3", "iterative.noise_seed=5")
-    whole = runs.trainer_of(runs.compose(*place, tmp_path / "whole", *settings))
-    whole.fit()
+    full = runs.trainer_of(runs.compose(*assets, tmp_path / "full", *settings))
+    full.fit()
     runs.leave_group()
-    stopped = runs.trainer_of(runs.compose(*place, tmp_path / "stopped", *settings), StoppedAtTwo)
+    stopped = runs.trainer_of(runs.compose(*assets, tmp_path / "stopped", *settings), StoppedAtTwo)
     stopped.fit()
     assert stopped.global_steps == 2 and (tmp_path / "stopped" / "global_step_2").is_dir()
     runs.leave_group()
-    resumed = runs.trainer_of(runs.compose(*place, tmp_path / "stopped", *settings))
+    resumed = runs.trainer_of(runs.compose(*assets, tmp_path / "stopped", *settings))
     resumed.fit()
-    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "whole")
-    wanted = runs.weights(whole)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in runs.weights(resumed).items())
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "full")
+    expected = runs.weights(full)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in runs.weights(resumed).items())
 
 
-def test_window_and_noise_token_travel_with_the_model(place, tmp_path):
+def test_window_and_noise_token_travel_with_the_model(assets, tmp_path):
     contents = "trainer.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "iterative.noise_token='<sep>'",
+    config = runs.compose(*assets, tmp_path, "iterative.noise_pattern=packed", "iterative.noise_token='<sep>'",
                           "trainer.total_training_steps=1", contents)  # fmt: skip
     runs.trainer_of(config).fit()
     saved = json.loads((tmp_path / "global_step_1" / "huggingface" / "config.json").read_text())
     assert saved["dllm_window"] == 4 and saved["dllm_noise_token_id"] == 3
     model = create_huggingface_actor(str(tmp_path / "global_step_1" / "huggingface"))
-    found = iterative_generate(model, [[5, 6]], 2, 0, refine_iter=0, max_new_tokens=8)
-    assert found.stats.forwards[0] == -(-found.stats.tokens[0] // 4)
+    results = iterative_generate(model, [[5, 6]], 2, 0, refine_iter=0, max_new_tokens=8)
+    assert results.stats.forwards[0] == -(-results.stats.tokens[0] // 4)
 
 
-def test_lora_trains_through_a_shared_instruction(place, tmp_path):
-    config = runs.compose(*place, tmp_path, "iterative.noise_pattern=packed", "model.lora_rank=4")
+def test_lora_trains_through_a_shared_instruction(assets, tmp_path):
+    config = runs.compose(*assets, tmp_path, "iterative.noise_pattern=packed", "model.lora_rank=4")
     trainer = runs.trainer_of(config)
     assert trainer.loss.share
     base = {n: p.detach().clone() for n, p in trainer.engine.module.named_parameters() if not p.requires_grad}
@@ -200,7 +177,7 @@ def keep_none(**_):
 
 
 def raises(data_source, solution_str, ground_truth, extra_info=None):
-    raise RuntimeError("no such unit")
+    raise RuntimeError("unknown unit")
 
 
 def no_number(**_):
@@ -228,161 +205,140 @@ def dataset_of(config):
     )
 
 
-def said_by_the_model(place, length=99):
+def greedy_answers(assets, length=99):
     """(row, instruction, text of its greedy answer) of the rows answered with text and an end within `length`."""
-    config = runs.compose(*place, "unused")
-    given, model, found = dataset_of(config), create_huggingface_actor(place[0]), []
+    config = runs.compose(*assets, "unused")
+    given, model, results = dataset_of(config), create_huggingface_actor(assets[0]), []
     for item in range(len(given)):
         ids = torch.tensor([given.instruction_ids(item)])
-        said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
-        text = given.tokenizer.decode(said, skip_special_tokens=True)
-        if said[-1] == 2 and text.strip() and ids.shape[1] + len(said) <= length:
-            found.append((item, given.text_of(item, "prompt"), text))
-    return found
+        predicted = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        text = given.tokenizer.decode(predicted, skip_special_tokens=True)
+        if predicted[-1] == 2 and text.strip() and ids.shape[1] + len(predicted) <= length:
+            results.append((item, given.text_of(item, "prompt"), text))
+    return results
 
 
-def test_own_answers_are_the_models_greedy_ones_that_score(place, tmp_path):
-    wanted = [(asked, text) for _, asked, text in said_by_the_model(place) if len(text.split()) % 2 == 0]
-    config = runs.compose(*place, tmp_path, *own(tmp_path, "keep_even"))
+def test_own_answers_are_the_models_greedy_ones_that_score(assets, tmp_path):
+    expected = [(question, text) for _, question, text in greedy_answers(assets) if len(text.split()) % 2 == 0]
+    config = runs.compose(*assets, tmp_path, *own(tmp_path, "keep_even"))
     made = dataset_of(config)
-    assert [tuple(made.rows[i].values()) for i in range(len(made))] == wanted and len(wanted) > 2
+    assert [tuple(made.rows[i].values()) for i in range(len(made))] == expected and len(expected) > 2
     [file] = (tmp_path / "self_generated").glob("*.parquet")
     changed = pd.read_parquet(file).iloc[:3]
     changed.to_parquet(file)  # a second start takes the file as it lies there
     assert len(dataset_of(config)) == 3
-    both = runs.compose(*place, tmp_path, *own(tmp_path, "keep_even"), "iterative.self_generate.keep_ground_truth=true",
-                        "data.train_max_samples=30", "iterative.self_generate.max_prompts=20")  # fmt: skip
-    answered = [pair for pair in said_by_the_model(place) if pair[0] < 20 and len(pair[2].split()) % 2 == 0]
+    more = ("iterative.self_generate.keep_ground_truth=true", "data.train_max_samples=30",
+            "iterative.self_generate.max_prompts=20")  # fmt: skip
+    both = runs.compose(*assets, tmp_path, *own(tmp_path, "keep_even"), *more)
+    answered = [pair for pair in greedy_answers(assets) if pair[0] < 20 and len(pair[2].split()) % 2 == 0]
     joined = dataset_of(both)
     assert len(joined) == 30 + len(answered) == len([joined[i] for i in range(len(joined))])
     assert joined.text_of(30, "response") == answered[0][2] and int(joined[30]["row"]) == 30
 
 
-def test_own_answers_under_nested_keys_are_read_by_the_same_keys(place, tmp_path):
+def test_own_answers_under_nested_keys_are_read_by_the_same_keys(assets, tmp_path):
     file = tmp_path / "nested.parquet"
-    pd.DataFrame({"info": [{"q": {"text": asked}, "a": said} for asked, said in runs.sums(12)]}).to_parquet(file)
+    pd.DataFrame({"info": [{"q": {"text": q}, "a": a} for q, a in runs.sums(12)]}).to_parquet(file)
     keys = ("data.prompt_key=info", "data.response_key=info", "data.prompt_dict_keys=[q,text]",
             "data.response_dict_keys=[a]")  # fmt: skip
-    config = runs.compose(place[0], file, tmp_path, *own(tmp_path, "keep_all", *keys))
+    config = runs.compose(assets[0], file, tmp_path, *own(tmp_path, "keep_all", *keys))
     made = dataset_of(config)
-    wanted = [(asked, text) for item, asked, text in said_by_the_model(place) if item < 12]
-    assert [(made.text_of(i, "prompt"), made.text_of(i, "response")) for i in range(len(made))] == wanted and wanted
+    expected = [(question, text) for item, question, text in greedy_answers(assets) if item < 12]
+    assert [(made.text_of(i, "prompt"), made.text_of(i, "response")) for i in range(len(made))] == expected and expected
 
 
-def test_answers_without_room_are_not_kept_and_counted(place, tmp_path):
+def test_answers_without_room_are_dropped_and_counted(assets, tmp_path):
     from loguru import logger
 
-    fits = [(asked, text) for _, asked, text in said_by_the_model(place, length=13)]
-    heard = []
-    sink = logger.add(lambda message: heard.append(message.record["message"]), level="INFO")
-    config = runs.compose(*place, tmp_path, *own(tmp_path, "keep_all", "data.max_length=13"))
+    fits = [(question, text) for _, question, text in greedy_answers(assets, length=13)]
+    logged = []
+    sink = logger.add(lambda message: logged.append(message.record["message"]), level="INFO")
+    config = runs.compose(*assets, tmp_path, *own(tmp_path, "keep_all", "data.max_length=13"))
     try:
         made = dataset_of(config)
     finally:
         logger.remove(sink)
-    assert [tuple(row.values()) for row in made.rows] == fits and 0 < len(fits) < len(said_by_the_model(place))
-    [told] = [text for text in heard if text.startswith("own answers: ")]
-    assert f"own answers: {len(fits)} of 40 kept ({40 - len(fits)} without an end within iterative.self_gen" in told
+    assert [tuple(row.values()) for row in made.rows] == fits and 0 < len(fits) < len(greedy_answers(assets))
+    [summary] = [text for text in logged if text.startswith("own answers: ")]
+    assert f"own answers: {len(fits)} of 40 kept ({40 - len(fits)} without an end within iterative.self_gen" in summary
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("raises", r"train.parquet, row \d+: iterative.self_generate.reward_function raised RuntimeError: no such unit."),
+    ("name", "message"),
+    [("raises", r"train.parquet, row \d+: iterative.self_generate.reward_function raised RuntimeError: unknown unit."),
      ("no_number", r"train.parquet, row \d+: iterative.self_generate.reward_function returned .'acc': 1.0.; it must"),
      ("keep_none", r"iterative.self_generate kept none of 40 answers \(.*\d+ scored 0 or less\). Start from a model")],
 )  # fmt: skip
-def test_a_reward_function_that_fails_ends_in_a_sentence(place, tmp_path, name, said):
-    with pytest.raises(ValueError, match=said):
-        dataset_of(runs.compose(*place, tmp_path, *own(tmp_path, name)))
+def test_a_failing_reward_function_ends_with_one_message(assets, tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        dataset_of(runs.compose(*assets, tmp_path, *own(tmp_path, name)))
 
 
-def test_a_reward_function_that_hangs_costs_its_answer(place, tmp_path):
-    answers = [(asked, text) for _, asked, text in said_by_the_model(place)]
-    config = runs.compose(*place, tmp_path, *own(tmp_path, "hangs", "iterative.self_generate.item_timeout=1"))
+def test_a_reward_function_that_hangs_costs_its_answer(assets, tmp_path):
+    answers = [(question, text) for _, question, text in greedy_answers(assets)]
+    config = runs.compose(*assets, tmp_path, *own(tmp_path, "hangs", "iterative.self_generate.item_timeout=1"))
     (tmp_path / "reward.py").write_text(REWARD.replace("HANGS ON", answers[1][0]))
-    wanted = [pair for pair in answers if pair[0] != answers[1][0]]
-    assert [tuple(row.values()) for row in dataset_of(config).rows] == wanted and 0 < len(wanted) < len(answers)
+    expected = [pair for pair in answers if pair[0] != answers[1][0]]
+    assert [tuple(row.values()) for row in dataset_of(config).rows] == expected and 0 < len(expected) < len(answers)
 
 
-def test_the_file_of_own_answers_hangs_on_all_that_makes_them(place, tmp_path):
+def test_the_file_of_own_answers_depends_on_everything_that_affects_them(assets, tmp_path):
     model, train = tmp_path / "model", tmp_path / "train.parquet"
     runs.save_model(model)
 
-    def print_of(*more, rows=runs.sums(6)):  # noqa: B008
+    def fingerprint_of(*more, rows=runs.sums(6)):  # noqa: B008
         runs.save_rows(train, rows)
         config = runs.compose(model, train, tmp_path, *own(tmp_path, "keep_all", "data.train_batch_size=2", *more))
         tokenizer = IterativeRefineTrainer.build_tokenizer(config)
         dataset = IterativeRefineTrainer.build_val_dataset(str(train), config, tokenizer)
         return self_generate._fingerprint(config, dataset, range(len(dataset)))
 
-    first = print_of()
-    assert print_of() == first == print_of("iterative.self_generate.keep_ground_truth=true", "optim.lr=1")
-    found = [first, print_of(rows=[("a =", "9"), *runs.sums(6)[1:]]), print_of("data.use_chat_template=true"),
-             print_of("data.use_chat_template=true", "data.chat_template='{{ messages[0].content }} ?'"),
-             print_of("data.max_length=20"), print_of("iterative.self_generate.max_new_tokens=11"),
-             print_of("data.prompt_key=output", "data.response_key=instruction"),
-             print_of("iterative.self_generate.ground_truth_key=output")]  # fmt: skip
+    first = fingerprint_of()
+    assert fingerprint_of() == first == fingerprint_of("iterative.self_generate.keep_ground_truth=true", "optim.lr=1")
+    results = [first, fingerprint_of(rows=[("a =", "9"), *runs.sums(6)[1:]]),
+               fingerprint_of("data.use_chat_template=true"),
+             fingerprint_of("data.use_chat_template=true", "data.chat_template='{{ messages[0].content }} ?'"),
+             fingerprint_of("data.max_length=20"), fingerprint_of("iterative.self_generate.max_new_tokens=11"),
+             fingerprint_of("data.prompt_key=output", "data.response_key=instruction"),
+             fingerprint_of("iterative.self_generate.ground_truth_key=output")]  # fmt: skip
     runs.save_model(model, seed=1)
-    found.append(print_of())
+    results.append(fingerprint_of())
     (reward := tmp_path / "reward.py").write_text(REWARD)
     config = runs.compose(model, train, tmp_path, *own(tmp_path, "keep_all"))
     tokenizer = IterativeRefineTrainer.build_tokenizer(config)
     dataset = IterativeRefineTrainer.build_val_dataset(str(train), config, tokenizer)
     reward.write_text(REWARD + "# changed")
-    found.append(self_generate._fingerprint(config, dataset, range(len(dataset))))
-    assert len(set(found)) == len(found) == 10
+    results.append(self_generate._fingerprint(config, dataset, range(len(dataset))))
+    assert len(set(results)) == len(results) == 10
 
 
-def test_validation_rows_never_become_own_answers(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("dllm_reasoning.trainer.iterative_refine_trainer.own_answers", lambda *_: pytest.fail("asked"))
-    config = runs.compose(*place, tmp_path, *own(tmp_path, "keep_all"), f"data.val_files={place[1]}")
+def test_validation_rows_never_become_own_answers(assets, tmp_path, monkeypatch):
+    monkeypatch.setattr("dllm_reasoning.trainer.iterative_refine_trainer.own_answers", lambda *_: pytest.fail("called"))
+    config = runs.compose(*assets, tmp_path, *own(tmp_path, "keep_all"), f"data.val_files={assets[1]}")
     tokenizer = IterativeRefineTrainer.build_tokenizer(config)
     held = fsdp_sft_trainer._dataset(config, IterativeRefineTrainer, tokenizer, "val")
     assert [(row["instruction"], row["output"]) for row in held.rows] == runs.sums(40)
 
 
-def _val_run(rank, world_size, model, train, val, folder, patterns):
-    torch.set_num_threads(1)
-    found = []
-    for pattern in patterns:
-        config = runs.compose(model, train, folder, f"iterative.noise_pattern={pattern}", f"data.val_files={val}",
-                              "data.micro_batch_size_per_gpu=1", "iterative.ar_loss_weight=0.5")  # fmt: skip
-        found.append(runs.trainer_of(config)._validate())
-        if world_size == 1:
-            runs.leave_group()
-    return found
-
-
-@pytest.mark.slow
-def test_validation_is_the_same_on_two_ranks_that_do_not_divide_its_rows(place, tmp_path):
-    patterns = ("iid", "suffix", "packed")
-    given = (*place, runs.save_rows(tmp_path / "val.parquet", runs.sums(11)), str(tmp_path), patterns)
-    alone = _val_run(0, 1, *given)
-    names = {"val/loss", "val/loss_s0", "val/loss_s1", "val/loss_ar", "val/loss_total", "val/noise_mean"}
-    for found in run_ranks(_val_run, 2, *given):
-        for one, other in zip(alone, found, strict=True):
-            assert set(one) == names and other == pytest.approx(one, rel=1e-5)
-
-
 @pytest.mark.parametrize("pattern", ["iid", "trajectory", "packed"])
-def test_validation_does_not_hang_on_the_step_nor_on_micro_batches(place, tmp_path, pattern):
-    found = []
+def test_validation_depends_neither_on_the_step_nor_on_micro_batches(assets, tmp_path, pattern):
+    results = []
     for micro in (4, 1):
-        config = runs.compose(*place, tmp_path, f"iterative.noise_pattern={pattern}", f"data.val_files={place[1]}",
+        config = runs.compose(*assets, tmp_path, f"iterative.noise_pattern={pattern}", f"data.val_files={assets[1]}",
                               "iterative.noise_schedule=linear", "iterative.ar_loss_weight=0.5",
                               f"data.micro_batch_size_per_gpu={micro}")  # fmt: skip
         trainer = runs.trainer_of(config)
         for trainer.global_steps in (0, 3):
-            found.append(trainer._validate())
+            results.append(trainer._validate())
         runs.leave_group()
-    assert found[0] == found[1] and found[2] == found[3] == pytest.approx(found[0], rel=1e-5)
-    total = found[0]["val/loss_s0"] + found[0]["val/loss_s1"] + 0.5 * found[0]["val/loss_ar"]
-    assert found[0]["val/loss_total"] == pytest.approx(total, rel=1e-6)
-    if pattern == "iid":  # drawn from 0.1 to 0.9, not the 0.1 that the linear schedule begins with
-        assert 0.35 < found[0]["val/noise_mean"] < 0.65
+    assert results[0] == results[1] and results[2] == results[3] == pytest.approx(results[0], rel=1e-5)
+    total = results[0]["val/loss_s0"] + results[0]["val/loss_s1"] + 0.5 * results[0]["val/loss_ar"]
+    assert results[0]["val/loss_total"] == pytest.approx(total, rel=1e-6)
+    if pattern == "iid":  # drawn from 0.1 to 0.9, not 0.1 as the linear schedule starts
+        assert 0.35 < results[0]["val/noise_mean"] < 0.65
     if pattern == "packed":  # a window has three noise tokens and four labels, or as many as the response has left
         answers = [int(row["loss_mask"].sum()) for row in trainer.val_loader.dataset.dataset]
         left = [n - start for row, n in enumerate(answers)
                 for start in window_starts(n, 3, row_generator(VALIDATION_SEED + row))]  # fmt: skip
-        wanted = sum(min(3, n) for n in left) / sum(min(4, n) for n in left)
-        assert found[0]["val/noise_mean"] == pytest.approx(wanted)
+        expected = sum(min(3, n) for n in left) / sum(min(4, n) for n in left)
+        assert results[0]["val/noise_mean"] == pytest.approx(expected)

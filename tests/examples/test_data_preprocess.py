@@ -12,6 +12,8 @@ from tests.helpers.models import make_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
 
+pytestmark = pytest.mark.demo
+
 QUESTIONS = [
     {"question": "A has 3 apples and 4 pears. How many?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
     {"question": "How far?", "answer": "far\n#### -1,200"},
@@ -61,21 +63,21 @@ def test_math_takes_the_last_box_with_its_braces(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([QUESTIONS[0], {"question": "q", "answer": "no figure"}], "train.jsonl, row 1: the answer does not end in"),
         ([{"question": "q"}], "row 0: column 'answer' holds no text; the columns are question"),
         ([], "train.jsonl: no rows"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named(tmp_path, rows, told):
+def test_a_row_that_does_not_fit_is_named(tmp_path, rows, message):
     write(tmp_path / "train.jsonl", rows)
-    with pytest.raises(SystemExit, match=told):
+    with pytest.raises(SystemExit, match=message):
         local_files.run(gsm8k.convert, "", str(tmp_path / "out"), ["--local_dataset_path", str(tmp_path)])
     assert not (tmp_path / "out").exists()
 
 
-def test_folders_that_are_no_data_set_are_refused(tmp_path):
+def test_folders_without_a_data_set_are_refused(tmp_path):
     with pytest.raises(SystemExit, match="no train"):
         local_files.run(gsm8k.convert, "", "out", ["--local_dataset_path", str(tmp_path)])
     for name in ("train-0.jsonl", "train-1.jsonl"):

@@ -1,4 +1,4 @@
-"""The dLLM demo's commands as their entries read them, its demands, what it holds out, and its benchmark.
+"""The dLLM demo's commands as their entries read them, its acceptance criteria, held-out questions, and benchmark.
 
 Not covered: the trained figures (`make demo-dllm` and `make bench BENCH=dllm_demo` show them).
 """
@@ -23,16 +23,18 @@ from tests.helpers import configs
 from verl.trainer.sft.plan import find_problems
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 
+pytestmark = pytest.mark.demo
+
 REFINE = Path(dllm_reasoning.config.__file__).parent
 ENTRIES = {
     "dllm_reasoning.train_iterative_refine": (IterativeRefineTrainer, REFINE, "iterative_refine"),
     "verl.trainer.fsdp_sft_trainer": (FSDPSFTTrainer, configs.CONFIG_DIR, "sft_trainer"),
 }
-PLACE = (Path("some/model"), Path("some/data"), Path("runs/here"), 50, 3)
+ARGUMENTS = (Path("some/model"), Path("some/data"), Path("runs/here"), 50, 3)
 
 
 def read(command):
-    """The config that a training command gives its entry, which knows every key and value of it."""
+    """The config of a training command, valid for its entry."""
     assert command[:2] == [sys.executable, "-m"]
     trainer, folder, name = ENTRIES[command[2]]
     config = configs.compose_ppo(*command[3:], config_dir=folder, config_name=name)
@@ -41,7 +43,7 @@ def read(command):
 
 
 def test_both_trainings_start_alike_and_differ_in_what_they_train():
-    refine, twin = read(demo.refine_command(*PLACE)), read(demo.twin_command(*PLACE))
+    refine, twin = read(demo.refine_command(*ARGUMENTS)), read(demo.twin_command(*ARGUMENTS))
     for config in (refine, twin):
         assert config.model.partial_pretrain == "some/model" and config.data.train_files == "some/data/train.parquet"
         assert config.trainer.total_training_steps == 50 and config.trainer.seed == 3
@@ -52,15 +54,15 @@ def test_both_trainings_start_alike_and_differ_in_what_they_train():
     assert (settings.noise_pattern, settings.block_length, settings.windows_per_sample) == ("packed", 8, demo.WINDOWS)
     assert (settings.num_iterations, settings.single_round_steps, settings.noise_seed) == (demo.ROUNDS, 25, 3)
     with pytest.raises(OmegaConfBaseException, match="nose_pattern"):
-        read(demo.refine_command(*PLACE, "iterative.nose_pattern=iid"))
+        read(demo.refine_command(*ARGUMENTS, "iterative.nose_pattern=iid"))
 
 
 def test_each_option_changes_what_it_names():
-    own = read(demo.refine_command(*PLACE)).iterative
-    found = {name: read(demo.refine_command(*PLACE, *more)).iterative for name, more in options.OPTIONS.items()}
-    assert all((found[name] == own) == (not more) for name, more in options.OPTIONS.items())
-    assert found["packed, K 1"].num_iterations == 1 and found["iid"].noise_pattern == "iid"
-    assert found["packed, own answers"].self_generate.enable and found["packed, mask"].noise_token == "mask"
+    own = read(demo.refine_command(*ARGUMENTS)).iterative
+    results = {name: read(demo.refine_command(*ARGUMENTS, *more)).iterative for name, more in options.OPTIONS.items()}
+    assert all((results[name] == own) == (not more) for name, more in options.OPTIONS.items())
+    assert results["packed, K 1"].num_iterations == 1 and results["iid"].noise_pattern == "iid"
+    assert results["packed, own answers"].self_generate.enable and results["packed, mask"].noise_token == "mask"
 
 
 def row(model, mode, accuracy, tokens_per_forward, same=1.0):
@@ -69,24 +71,24 @@ def row(model, mode, accuracy, tokens_per_forward, same=1.0):
 
 
 def at_the_bounds():
-    """An evaluation that reaches every demand exactly."""
+    """An evaluation that reaches every minimum exactly."""
     refined = [("greedy", 0.75, 1.0), ("refine 1", 0.73, 3.5), ("converge", 0.75, 3.0), ("slide", 0.75, 3.5),
                ("verify", 0.75, 5.0)]  # fmt: skip
     twin = [("greedy", 0.77, 1.0), ("refine 1", 0.01, 3.0), ("converge", 0.77, 1.1), ("slide", 0.77, 1.2),
             ("verify", 0.77, 5 / 3)]  # fmt: skip
-    rows = [row("refined", *figures) for figures in refined] + [row("twin", *figures) for figures in twin]
+    rows = [row("refined", *values) for values in refined] + [row("twin", *values) for values in twin]
     return {"questions": 1000, "rows": rows, "cpu_seconds": {"refined": 300.0, "twin": 300.0},
             "greedy_refined_less_twin": {"difference": -2.0, "low": -3.0, "high": -1.0}}  # fmt: skip
 
 
 def set_row(name, mode, key, value):
-    def change(found):
-        next(r for r in found["rows"] if (r["model"], r["mode"]) == (name, mode))[key] = value
+    def change(results):
+        next(r for r in results["rows"] if (r["model"], r["mode"]) == (name, mode))[key] = value
 
     return change
 
 
-def test_demands_are_met_at_their_bounds():
+def test_criteria_are_met_at_their_bounds():
     values = acceptance.criteria_of(at_the_bounds())
     assert values.keys() == acceptance.MINIMUM.keys()
     assert {name: value for name, (value, _) in acceptance.MINIMUM.items()} == pytest.approx(values)
@@ -106,10 +108,10 @@ def test_demands_are_met_at_their_bounds():
     (set_row("refined", "refine 1", "accuracy", 0.72), {"refine_1_gap"}),
     (lambda f: f["cpu_seconds"].update(twin=299.0), {"twin_cpu"}),
 ])  # fmt: skip
-def test_a_demand_is_missed_below_its_bound(change, missed):
-    found = at_the_bounds()
-    change(found)
-    values = acceptance.criteria_of(found)
+def test_a_criterion_is_missed_below_its_bound(change, missed):
+    results = at_the_bounds()
+    change(results)
+    values = acceptance.criteria_of(results)
     assert {name for name, value in values.items() if not acceptance.is_met(name, value)} == missed
 
 
@@ -120,9 +122,9 @@ def trained(run, steps):
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
-def test_a_run_that_misses_a_demand_says_so_and_ends_with_0(tmp_path, monkeypatch, capsys):
-    found = at_the_bounds()
-    for r in found["rows"]:
+def test_a_run_that_misses_a_criterion_reports_it_and_ends_with_0(tmp_path, monkeypatch, capsys):
+    results = at_the_bounds()
+    for r in results["rows"]:
         r.update(block=8, accuracy_se=0.01, tokens_per_second=100.0)
 
     def train(out, seed, steps, twin_steps, more):
@@ -131,19 +133,19 @@ def test_a_run_that_misses_a_demand_says_so_and_ends_with_0(tmp_path, monkeypatc
         return {"refined": 300.0, "twin": 240.0}
 
     monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(demo, "draw_curves", lambda found, runs, file: file.touch())
+    monkeypatch.setattr(demo, "draw_curves", lambda results, runs, file: file.touch())
     monkeypatch.setattr(demo, "make_base", lambda args: lambda: None)
     monkeypatch.setattr(demo, "refine_and_twin", train)
-    monkeypatch.setattr(demo, "evaluate", lambda out, models, questions: found)
+    monkeypatch.setattr(demo, "evaluate", lambda out, models, questions: results)
     assert demo.main(["--out", str(tmp_path)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("MISSED") == 1 and "The twin got less CPU time than the refined model" in told
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("MISSED") == 1 and "The twin got less CPU time than the refined model" in shown
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["demands"]["twin_cpu"] == 0.8 and written["demands"]["slide_tokens_per_forward"] == 3.5
     assert not any("less CPU" in line for line in demo.summary(at_the_bounds()))
 
 
-def test_models_are_judged_side_by_side_and_timed_one_after_the_other(tmp_path, monkeypatch):
+def test_models_are_evaluated_in_parallel_and_timed_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "BLOCK", 4)
     monkeypatch.setattr(evaluate, "LIMIT", 12)
     model, tokenizer = tmp_path / "model", corpus.build_tokenizer()
@@ -154,24 +156,24 @@ def test_models_are_judged_side_by_side_and_timed_one_after_the_other(tmp_path, 
     tokenizer.save_pretrained(model)
     (tmp_path / "base").mkdir()
     corpus.write(corpus.draw({"test": 3}, 0), tmp_path / "base")
-    at_once, threads = [], torch.get_num_threads()
+    in_parallel, threads = [], torch.get_num_threads()
 
     def run(jobs, env):
-        at_once.append([command[command.index("--model") + 1].split("=")[0] for command, _ in jobs])
+        in_parallel.append([command[command.index("--model") + 1].split("=")[0] for command, _ in jobs])
         for command, _ in jobs:
             evaluate.main(command[3:])
 
     monkeypatch.setattr(demo, "run_side_by_side", run)
     monkeypatch.setattr(demo, "run_logged", lambda command, log, env: run([(command, log)], env))
-    found = demo.evaluate(tmp_path, {"refined": model, "twin": model}, 2)
+    results = demo.evaluate(tmp_path, {"refined": model, "twin": model}, 2)
     torch.set_num_threads(threads)
-    assert at_once == [["refined", "twin"], ["refined"], ["twin"]]
+    assert in_parallel == [["refined", "twin"], ["refined"], ["twin"]]
     untimed = json.loads((tmp_path / "evaluation_twin.json").read_text())
     assert all("tokens_per_second" not in r for r in untimed["rows"])
-    assert found["questions"] == 2 and len(found["rows"]) == len(evaluate.MODES) + len(demo.TWIN_MODES)
+    assert results["questions"] == 2 and len(results["rows"]) == len(evaluate.MODES) + len(demo.TWIN_MODES)
     speed = json.loads((tmp_path / "speed_twin.json").read_text())
     assert speed.keys() == set(demo.TWIN_MODES) and all(value > 0 for value in speed.values())
-    assert {r["mode"]: r["tokens_per_second"] for r in found["rows"] if r["model"] == "twin"} == speed
+    assert {r["mode"]: r["tokens_per_second"] for r in results["rows"] if r["model"] == "twin"} == speed
 
 
 def test_the_base_never_sees_a_held_out_question(tmp_path, monkeypatch):
@@ -181,8 +183,8 @@ def test_the_base_never_sees_a_held_out_question(tmp_path, monkeypatch):
     held_out = {corpus.instruction_of(p) for p in problems}
     rng = random.Random(5)
     assert make_base.draw_row(random.Random(5), ids, frozenset())[0][0] == ids[problems[0].name]
-    wanted = make_base.draw_row(free, ids, held_out)
-    assert make_base.draw_row(rng, ids, held_out) == wanted  # the 40 are skipped
+    expected = make_base.draw_row(free, ids, held_out)
+    assert make_base.draw_row(rng, ids, held_out) == expected  # the 40 are skipped
 
     kept = []
     monkeypatch.setattr(corpus, "COUNTS", {"train": 8, "val": 3, "test": 5})
@@ -193,22 +195,22 @@ def test_the_base_never_sees_a_held_out_question(tmp_path, monkeypatch):
     assert kept[0].isdisjoint(tables["train"]["instruction"])
 
 
-def test_the_benchmark_has_a_row_a_demand_over_three_seeds(monkeypatch, tmp_path):
+def test_the_benchmark_has_a_row_per_criterion_over_three_seeds(monkeypatch, tmp_path):
     ran = []
 
     def run(command, cwd, check):
         args = demo.parse(command[3:])
-        found = at_the_bounds()
-        set_row("refined", "slide", "same_as_greedy", 0.5 if args.seed == 1 else 1.0)(found)
-        set_row("refined", "slide", "tokens_per_forward", 3.0 + args.seed)(found)
+        results = at_the_bounds()
+        set_row("refined", "slide", "same_as_greedy", 0.5 if args.seed == 1 else 1.0)(results)
+        set_row("refined", "slide", "tokens_per_forward", 3.0 + args.seed)(results)
         args.out.mkdir(parents=True)
-        (args.out / "evaluation.json").write_text(json.dumps({"demands": acceptance.criteria_of(found)}))
+        (args.out / "evaluation.json").write_text(json.dumps({"demands": acceptance.criteria_of(results)}))
         ran.append(args.out)
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)
     monkeypatch.setattr(seeds.subprocess, "run", run)
     monkeypatch.setattr(seeds, "commit", lambda: "tree")
-    rows = {found.name: found for found in dllm_demo.run()}
+    rows = {results.name: results for results in dllm_demo.run()}
     assert len({*ran}) == 3 and {*rows} == {f"dllm_demo_{name}" for name in acceptance.MINIMUM} | {"dllm_demo_seconds"}
     slide = rows["dllm_demo_slide_tokens_per_forward"]
     assert (slide.value, slide.low, slide.high, slide.repetitions) == (4.0, 3.0, 5.0, 3)

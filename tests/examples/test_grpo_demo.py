@@ -1,4 +1,4 @@
-"""The GRPO demo's commands as their entries read them, its demands, and its benchmark. Nothing of it is started.
+"""The GRPO demo's commands as their entries read them, its acceptance criteria, and its benchmark. Nothing is trained.
 
 Not covered: the trained figures (`make demo-grpo` and `make bench BENCH=grpo_demo` show them).
 """
@@ -19,9 +19,11 @@ from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
+pytestmark = pytest.mark.demo
+
 
 def trained_config(command):
-    """The config of a training command, which the trainer takes."""
+    """The config of a training command, valid for the trainer."""
     assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
     config = compose_ppo(*command[3:])
     validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
@@ -53,17 +55,17 @@ def test_the_phases_hand_on_what_the_one_before_leaves(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "wanted"),
+    ("start", "end", "expected"),
     [(0.4, 0.6, True), (0.4, 0.59, False), (0.8, 0.901, True), (0.8, 0.9, False), (0.0, 0.0, False)],
 )
-def test_learning_is_a_gain_of_half_or_an_end_above_ninety_per_cent(start, end, wanted):
-    assert has_learned(start, end) == wanted
+def test_learning_is_a_gain_of_half_or_an_end_above_ninety_per_cent(start, end, expected):
+    assert has_learned(start, end) == expected
 
 
-def test_each_demand_can_be_missed():
+def test_each_criterion_can_be_missed():
     def met(trained, control=0.4, seconds=719.0):
-        found = criteria_of({0: 0.4, 60: trained}, {0: 0.4, 8: control}, seconds)
-        return [demand.met for demand in found.values()]
+        criteria = criteria_of({0: 0.4, 60: trained}, {0: 0.4, 8: control}, seconds)
+        return [criterion.met for criterion in criteria.values()]
 
     assert met(0.6) == [True, True, True]
     assert met(0.5) == [False, True, True]
@@ -72,7 +74,7 @@ def test_each_demand_can_be_missed():
 
 
 def trainings(monkeypatch, accuracies):
-    """Leaves the metrics of a training with these accuracies, by the name of its folder, in place of running it."""
+    """Leaves the metrics of a training with these accuracies, by the name of its folder, in assets of running it."""
     monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(demo, "run_shown", lambda command: None)
 
@@ -84,13 +86,13 @@ def trainings(monkeypatch, accuracies):
     monkeypatch.setattr(demo, "train", train)
 
 
-def test_a_run_that_misses_a_demand_says_so_and_ends_with_0(tmp_path, monkeypatch, capsys):
+def test_a_run_that_misses_a_criterion_reports_it_and_ends_with_0(tmp_path, monkeypatch, capsys):
     trainings(monkeypatch, {"run": {0: 0.4, 60: 0.5}, "control": {0: 0.4, 8: 0.4}})
     assert demo.main(["--out", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert told.count("MISSED") == 1 and told.count(": met") == 2 and "8 of 60 steps" in told
+    shown = capsys.readouterr().out
+    assert shown.count("MISSED") == 1 and shown.count(": met") == 2 and "8 of 60 steps" in shown
     written = json.loads((tmp_path / "result.json").read_text())
-    assert {name: demand["met"] for name, demand in written["demands"].items()} == {
+    assert {name: criterion["met"] for name, criterion in written["demands"].items()} == {
         "learned": False, "over_control": True, "seconds": True,
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Muon beside AdamW: the step by hand, both kinds of parameters, one gloo rank against two, an exact resume.
+"""Muon with AdamW: the step by hand, both kinds of parameters, one gloo rank against two, an exact resume.
 
 Not covered: CUDA, meshes of two dimensions.
 """
@@ -11,6 +11,7 @@ from examples.muon import MuonWithAdamW
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.demo
 OPTIM = {"optimizer_impl": "examples.muon", "optimizer": "MuonWithAdamW", "lr": 0.02, "weight_decay": 0.0}
 
 
@@ -48,7 +49,7 @@ def test_embeddings_head_and_vectors_are_stepped_by_adamw():
 
 
 def trained(rank, world_size, path, folder):
-    """Weights behind three updates; on two ranks the third is done anew from a checkpoint, to the bit."""
+    """Weights after three updates; the third, repeated from a checkpoint, is bit-for-bit the same."""
 
     def update(engine, seed):
         rows = 8 // world_size

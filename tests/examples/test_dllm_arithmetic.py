@@ -1,4 +1,4 @@
-"""The demo's corpus, evaluation and pictures; its benchmark on a small shape. Not covered: the trained figures."""
+"""The dLLM demo's corpus, evaluation and plots; its benchmark on a small shape. Not covered: trained results."""
 
 import json
 import re
@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import dllm as benchmark
 from examples.demo_runner import PhaseFailed, run_side_by_side
 from examples.dllm_arithmetic import corpus, curves, demo, evaluate, options
+
+pytestmark = pytest.mark.demo
 
 
 def test_every_worked_step_is_right_and_leads_to_the_answer():
@@ -41,9 +43,9 @@ def test_every_word_has_a_token_and_numbers_are_digits():
 
 
 def test_paired_interval_by_hand():
-    found = evaluate.paired([True, True, False, True], [True, False, False, False])
+    results = evaluate.paired([True, True, False, True], [True, False, False, False])
     # differences 0, 100, 0, 100: mean 50, standard deviation 57.735, standard error 28.868
-    assert found["difference"] == 50 and found["low"] == pytest.approx(50 - 1.96 * 28.8675, abs=1e-3)
+    assert results["difference"] == 50 and results["low"] == pytest.approx(50 - 1.96 * 28.8675, abs=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +68,25 @@ def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
     evaluate.main(["--model", f"tiny={small / 'model'}", "--questions", str(small / "test.parquet"), "--block", "4",
                    "--batch", "4", "--timed", "1", "--out", str(out)])  # fmt: skip
     torch.set_num_threads(threads)
-    found = json.loads(out.read_text())
-    assert found["questions"] == 6 == len(found["correct"]) and [r["mode"] for r in found["rows"]] == [*evaluate.MODES]
-    rows = {row["mode"]: row for row in found["rows"]}
+    results = json.loads(out.read_text())
+    assert results["questions"] == 6 == len(results["correct"])
+    assert [row["mode"] for row in results["rows"]] == [*evaluate.MODES]
+    rows = {row["mode"]: row for row in results["rows"]}
     assert set(rows["slide"]) == {"model", "mode", "block", "accuracy", "accuracy_se", "tokens_per_forward",
                                   "tokens_per_second", "same_as_greedy"}  # fmt: skip
     assert rows["greedy"]["tokens_per_forward"] == 1.0 and rows["greedy"]["block"] == 1 and rows["slide"]["block"] == 4
     for mode in ("greedy", "converge", "slide", "verify"):
         assert rows[mode]["same_as_greedy"] == 1.0 and rows[mode]["accuracy"] == rows["greedy"]["accuracy"]
     steps = [{"step": s, "data": {"train/loss_s0": 2.0 / s, "train/loss_s1": 1.0 / s}} for s in (1, 2, 3)]
-    curves.draw_curves(found, [("stage 0", steps)], tmp_path / "curves.png")
+    curves.draw_curves(results, [("stage 0", steps)], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    assert demo.result_table(found).row_count == len(evaluate.MODES)
+    assert demo.result_table(results).row_count == len(evaluate.MODES)
     assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
     points = [(3.1, 90.0, "d"), (1.0, 99.0, "a"), (1.05, 99.5, "b"), (3.0, 99.0, "c")]
     assert curves.named_together(points, 0.2) == [(1.0, 99.0, "a, b"), (3.0, 99.0, "c"), (3.1, 90.0, "d")]
 
 
-def test_a_path_with_an_options_name_is_one_that_hydra_takes():
+def test_a_path_with_an_options_name_is_valid_for_hydra():
     names = [options.folder_name(option) for option in options.OPTIONS]
     parsed = OverridesParser.create().parse_overrides([f"trainer.default_local_dir=/out/{name}" for name in names])
     assert [override.value() for override in parsed] == [f"/out/{name}" for name in names]
@@ -93,12 +96,12 @@ def test_a_path_with_an_options_name_is_one_that_hydra_takes():
 def test_options_are_means_over_seeds():
     rows = [{"mode": mode, "accuracy": a, "tokens_per_forward": 2 * a, "same_as_greedy": 1.0}
             for mode in options.MODES for a in (0.5, 0.7)]  # fmt: skip
-    found = options.summarize(rows)
-    assert found["slide"] == pytest.approx({"accuracy": 0.6, "tokens_per_forward": 1.2, "same_as_greedy": 1.0})
-    assert options.show({"packed": found}).row_count == 1
+    results = options.summarize(rows)
+    assert results["slide"] == pytest.approx({"accuracy": 0.6, "tokens_per_forward": 1.2, "same_as_greedy": 1.0})
+    assert options.show({"packed": results}).row_count == 1
 
 
-def test_commands_side_by_side_tell_their_cpu_seconds_and_end_together(tmp_path):
+def test_parallel_commands_report_their_cpu_seconds_and_stop_together(tmp_path):
     work = "import time; begun = time.process_time()\nwhile time.process_time() - begun < 0.4: pass"
     busy, idle = [sys.executable, "-c", work], [sys.executable, "-c", "pass"]
     seconds = run_side_by_side([(busy, tmp_path / "a"), (idle, tmp_path / "b")])
@@ -111,6 +114,7 @@ def test_commands_side_by_side_tell_their_cpu_seconds_and_end_together(tmp_path)
     assert time.monotonic() - begun < 40
 
 
+@pytest.mark.benchmark
 def test_the_benchmark_measures_what_it_names(monkeypatch, small):
     sizes = {"INSTRUCTION": 24, "RESPONSE": 6, "ROWS": 2, "REPETITIONS": 1, "NEW_TOKENS": 12, "WALL_PROMPTS": 2}
     for name, value in {**sizes, "MEMORY_SHAPE": (4, 8, 2), "DEMO_MODEL": small / "model"}.items():
