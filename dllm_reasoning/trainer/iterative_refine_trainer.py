@@ -79,15 +79,15 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             setattr(model.config, WINDOW_KEY, settings.block_length)
 
     @classmethod
-    def problems(cls, config: DictConfig, found: Findings) -> Iterator[Problem]:
+    def problems(cls, config: DictConfig, findings: Findings) -> Iterator[Problem]:
         settings = config.iterative
-        if found.tokenizer is not None:
+        if findings.tokenizer is not None:
             try:
-                noise_token_of(settings.noise_token, found.tokenizer)
+                noise_token_of(settings.noise_token, findings.tokenizer)
             except ValueError as error:
                 yield wrong("iterative.noise_token", str(error))
-        if PATTERNS[settings.noise_pattern].windows and found.hf_config is not None:
-            if problem := kinds_problem(found.hf_config):
+        if PATTERNS[settings.noise_pattern].windows and findings.hf_config is not None:
+            if problem := kinds_problem(findings.hf_config):
                 yield wrong("iterative.noise_pattern", packed_refusal(problem))
         if settings.self_generate.enable:
             yield from check_reward(settings.self_generate.reward_function)

@@ -37,8 +37,9 @@ def validation(model, train, folder):
     """Metrics of 11 validation rows, which two ranks cannot share evenly."""
     metrics = []
     for pattern in ("iid", "suffix", "packed"):
-        config = runs.compose(model, train, folder, f"data.val_files={folder}/val.parquet", "iterative.ar_loss_weight=1",
-                              f"iterative.noise_pattern={pattern}", "data.micro_batch_size_per_gpu=1")  # fmt: skip
+        settings = (f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
+                    f"data.val_files={folder}/val.parquet", "data.micro_batch_size_per_gpu=1")  # fmt: skip
+        config = runs.compose(model, train, folder, *settings)
         metrics.append(runs.trainer_of(config)._validate())
     return metrics
 
