@@ -5,6 +5,7 @@ makes for `spawn` and `forkserver`.
 """
 
 import _posixsubprocess
+import platform
 import sys
 
 import pytest
@@ -20,6 +21,7 @@ def note(what: str) -> None:
 
 
 def pytest_configure() -> None:
+    platform.platform()  # starts `uname` on the first call of a process, and caches its answer
     sys.addaudithook(lambda event, args: note(f"{event} {args[:1]}") if event in EVENTS else None)
     fork_exec = _posixsubprocess.fork_exec
 

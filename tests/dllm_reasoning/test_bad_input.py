@@ -192,6 +192,7 @@ def test_yaml_and_dataclasses_agree_key_by_key():
     assert compared > 80
 
 
+@pytest.mark.process
 def test_run_train_passes_its_arguments_to_torchrun(tmp_path):
     def script(*arguments):
         return subprocess.run(["bash", "dllm_reasoning/scripts/run_train.sh", *arguments], capture_output=True,

@@ -6,10 +6,11 @@ import torch
 
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
-from tests.dllm_reasoning.test_trainer import REWARD, steps
+from tests.dllm_reasoning.test_self_generate import REWARD
+from tests.dllm_reasoning.test_trainer import steps
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 PACKED = ("iterative.noise_pattern=packed", "data.micro_batch_size_per_gpu=2", "iterative.ar_loss_weight=1")
 
 
