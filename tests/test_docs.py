@@ -30,6 +30,7 @@ def test_every_public_key_stands_on_the_page_with_a_sentence():
         assert owner is not None and keys[owner][1], key
 
 
+@pytest.mark.process
 def test_every_metric_of_a_run_has_a_sentence(tmp_path):
     fake_trainer(compose_run(tmp_path, "unused", trainer__test_freq=1, trainer__total_training_steps=1)).fit()
     names = {name for row in metrics_rows(tmp_path) for name in row if name not in ("step", "fake/rows")}

@@ -94,6 +94,7 @@ def test_no_file_names_a_place_of_one_machine():
     assert not named
 
 
+@pytest.mark.process
 def test_floor_one_needs_no_ray_and_no_process_group():
     """In one fresh process: everything on floor 1 is imported, and neither Ray nor vLLM came with it."""
     modules = [m for f in product_files() if (m := module_of(f)) and floor_of(m) == 1 and not m.endswith("__main__")]

@@ -129,6 +129,7 @@ def write_rank_files(rank, world_size, model, folder):
         torch.save(module.state_dict(), f"{folder}/{name}/model_world_size_{world_size}_rank_{rank}.pt")
 
 
+@pytest.mark.process
 def test_per_rank_files_of_verl_are_put_together(tiny_llama, tmp_path):
     for name in ("sharded", "copies"):
         (tmp_path / name).mkdir()

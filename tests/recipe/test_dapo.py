@@ -55,6 +55,7 @@ def told():
     logger.remove(sink)
 
 
+@pytest.mark.process
 def test_batches_are_filled_with_groups_that_differ(tmp_path):
     trainer = dapo(tmp_path)
     trainer.fit()
@@ -73,6 +74,7 @@ def test_batches_are_filled_with_groups_that_differ(tmp_path):
     assert set(drawn) == {str(i) for i in range(len(set(drawn)))}  # no prompt of the stream is passed over
 
 
+@pytest.mark.process
 def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
     trainer = dapo(tmp_path, FakeGroup)  # all 6 groups differ: 2 are left over, then 4
     trainer.fit()
@@ -83,12 +85,14 @@ def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
     assert [row["training/weights_version"] for row in metrics_rows(tmp_path)] == [0, 1, 2]
 
 
+@pytest.mark.process
 def test_surplus_can_be_left_behind(tmp_path):
     trainer = dapo(tmp_path, FakeGroup, algorithm__filter_groups__keep_surplus="false")
     trainer.fit()
     assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
 
 
+@pytest.mark.process
 def test_surplus_prompts_survive_a_resume(tmp_path):
     trainer = dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=2)
     trainer.fit()
@@ -103,6 +107,7 @@ def test_surplus_prompts_survive_a_resume(tmp_path):
                        whole.actor_rollout_wg.updates[2].batch["input_ids"])
 
 
+@pytest.mark.process
 def test_surplus_prompts_of_other_data_are_dropped(tmp_path, told):
     dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1).fit()  # leaves 4 and 5 over
     config = dapo_config(tmp_path, trainer__allow_data_change="true", trainer__total_training_steps=2)
@@ -116,6 +121,7 @@ def test_surplus_prompts_of_other_data_are_dropped(tmp_path, told):
     ]
 
 
+@pytest.mark.process
 def test_a_run_of_the_plain_trainer_goes_on_as_dapo(tmp_path):
     plain = {"trainer__save_freq": 1, "trainer__total_training_steps": 1, "data__gen_batch_size": 4}
     fake_trainer(dapo_config(tmp_path, **plain), FakeGroup).fit()
@@ -133,6 +139,7 @@ class Unnumbered(RLHFDataset):
 """
 
 
+@pytest.mark.process
 def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_path, told):
     (tmp_path / "own.py").write_text(UNNUMBERED)
     own = {"data__custom_cls__path": tmp_path / "own.py", "data__custom_cls__name": "Unnumbered"}
@@ -143,6 +150,7 @@ def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_pa
     assert "no column 'sample_index'" in line
 
 
+@pytest.mark.process
 def test_several_small_generations_fill_a_batch_and_lose_nothing_to_the_ranks(tmp_path):
     """3 prompts whose samples stay together are no even share of 2 ranks; the batch of 4 is."""
     shared = {"actor_rollout_ref__actor__share_prompt_forward": "true", "trainer__total_training_steps": "null"}
@@ -164,6 +172,7 @@ class LosingOne(FakeGroup):
     lost_rows = (0,)
 
 
+@pytest.mark.process
 def test_a_lost_sample_of_an_odd_batch_leaves_an_even_one(tmp_path):
     odd = {"data__train_batch_size": 5, "actor_rollout_ref__actor__ppo_mini_batch_size": 5}
     trainer = dapo(tmp_path, LosingOne, trainer__total_training_steps=2, **odd)
@@ -179,23 +188,27 @@ def test_a_lost_sample_of_an_odd_batch_leaves_an_even_one(tmp_path):
         assert [len(half) for half in halves] == [2, 2] and not halves[0] & halves[1]
 
 
+@pytest.mark.process
 def test_a_batch_that_ranks_cannot_share_once_a_sample_is_lost_is_named(tmp_path):
     one = {"data__train_batch_size": 1, "actor_rollout_ref__actor__ppo_mini_batch_size": 1}
     with pytest.raises(StepFailed, match="batch_size=1 with lost samples gives 2 ranks no even share.*=2 or more"):
         dapo(tmp_path, LosingOne, **one).fit()
 
 
+@pytest.mark.process
 def test_the_limit_ends_a_run_whose_groups_are_all_alike(tmp_path):
     trainer = dapo(tmp_path, AllAlike, algorithm__filter_groups__max_num_gen_batches=3)
     with pytest.raises(StepFailed, match=r"3 generations gave 0 of data.train_batch_size=4 .*max_num_gen_batches=3"):
         trainer.fit()
 
 
+@pytest.mark.process
 def test_a_metric_that_no_reward_returns_is_refused(tmp_path):
     with pytest.raises(StepFailed, match="metric='accc' is unknown: the reward returns seq_reward.*words"):
         dapo(tmp_path, FakeGroup, algorithm__filter_groups__metric="accc").fit()
 
 
+@pytest.mark.process
 def test_without_a_filter_it_is_the_plain_trainer(tmp_path):
     trainer = dapo(tmp_path, algorithm__filter_groups__enable="false", data__gen_batch_size=4)
     trainer.fit()
@@ -223,6 +236,7 @@ class WithLogProbs(OddPromptsAlike):
         return DataProto.from_dict({"ref_log_prob": torch.full(data.batch["responses"].shape, -0.1)})
 
 
+@pytest.mark.process
 def test_a_filter_on_final_rewards_subtracts_the_kl_before_it_and_not_twice(tmp_path):
     config = compose_run(
         tmp_path, "unused", TREE, algorithm__filter_groups__enable="true", data__train_batch_size=4,
@@ -251,6 +265,7 @@ class Shares(WithLogProbs):
         return output
 
 
+@pytest.mark.process
 def test_ranks_share_the_forward_of_a_generation_that_is_no_even_share(tmp_path):
     config = dapo_config(
         tmp_path, algorithm__filter_groups__metric="seq_final_reward", algorithm__use_kl_in_reward="true",
@@ -312,6 +327,7 @@ def test_a_step_of_the_loop_that_fails_is_named(tmp_path):
         dapo(tmp_path, Broken).fit()
 
 
+@pytest.mark.process
 def test_weights_are_sent_once_per_step_with_validation_and_two_draws(tmp_path):
     config = dapo_config(tmp_path, data__gen_batch_size=3, algorithm__filter_groups__keep_surplus="false",
                          trainer__test_freq=1, trainer__val_before_train="true")  # fmt: skip

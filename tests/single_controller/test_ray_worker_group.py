@@ -125,6 +125,7 @@ def batch(rows: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(rows)}, {"n": np.arange(rows)})
 
 
+@pytest.mark.process
 def test_every_dispatch_mode_and_what_a_rank_knows_of_its_world(pool):
     wg = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, step=10))
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS", "WG_BACKEND"]
@@ -163,6 +164,7 @@ def _double(worker, data):
     return DataProto.from_dict({"x": data.batch["x"] * 2})
 
 
+@pytest.mark.process
 def test_mesh_partners_share_a_part_and_one_of_them_answers(ray_cluster):
     pool = RayResourcePool([4], use_gpu=False)
     try:
@@ -173,6 +175,7 @@ def test_mesh_partners_share_a_part_and_one_of_them_answers(ray_cluster):
         pool.release()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("make", [create_colocated_worker_cls, create_colocated_worker_cls_fused])
 def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
     both = make({"adder": RayClassWithInitArgs(Adder, step=3), "adder_namer": RayClassWithInitArgs(Namer)})
@@ -187,6 +190,7 @@ def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
         wg.spawn({"critic"})
 
 
+@pytest.mark.process
 def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_is_named(pool):
     wg = RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
     wg.add(0)
@@ -201,6 +205,7 @@ def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_i
         wg.die(1)
 
 
+@pytest.mark.process
 def test_an_error_in_a_constructor_is_named(ray_cluster):
     pool = RayResourcePool([1], use_gpu=False)
     try:
@@ -211,12 +216,14 @@ def test_an_error_in_a_constructor_is_named(ray_cluster):
         pool.release()
 
 
+@pytest.mark.process
 def test_a_pool_larger_than_the_cluster_is_refused_with_numbers(ray_cluster, monkeypatch):
     monkeypatch.setattr("verl.single_controller.ray.resource_pool.HOPELESS_TIMEOUT_S", 0.2)
     with pytest.raises(RuntimeError, match=r"needs \{'CPU': 64\}.*has \{'CPU': 4"):
         RayResourcePool([64], use_gpu=False).get_placement_groups()
 
 
+@pytest.mark.process
 def test_pools_split_merge_and_lend_their_places(ray_cluster):
     a, b = RayResourcePool([2], use_gpu=False), RayResourcePool([1], use_gpu=False)
     try:

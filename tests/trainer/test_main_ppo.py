@@ -90,6 +90,7 @@ def test_worker_environment_takes_the_user_over_the_shell_over_the_defaults(monk
     assert env["env_vars"]["TOKENIZERS_PARALLELISM"] == "false"
 
 
+@pytest.mark.process
 def test_only_the_recorded_session_of_a_dead_run_is_stopped(tmp_path):
     folders = [tempfile.mkdtemp(prefix=TEMP_PREFIX) for _ in range(2)]
     nap = "import time; time.sleep(60)"

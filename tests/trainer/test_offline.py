@@ -137,6 +137,7 @@ def answer(source, truth, responses):
     return {"data_source": source, "reward_model": {"ground_truth": truth}, "responses": responses}
 
 
+@pytest.mark.process
 def test_scores_are_means_over_rows_of_the_means_over_answers(tmp_path):
     rows = [answer("a", "3", ["3", "4"]), answer("a", "5", ["5"]), answer("b", "1", "2")]
     assert scored(tmp_path, rows) == {"test_score/a": 0.75, "test_score/b": 0.0}
@@ -147,6 +148,7 @@ def test_scores_are_means_over_rows_of_the_means_over_answers(tmp_path):
     assert scored(tmp_path, gsm, "custom_reward_function.path=null") == {"test_score/openai/gsm8k": 0.5}
 
 
+@pytest.mark.process
 def test_what_cannot_be_scored_is_named_by_row(tmp_path):
     good = answer("a", "3", ["3"])
     with pytest.raises(RewardError, match="row 1 .*raised ZeroDivisionError: nothing to divide"):
@@ -173,6 +175,7 @@ def test_the_yaml_says_what_the_dataclasses_say():
         assert set(tree["data"]) == set(made) - {"_target_"}
 
 
+@pytest.mark.process
 def test_answers_that_are_programs_are_confined_as_in_training(tmp_path):
     """By the same keys, with the same defaults; what they say is done."""
     evaluation = OmegaConf.to_container(compose_ppo(config_name="evaluation"))["reward_model"]
@@ -187,6 +190,7 @@ def test_answers_that_are_programs_are_confined_as_in_training(tmp_path):
         assert scored(tmp_path, [answer("taco", tests, [code])], *given, *limits) == {"test_score/taco": share}
 
 
+@pytest.mark.process
 def test_a_misspelt_key_of_an_offline_entry_is_named(tmp_path):
     command = [sys.executable, "-m", "verl.trainer.main_eval", "reward_modl.error=drop", "data.pth=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -171,6 +171,7 @@ def typed(script, paths, python_folder):
     return subprocess.run([script, "trainer.dry_run=true"], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem in WHOLE], ids=lambda path: path.stem)
 def test_a_script_of_ours_passes_as_a_user_types_it(script, paths):
     found = typed(script, paths, Path(sys.executable).parent)
@@ -178,6 +179,7 @@ def test_a_script_of_ours_passes_as_a_user_types_it(script, paths):
     assert re.search(r"Wrong on every machine: 0", found.stdout)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem not in WHOLE], ids=lambda path: path.stem)
 def test_what_a_script_of_ours_asks_for_passes(script, paths, tmp_path, capsys):
     """As the two above but for the process: the shell's own words go to the dry run."""

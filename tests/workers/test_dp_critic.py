@@ -90,6 +90,7 @@ def _loss_on_ranks(rank, world, path):
     return metrics["critic/vf_loss"][0], metrics["critic/grad_norm"][0]
 
 
+@pytest.mark.process
 def test_two_ranks_give_the_loss_of_one(tiny_llama):
     made = critic(tiny_llama)
     alone = made.update_critic(value_batch(made))

@@ -85,6 +85,7 @@ def difference(output, log_probs):
     return (output.batch["rollout_log_probs"] - log_probs)[mask].abs().mean().item()
 
 
+@pytest.mark.process
 def test_a_hand_over_that_breaks_off_leaves_an_engine_that_does_not_answer(hybrid):
     def torn():
         yield next(iter(hybrid.engine.get_per_tensor_param()))
@@ -107,6 +108,7 @@ def test_weights_of_a_start_do_not_serve_an_actor():
         loaded.generate_sequences(prompts())
 
 
+@pytest.mark.process
 def test_what_a_cpu_does_not_do_is_said_at_the_start(hybrid):
     said = [line for line in hybrid.told if "enable_chunked_prefill" in line]
     assert said == ["actor_rollout_ref.rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are read "
@@ -114,6 +116,7 @@ def test_what_a_cpu_does_not_do_is_said_at_the_start(hybrid):
     assert not hybrid.rollout.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
 
 
+@pytest.mark.process
 def test_log_probs_agree_after_every_update_in_between(hybrid):
     versions = []
     for step in range(3):
@@ -127,12 +130,14 @@ def test_log_probs_agree_after_every_update_in_between(hybrid):
     assert difference(stale, hybrid.log_probs(stale, 1.0)) > 1e-2  # without a hand-over the comparison fails
 
 
+@pytest.mark.process
 def test_log_probs_agree_at_another_temperature(hybrid):
     output = hybrid.generate(prompts(temperature=0.7))
     assert difference(output, hybrid.log_probs(output, 0.7)) < 1e-4
     assert difference(output, hybrid.log_probs(output, 1.0)) > 1e-2
 
 
+@pytest.mark.process
 def test_with_filters_the_rollout_says_what_it_drew_from(hybrid):
     # Compared with: the trained model's distribution at this temperature, cut to the allowed words, norm restored.
     hybrid.sample_with(top_k=5, top_p=0.6)
@@ -153,6 +158,7 @@ def test_with_filters_the_rollout_says_what_it_drew_from(hybrid):
     assert difference(output, drawn) < 1e-4
 
 
+@pytest.mark.process
 def test_rows_end_at_the_end_token_and_are_padded(hybrid):
     output = hybrid.generate(prompts(n=16, global_steps=3, eos_token_id=[EOS, 7, 8, 9, 10, 11, 12]))
     ids, mask = output.batch["responses"], output.batch["response_mask"]
@@ -165,6 +171,7 @@ def test_rows_end_at_the_end_token_and_are_padded(hybrid):
     assert (output.batch["rollout_log_probs"][mask == 0] == 0).all()
 
 
+@pytest.mark.process
 def test_seeds_make_samples_repeatable_and_different(hybrid):
     first = hybrid.generate(prompts()).batch["responses"]
     again = hybrid.generate(prompts()).batch["responses"]
@@ -175,6 +182,7 @@ def test_seeds_make_samples_repeatable_and_different(hybrid):
     assert torch.equal(alone, first[4:8])  # no other row decides what a prompt's samples are
 
 
+@pytest.mark.process
 def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
     # One pass of the engine holds 400 tokens: two prompts of 150 and a half.
     ids = torch.randint(5, 60, (6, 150), generator=torch.Generator().manual_seed(3))
@@ -186,6 +194,7 @@ def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
     assert together == alone
 
 
+@pytest.mark.process
 def test_ignored_end_tokens_end_nothing(hybrid):
     ended = hybrid.generate(prompts(n=64))
     assert ended.batch["response_mask"].sum() < 3 * 64 * R  # one of 96 words is the end token
@@ -197,6 +206,7 @@ def test_ignored_end_tokens_end_nothing(hybrid):
     assert (whole.batch["response_mask"] == 1).all() and (whole.batch["responses"] == EOS).any()
 
 
+@pytest.mark.process
 def test_greedy_validation_follows_the_argmax(hybrid):
     output = hybrid.generate(prompts(n=1, validate=True, do_sample=False))
     ids, mask = output.batch["input_ids"], output.batch["attention_mask"]
@@ -213,6 +223,7 @@ def counted(hybrid):
     return np.array([found[f"vllm:prefix_cache_{what}"] for what in ("queries", "hits")])
 
 
+@pytest.mark.process
 def test_samples_of_a_prompt_share_its_cache(hybrid):
     hybrid.rollout.update_weights(hybrid.engine.get_per_tensor_param())
     block = hybrid.rollout.llm.llm_engine.vllm_config.cache_config.block_size

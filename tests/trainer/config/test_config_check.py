@@ -320,6 +320,7 @@ main()
 """
 
 
+@pytest.mark.process
 def test_a_recipe_extends_the_tree_and_its_own_group_is_known(tmp_path):
     (tmp_path / "toy.yaml").write_text(RECIPE)
     (tmp_path / "app.py").write_text(APP)

@@ -13,6 +13,7 @@ from verl.trainer.run.nonfinite import NonFiniteRun
 from verl.trainer.run.timing import StepFailed
 
 
+@pytest.mark.process
 def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused"))
     trainer.fit()
@@ -35,6 +36,7 @@ def test_a_run_draws_scores_and_updates_each_step_and_logs_it(tmp_path):
     assert max(s["score"] for s in samples if s["step"] == 1) == pytest.approx(5 / 6)
 
 
+@pytest.mark.process
 def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", algorithm__norm_adv_by_std_in_grpo="false"))
     trainer.fit()
@@ -47,6 +49,7 @@ class Losing(FakeGroup):
     lost_rows = (0, 1, 2, 5)  # prompt 0 keeps one of four samples, prompt 1 three
 
 
+@pytest.mark.process
 def test_lost_samples_are_counted_and_ranks_still_get_equal_rows(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1), Losing)
     trainer.fit()
@@ -78,6 +81,7 @@ def test_a_step_without_a_sample_left_says_so(tmp_path):
         fake_trainer(compose_run(tmp_path, "unused"), LosingAll).fit()
 
 
+@pytest.mark.process
 def test_shared_prompts_stay_whole_on_a_rank(tmp_path):
     config = compose_run(tmp_path, "unused", actor_rollout_ref__actor__share_prompt_forward="true")
     trainer = fake_trainer(config)
@@ -93,6 +97,7 @@ def breaking(tmp_path, rows, **more):
     return config
 
 
+@pytest.mark.process
 def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
     config = breaking(tmp_path, [3], reward_model__error="drop", trainer__total_training_steps=3)  # one epoch
     trainer = fake_trainer(config)
@@ -109,6 +114,7 @@ def test_samples_without_a_reward_are_left_out_and_counted(tmp_path):
     assert sorted(len(update) for update in trainer.actor_rollout_wg.updates) == [28, 32, 32]
 
 
+@pytest.mark.process
 def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
     settings = {"reward_model__error": "drop", "reward_model__item_timeout": 0.5, "trainer__total_training_steps": 3}
     config = compose_run(tmp_path, "unused", **settings)
@@ -118,11 +124,13 @@ def test_samples_whose_reward_hangs_are_left_out_and_counted(tmp_path):
     assert sum(row["training/scored_samples"] for row in metrics_rows(tmp_path)) == 3 * 32 - 4
 
 
+@pytest.mark.process
 def test_a_step_in_which_no_sample_has_a_reward_says_so(tmp_path):
     with pytest.raises(StepFailed, match="none of the 32 samples can be trained on: .*, 32 have no reward"):
         fake_trainer(breaking(tmp_path, list(range(24)), reward_model__error="drop")).fit()
 
 
+@pytest.mark.process
 def test_a_failing_step_is_named_with_its_cause(tmp_path):
     with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken") as failure:
         fake_trainer(breaking(tmp_path, [3])).fit()
@@ -133,6 +141,7 @@ class NeverFinite(FakeGroup):
     nonfinite = True
 
 
+@pytest.mark.process
 def test_run_stops_after_updates_skipped_in_a_row(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__nonfinite_steps_max=3), NeverFinite)
     with pytest.raises(StepFailed, match="NaN or infinite in 3 steps in a row") as failure:
@@ -150,6 +159,7 @@ def test_a_value_model_whose_updates_are_skipped_ends_the_run_as_well(tmp_path):
         trainer._watch_nonfinite(metrics)
 
 
+@pytest.mark.process
 def test_stop_finishes_the_step_and_saves_it(tmp_path):
     trainer = fake_trainer(compose_run(tmp_path, "unused"))
     trainer.stop_requested = lambda: trainer.global_steps == 2
@@ -158,6 +168,7 @@ def test_stop_finishes_the_step_and_saves_it(tmp_path):
     assert [r["step"] for r in metrics_rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("stop_at", [2, 3, 4])  # 3 is the end of an epoch
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
     for name in ("whole", "parts"):
@@ -187,6 +198,7 @@ class FourRanks(FakeGroup):
     world_size = 4
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("group", [OneRank, FourRanks])
 def test_a_run_of_two_ranks_goes_on_with_the_same_prompts_on_another_number(tmp_path, group):
     for name in ("whole", "parts"):
@@ -205,6 +217,7 @@ def test_a_run_of_two_ranks_goes_on_with_the_same_prompts_on_another_number(tmp_
     assert len(of[0]) == len(of[1]) and all(a == pytest.approx(b, abs=1e-6) for a, b in zip(*of, strict=True))
 
 
+@pytest.mark.process
 def test_old_checkpoints_go_before_and_after_a_resume_at_the_end_of_an_epoch(tmp_path):
     settings = {"trainer__save_freq": 1, "trainer__max_actor_ckpt_to_keep": 2}
     fake_trainer(compose_run(tmp_path, "unused", **settings, trainer__total_training_steps=3)).fit()
@@ -228,6 +241,7 @@ class WithReference(FakeGroup):
         return DataProto.from_dict({"ref_log_prob": torch.full(data.batch["responses"].shape, -2.05)})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("mini", "passes"), [(8, True), (12, False)])
 def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, passes):
     config = compose_run(
@@ -240,6 +254,7 @@ def test_without_a_filter_a_step_trains_on_all_that_is_drawn(tmp_path, mini, pas
     assert all(("old_log_probs" in update.batch) == passes for update in trainer.actor_rollout_wg.updates)
 
 
+@pytest.mark.process
 def test_the_entropy_of_the_old_policy_is_aggregated_as_the_updates(tmp_path):
     config = compose_run(
         tmp_path, "unused", trainer__total_training_steps=1, actor_rollout_ref__actor__ppo_mini_batch_size=4,
@@ -250,6 +265,7 @@ def test_the_entropy_of_the_old_policy_is_aggregated_as_the_updates(tmp_path):
     assert metrics_rows(tmp_path)[0]["actor/entropy"] == pytest.approx(6 * 2.0 / 24)  # 6 tokens of 2.0
 
 
+@pytest.mark.process
 def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
     def start(name, stop_at=None):
         config = compose_run(
@@ -273,6 +289,7 @@ def test_the_adaptive_kl_coefficient_survives_a_resume(tmp_path):
     assert rows[2]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * fall * rise)
 
 
+@pytest.mark.process
 def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -286,6 +303,7 @@ def test_a_resumed_run_validates_before_training_no_second_time(tmp_path):
     assert rows == metrics_rows(tmp_path / "whole") and [row["step"] for row in rows] == list(range(len(rows)))
 
 
+@pytest.mark.process
 def test_changed_training_data_are_refused_unless_allowed(tmp_path):
     first = fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__save_freq=1))
     first.fit()
@@ -301,6 +319,7 @@ def test_changed_training_data_are_refused_unless_allowed(tmp_path):
     assert len(again.actor_rollout_wg.updates) == 1
 
 
+@pytest.mark.process
 def test_altered_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     fake_trainer(compose_run(tmp_path, "unused", trainer__total_training_steps=2, trainer__save_freq=1)).fit()
     (tmp_path / "out" / "global_step_2" / "actor" / "version").write_text("7")
@@ -310,6 +329,7 @@ def test_altered_checkpoint_is_passed_over_for_the_one_before(tmp_path):
     assert [r["training/weights_version"] for r in metrics_rows(tmp_path)] == [0, 1]
 
 
+@pytest.mark.process
 def test_validation_is_named_by_source_and_dumped(tmp_path):
     config = compose_run(
         tmp_path,
@@ -328,6 +348,7 @@ def test_validation_is_named_by_source_and_dumped(tmp_path):
     assert dumped[0]["gts"] == "a" and dumped[0]["words"] == 6 and dumped[0]["score"] == pytest.approx(2 / 6)
 
 
+@pytest.mark.process
 def test_rollout_dump_has_a_row_a_sample(tmp_path):
     config = compose_run(tmp_path, "unused", trainer__total_training_steps=1, trainer__rollout_data_dir=tmp_path / "d")
     fake_trainer(config).fit()

@@ -60,6 +60,7 @@ def dropout_model(tiny_llama, tmp_path):
     return str(tmp_path / "dropout")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("saved", "killed", "more"), [
     (2, 3, {}), (3, 3, {"data__packing": "true"}), (1, 1, {"data__dataloader_num_workers": 1}),
 ], ids=["within an epoch", "between epochs", "with a reading process"])  # fmt: skip
