@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
 from verl.utils.metric.names import METRICS, unknown_metrics
 
