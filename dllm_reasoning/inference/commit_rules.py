@@ -47,13 +47,12 @@ class Row:
         self.done = end is not None or self.remaining == 0
 
 
+@dataclass
 class CommitRule(ABC):
     """Windows of `width` predictions: the last committed token and width - 1 guesses, at first `noise` tokens."""
 
-    needs_confidence = False
-
-    def __init__(self, width: int, noise: int) -> None:
-        self.width, self.noise = width, noise
+    width: int
+    noise: int
 
     def first_guesses(self) -> list[int]:
         """The guesses of a window before its first forward."""
@@ -65,12 +64,11 @@ class CommitRule(ABC):
         guess, `confidence` its probabilities."""
 
 
+@dataclass
 class Refine(CommitRule):
     """A block is decoded `times` more after its first forward (None: until a round changes nothing), then committed."""
 
-    def __init__(self, width: int, noise: int, times: int | None) -> None:
-        super().__init__(width, noise)
-        self.times = times
+    times: int | None
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         if predicted[:-1] == row.guesses or row.rounds == self.times:
@@ -83,6 +81,7 @@ class Refine(CommitRule):
         return []
 
 
+@dataclass
 class Slide(CommitRule):
     """Commits the confirmed leading guesses and the token after them, and slides the window by as many.
 
@@ -90,10 +89,8 @@ class Slide(CommitRule):
     more noise tokens follow the guesses (verify: as many): the same forward then drafts the next guesses after them.
     """
 
-    def __init__(self, width: int, noise: int, threshold: float | None = None, drafts: int = 0) -> None:
-        super().__init__(width, noise)
-        self.threshold, self.drafts = threshold, drafts
-        self.needs_confidence = threshold is not None
+    threshold: float | None = None
+    drafts: int = 0
 
     def first_guesses(self) -> list[int]:
         return [self.noise] * (self.width - 1 + self.drafts)

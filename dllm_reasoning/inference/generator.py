@@ -99,14 +99,14 @@ def generate(
             # A row's guesses may come after padding as wide as the unread text of another row.
             slots = max(len(row.tokens) + row.limit for row in rows) + 2 * len(rule.first_guesses()) + 1
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
-            chooser = _TokenChooser(settings, rule.needs_confidence, rows)
+            uniforms = {} if settings.sampling.greedy else {row.number: _uniforms(settings.seed, row) for row in rows}
             active = list(rows)
             while active:
                 for row in active:
                     row.guesses = row.guesses[: row.remaining - 1]
                     row.forwards += 1
                 forwards += 1
-                tokens, confidence = chooser(runner.logits(active), active)
+                tokens, confidence = _choose(runner.logits(active), active, uniforms, settings)
                 for i, row in enumerate(active):
                     fed = row.guesses
                     predicted = tokens[i][: len(fed) + 1]
@@ -122,28 +122,25 @@ def generate(
     return GenerationResult(new, stats)
 
 
-class _TokenChooser:
-    """The predicted tokens: greedy, or drawn with a number that belongs to (row, position in the answer), so that a
-    token, once everything before it is final, is drawn the same in every round."""
+def _uniforms(seed: int, row: Row) -> torch.Tensor:
+    """The row's random numbers, [limit] float32 in [0, 1): one per position of its answer, so that a token, once
+    everything before it is final, is drawn the same in every round."""
+    return torch.rand(row.limit, generator=torch.Generator().manual_seed(seed * 1_000_003 + row.number))
 
-    def __init__(self, settings: GenerationSettings, with_confidence: bool, rows: list[Row]) -> None:
-        self.sampling, self.with_confidence = settings.sampling, with_confidence
-        self.uniforms: dict[int, torch.Tensor] = {}  # of each row's number: [limit]
-        if not self.sampling.greedy:
-            for row in rows:
-                generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + row.number)
-                self.uniforms[row.number] = torch.rand(row.limit, generator=generator)
 
-    def __call__(self, logits: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], list[list[float]] | None]:
-        """logits [B, w, V] -> tokens [B][w], and their probabilities [B][w] if requested."""
-        if self.sampling.greedy and not self.with_confidence:
-            return logits.argmax(-1).tolist(), None
-        shape = logits.shape[:2]
-        uniform = torch.zeros(shape, device=logits.device)
-        for i, row in enumerate(rows if self.uniforms else ()):
-            done = len(row.tokens) - row.prompt_length
-            part = self.uniforms[row.number][done : done + shape[1]]
-            uniform[i, : len(part)] = part.to(logits.device)
-        tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), self.sampling)
-        confidence = log_probs.exp().view(shape).tolist() if self.with_confidence else None
-        return tokens.view(shape).tolist(), confidence
+def _choose(
+    logits: torch.Tensor, rows: list[Row], uniforms: dict[int, torch.Tensor], settings: GenerationSettings
+) -> tuple[list[list[int]], list[list[float]] | None]:
+    """logits [B, w, V] -> tokens [B][w], greedy or drawn with their rows' uniforms, and, with a confidence threshold,
+    their probabilities [B][w]."""
+    with_confidence = settings.confidence_threshold is not None
+    if settings.sampling.greedy and not with_confidence:
+        return logits.argmax(-1).tolist(), None
+    shape = logits.shape[:2]
+    uniform = torch.zeros(shape, device=logits.device)
+    for i, row in enumerate(rows if uniforms else ()):
+        done = len(row.tokens) - row.prompt_length
+        part = uniforms[row.number][done : done + shape[1]]
+        uniform[i, : len(part)] = part.to(logits.device)
+    tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), settings.sampling)
+    return tokens.view(shape).tolist(), log_probs.exp().view(shape).tolist() if with_confidence else None

@@ -28,12 +28,11 @@ Backward = Callable[[torch.Tensor, bool], None]
 
 @dataclass
 class RoundLosses:
-    """Summed cross-entropy, detached scalars: one per round and `ar` of the clean text; and the labels of each sum."""
+    """Summed cross-entropy, detached scalars: one per round and `ar` of the clean text; `counted` labels per round."""
 
     rounds: list[torch.Tensor]
     ar: torch.Tensor
     counted: int
-    ar_counted: int
 
 
 class IterativeLoss:
@@ -79,12 +78,11 @@ class IterativeLoss:
             ids = greedy_decode_response(ids, greedy, layout.region) if decode else layout.clean
         if forward.cache is not None and backward is not None:
             backward(forward.prefix_loss * ar_weight + forward.cache.surrogate(), is_last)
-        tail_sums, counted = [loss for loss, _ in sums], layout.tail.count()
-        if not layout.whole_prefix:
-            ar = tail_sums[count] if len(sums) > count else torch.zeros(())
-            return RoundLosses(tail_sums[:count], ar, counted, counted)
-        ar = sums[0][1] if forward.cache is None else forward.prefix_loss.detach()
-        return RoundLosses(tail_sums, ar, counted, layout.prefix.count())
+        if layout.whole_prefix:
+            ar = sums[0][1] if forward.cache is None else forward.prefix_loss.detach()
+        else:
+            ar = sums[count][0] if len(sums) > count else torch.zeros(())
+        return RoundLosses([loss for loss, _ in sums[:count]], ar, layout.tail.count())
 
 
 class _TailForward:

@@ -39,28 +39,27 @@ def layout_of(batch: Batch, noise_token: int, pattern: str = "iid", level: float
     return build_layout(batch, [0], noise, noise_token, split=split)
 
 
-def response_mask(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
+def check_mask(model: nn.Module, eos: int, batch: Batch) -> str | None:
     """The mask starts after the instruction and ends with EOS; noise changes its tokens only."""
-    responses = batch["response_mask"][0].bool()
-    ids, eos = batch["input_ids"][0], tokenizer.eos_token_id
+    responses, ids = batch["response_mask"][0].bool(), batch["input_ids"][0]
     if responses[0] or not responses[-1] or ids[-1] != eos:
         return "the response does not run from the end of the instruction to EOS"
     noised = layout_of(batch, eos, level=1.0).tail.ids[0]
-    if not torch.equal(noised[~responses], ids[~responses]) or bool((noised[responses] != eos).any()):
+    if not torch.equal(noised, torch.where(responses, eos, ids)):
         return "noise changes the instruction, or leaves a response token unchanged"
     return None
 
 
-def next_token_labels(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
+def check_labels(model: nn.Module, eos: int, batch: Batch) -> str | None:
     """The label at i is the token at i + 1, from the last instruction token on."""
-    labels, ids = layout_of(batch, tokenizer.eos_token_id).tail.labels[0], batch["input_ids"][0]
+    labels, ids = layout_of(batch, eos).tail.labels[0], batch["input_ids"][0]
     first = int(batch["response_mask"][0].argmax())
     if not torch.equal(labels[first - 1 : -1], ids[first:]) or bool((labels[: first - 1] != IGNORED).any()):
         return "labels are not the response shifted by one"
     return None
 
 
-def loss_of_the_model(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
+def check_loss(model: nn.Module, eos: int, batch: Batch) -> str | None:
     """Without noise the loss equals Hugging Face's own, for full rows, a shared instruction and packed windows (rows
     only if the model's attention rules out the others)."""
     responses = batch["response_mask"].bool()
@@ -68,7 +67,7 @@ def loss_of_the_model(model: nn.Module, tokenizer: Any, batch: Batch) -> str | N
     expected = float(model(input_ids=batch["input_ids"], labels=labels).loss) * int(responses.sum())
     variants = (("iid", False), ("iid", True), ("packed", True))
     for pattern, split in variants[:1] if mask_problem(model) else variants:
-        layout = layout_of(batch, tokenizer.eos_token_id, pattern, split=split)
+        layout = layout_of(batch, eos, pattern, split=split)
         losses = IterativeLoss([1.0], 1.0, share=split).run(model, layout, None, scale=1.0, ar_scale=1.0)
         actual = float(losses.ar if pattern == "packed" else losses.rounds[0])
         if abs(actual - expected) > 1e-4 * max(1.0, expected):
@@ -76,21 +75,20 @@ def loss_of_the_model(model: nn.Module, tokenizer: Any, batch: Batch) -> str | N
     return None
 
 
-def decode_shift(model: nn.Module, tokenizer: Any, batch: Batch) -> str | None:
+def check_shift(model: nn.Module, eos: int, batch: Batch) -> str | None:
     """A prediction at i becomes the token at i + 1, in the response only."""
     responses, ids = batch["response_mask"].bool(), batch["input_ids"]
     predicted = model(input_ids=ids).logits.argmax(-1)
-    decoded = greedy_decode_response(ids, predicted, responses)
+    decoded = greedy_decode_response(ids, predicted, responses)[0].tolist()
     for i in range(1, ids.shape[1]):
-        expected = predicted[0, i - 1] if responses[0, i] else ids[0, i]
-        if decoded[0, i] != expected:
-            return f"position {i} holds {int(decoded[0, i])}, expected {int(expected)}"
+        expected = int(predicted[0, i - 1] if responses[0, i] else ids[0, i])
+        if decoded[i] != expected:
+            return f"position {i} holds {decoded[i]}, expected {expected}"
     return None
 
 
-CHECKS: dict[str, Callable[[nn.Module, Any, Batch], str | None]] = {
-    "response mask": response_mask, "next-token labels": next_token_labels, "loss": loss_of_the_model,
-    "decode shift": decode_shift,
+CHECKS: dict[str, Callable[[nn.Module, int, Batch], str | None]] = {
+    "response mask": check_mask, "next-token labels": check_labels, "loss": check_loss, "decode shift": check_shift,
 }  # fmt: skip
 
 
@@ -107,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     with torch.no_grad():
         for name, check in CHECKS.items():
-            problem = check(model, tokenizer, batch)
+            problem = check(model, tokenizer.eos_token_id, batch)
             failed += problem is not None
             sys.stdout.write(f"{name}: {'ok' if problem is None else 'WRONG: ' + problem}\n")
     return int(failed > 0)

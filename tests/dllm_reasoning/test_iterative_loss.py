@@ -164,7 +164,7 @@ def test_the_clean_text_counts_once_in_packed():
         logits = model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"]).logits
     labels = layout.prefix.labels.flatten()
     expected = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
-    assert float(output.ar) == pytest.approx(float(expected), rel=1e-5) and output.ar_counted == 17
+    assert float(output.ar) == pytest.approx(float(expected), rel=1e-5) and layout.prefix.count() == 17
 
 
 def test_a_micro_batch_that_counts_nothing_makes_the_forwards_of_others(monkeypatch):
