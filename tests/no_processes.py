@@ -5,12 +5,14 @@ makes for `spawn` and `forkserver`.
 """
 
 import _posixsubprocess
+import os
 import platform
 import sys
 
 import pytest
 
 EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"}
+QUERIES = ("file", "git")  # commands that answer a question about machine or tree at once
 started: list[str] | None = None  # what the current test started; None between tests
 
 
@@ -20,13 +22,19 @@ def note(what: str) -> None:
         raise RuntimeError(f"{what}: a test of `make test-quick` starts no process; mark it with pytest.mark.process")
 
 
+def watch(event: str, args: tuple) -> None:
+    if event in EVENTS and not (event == "subprocess.Popen" and args[0] in QUERIES):
+        note(f"{event} {args[:1]}")
+
+
 def pytest_configure() -> None:
     platform.platform()  # starts `uname` on the first call of a process, and caches its answer
-    sys.addaudithook(lambda event, args: note(f"{event} {args[:1]}") if event in EVENTS else None)
+    sys.addaudithook(watch)
     fork_exec = _posixsubprocess.fork_exec
 
     def watched(*args):
-        note(f"fork_exec {args[0]}")
+        if os.fsdecode(args[0][0]) not in QUERIES:
+            note(f"fork_exec {args[0]}")
         return fork_exec(*args)
 
     _posixsubprocess.fork_exec = watched
