@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import asdict, replace
 
 import torch
 from loguru import logger
+from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
@@ -86,26 +88,35 @@ class DataParallelPPOActor(BasePPOActor):
         return dict(metrics)
 
     def _update_on(self, mini: DataProto, temperature: float, metrics: dict) -> bool:
-        """Accumulates a mini-batch's gradient, steps, files the metrics; True when the step was skipped."""
-        tokens = self._set_global_counts(mini)
-        if tokens == 0:
-            logger.warning("a mini-batch without a counted token on any rank is left out of the update")
+        """Accumulate a mini-batch's gradient, step, append its metrics; True if the step was skipped."""
+        counts = global_counts(self.engine, mini.batch["response_mask"])
+        if counts.batch_num_tokens == 0:
+            logger.warning("skipping a mini-batch that has no counted token on any rank")
             return False
         budget = self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None
         micros = self._micro_batches(mini, rows=self.config.ppo_micro_batch_size_per_gpu, tokens=budget)
-        found, step = accumulate_and_step(
-            self.engine, micros, lambda batch: self._loss(batch, temperature), tokens, self.config.grad_clip
-        )
+        # Losses take the counts from their config, as in verl.
+        info = {**asdict(counts), "loss_scale_factor": self.config.loss_scale_factor}
+        config = replace(self.config, global_batch_info=info)
+        values, step = accumulate_and_step(
+            self.engine, micros, lambda batch: self._loss(batch, temperature, config), counts.batch_num_tokens,
+            config.grad_clip,
+        )  # fmt: skip
         if math.isfinite(step.grad_norm):
-            found["actor/grad_norm"] = step.grad_norm
-        for name, value in found.items():
+            values["actor/grad_norm"] = step.grad_norm
+        for name, value in values.items():
             metrics[name].append(value)
-        self._log_step(mini, found)
+        self._log_step(mini, values)
         return step.skipped
 
-    def _loss(self, batch, temperature: float) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
-        """(loss to differentiate, parts that add up over micro-batches, means over this micro-batch's tokens)."""
-        config, mask = self.config, batch["response_mask"]
+    def _loss(
+        self, batch: TensorDict, temperature: float, config: FSDPActorConfig
+    ) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+        """(loss to differentiate, parts that add up over micro-batches, means over this micro-batch's tokens).
+
+        `batch` has columns [b, R] and [b, P+R]; `config` is the actor's with the mini-batch's `global_batch_info`.
+        """
+        mask = batch["response_mask"]
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         with self.engine.autocast():
             log_prob, entropy = self.policy.log_probs(
@@ -169,12 +180,6 @@ class DataParallelPPOActor(BasePPOActor):
         return micro_batches(
             data, rows=rows, tokens=tokens, whole_groups=shared, shared=shared, reads_answers=reads
         )
-
-    def _set_global_counts(self, mini: DataProto) -> int:
-        """Counts over all ranks that losses are divided by; returns the number of counted tokens."""
-        counts = global_counts(self.engine, mini.batch["response_mask"])
-        self.config.global_batch_info.update(counts, loss_scale_factor=self.config.loss_scale_factor)
-        return counts["batch_num_tokens"]
 
     def _log_step(self, mini: DataProto, values: dict[str, float]) -> None:
         if self.engine.rank != 0:

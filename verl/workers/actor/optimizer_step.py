@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,21 @@ from verl.workers.engine import FSDPEngine, StepResult
 LossOf = Callable[[TensorDict], tuple[torch.Tensor, dict[str, float], dict[str, float]]]
 
 
-def global_counts(engine: FSDPEngine, response_mask: torch.Tensor) -> dict[str, int]:
-    """What losses of this mini-batch are divided by: counted tokens and sequences of all ranks. mask [B, R]."""
+@dataclass(frozen=True)
+class StepCounts:
+    """Counts over all ranks that the losses of one mini-batch are divided by, named as `agg_loss` takes them."""
+
+    dp_size: int
+    batch_num_tokens: int
+    global_batch_size: int  # sequences with a counted token
+
+
+def global_counts(engine: FSDPEngine, response_mask: torch.Tensor) -> StepCounts:
+    """The counts of a mini-batch from this rank's response_mask [B, R], 1 = counted; a collective call."""
     counts = torch.stack([response_mask.sum(), (response_mask.sum(-1) > 0).sum()]).to(engine.device)
     dist.all_reduce(counts)
     tokens, sequences = (int(c) for c in counts.tolist())
-    ranks = engine.get_data_parallel_size()
-    return {"dp_size": ranks, "batch_num_tokens": tokens, "global_batch_size": sequences}
+    return StepCounts(engine.get_data_parallel_size(), tokens, sequences)
 
 
 def accumulate_and_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import asdict
 
 import torch
 from loguru import logger
@@ -14,7 +15,7 @@ from verl.trainer.ppo.core_algos import compute_value_loss
 from verl.utils.peft_weights import without_adapters
 from verl.utils.torch_functional import masked_mean
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
-from verl.workers.actor.optimizer_step import accumulate_and_step, global_counts
+from verl.workers.actor.optimizer_step import StepCounts, accumulate_and_step, global_counts
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
@@ -62,25 +63,25 @@ class DataParallelPPOCritic(BasePPOCritic):
 
     def _update_on(self, mini: DataProto, metrics: dict) -> bool:
         counts, config = global_counts(self.engine, mini.batch["response_mask"]), self.config
-        if counts["batch_num_tokens"] == 0:
-            logger.warning("a mini-batch without a counted token on any rank is left out of the critic's update")
+        if counts.batch_num_tokens == 0:
+            logger.warning("a mini-batch without a counted token on any rank is skipped by the critic")
             return False
         budget = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
         micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, whole_groups=False)
-        found, step = accumulate_and_step(
-            self.engine, micros, lambda batch: self._loss(batch, counts), counts["batch_num_tokens"], config.grad_clip
+        results, step = accumulate_and_step(
+            self.engine, micros, lambda batch: self._loss(batch, counts), counts.batch_num_tokens, config.grad_clip
         )
         if math.isfinite(step.grad_norm):
-            found["critic/grad_norm"] = step.grad_norm
-        for name, value in found.items():
+            results["critic/grad_norm"] = step.grad_norm
+        for name, value in results.items():
             metrics[name].append(value)
         return step.skipped
 
-    def _loss(self, batch: TensorDict, counts: dict) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
+    def _loss(self, batch: TensorDict, counts: StepCounts) -> tuple[torch.Tensor, dict[str, float], dict[str, float]]:
         mask, values = batch["response_mask"], self._values(batch)
         loss, clipped = compute_value_loss(
             values, batch["returns"], batch["values"], mask, self.config.cliprange_value, self.config.loss_agg_mode,
-            global_batch_info=counts,
+            global_batch_info=asdict(counts),
         )  # fmt: skip
         means = {
             "critic/vf_clipfrac": clipped.item(),
