@@ -16,7 +16,7 @@ from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import BaseRollout, get_rollout_class, register_rollout
 from verl.workers.rollout.hf_rollout import HFRollout, choose
-from verl.workers.rollout.sampling import Sampling, sampling_of
+from verl.workers.rollout.sampling import GenerationRequest, Sampling
 
 PAD, EOS = 0, 2
 
@@ -156,9 +156,20 @@ def test_with_filters_the_log_probs_are_those_of_what_was_drawn_from(tiny_llama)
 
 def test_validation_uses_its_own_settings(tiny_llama):
     made = rollout(tiny_llama, temperature=0.7, val_kwargs=SamplingConfig(temperature=0.3, top_k=4, top_p=0.9))
-    assert sampling_of(made.config, {"temperature": 0.7}) == Sampling(False, 0.7, -1, 1.0)
-    assert sampling_of(made.config, {"temperature": 0.7, "validate": True}) == Sampling(False, 0.3, 4, 0.9)
-    assert sampling_of(made.config, {"do_sample": False}).greedy
+
+
+    def request(**meta):
+        batch = prompts()
+        batch.meta_info = {"eos_token_id": 2, "pad_token_id": 0, **meta}
+        return GenerationRequest.from_batch(batch, made.config)
+
+    assert request(temperature=0.7).sampling == Sampling(False, 0.7, -1, 1.0)
+    assert request(temperature=0.7, validate=True).sampling == Sampling(False, 0.3, 4, 0.9)
+    assert request(do_sample=False).sampling.greedy
+    assert request(eos_token_id=[2, 3]).eos_ids == (2, 3) and request(eos_token_id=None).eos_ids == ()
+    one, two = request(n=1, global_steps=4), request(n=2, global_steps=4)
+    assert [seeds[0] for seeds in two.seeds] == [seeds[0] for seeds in one.seeds]
+    assert two.seeds[0][1] != two.seeds[0][0] != request(n=1, global_steps=5).seeds[0][0]
 
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()

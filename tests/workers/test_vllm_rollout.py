@@ -12,6 +12,7 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.vllm_rollout import vLLMRollout
 
 PAD, EOS, P, R = 0, 2, 6, 8
@@ -182,6 +183,12 @@ def test_seeds_make_samples_repeatable_and_different(hybrid):
     assert torch.equal(alone, first[4:8])  # no other row decides what a prompt's samples are
 
 
+def outputs_of(hybrid, batch, n):
+    """vLLM's own outputs for a batch."""
+    asked = DataProto(batch.batch, {}, {**batch.meta_info, "n": n})
+    return hybrid.rollout._generate(GenerationRequest.from_batch(asked, hybrid.rollout.config))
+
+
 @pytest.mark.process
 def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
     # One pass of the engine holds 400 tokens: two prompts of 150 and a half.
@@ -189,8 +196,8 @@ def test_more_prompts_than_one_pass_can_read_keep_their_seeds(hybrid):
     ones = torch.ones_like(ids)
     tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
     long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
-    together = [output.outputs[0].token_ids for output in hybrid.rollout._generate(long, 1)]
-    alone = [hybrid.rollout._generate(long.select_idxs(np.array([i])), 1)[0].outputs[0].token_ids for i in range(6)]
+    together = [output.outputs[0].token_ids for output in outputs_of(hybrid, long, 1)]
+    alone = [outputs_of(hybrid, long.select_idxs(np.array([i])), 1)[0].outputs[0].token_ids for i in range(6)]
     assert together == alone
 
 
@@ -232,13 +239,13 @@ def test_samples_of_a_prompt_share_its_cache(hybrid):
     tensors = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1}
     long = DataProto.from_dict(tensors=tensors, meta_info=prompts().meta_info)
     before = counted(hybrid)
-    assert len(hybrid.rollout._generate(long, 3)[0].outputs) == 3
+    assert len(outputs_of(hybrid, long, 3)[0].outputs) == 3
     # The first sample reads the prompt; the other two find all its whole blocks, within this one request.
     assert (counted(hybrid) - before).tolist() == [3 * 390, 2 * (389 // block * block)]
-    (again,) = hybrid.rollout._generate(long, 1)
+    (again,) = outputs_of(hybrid, long, 1)
     assert again.num_cached_tokens == 389 // block * block > 0
     hybrid.rollout.update_weights(hybrid.engine.get_per_tensor_param())
-    (fresh,) = hybrid.rollout._generate(long, 1)
+    (fresh,) = outputs_of(hybrid, long, 1)
     assert not fresh.num_cached_tokens  # other weights: nothing of the cache holds
 
 

@@ -10,16 +10,16 @@ from transformers import DynamicCache
 
 from verl.protocol import DataProto
 from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.sampling import Sampling, answered, sample_seeds, sampling_of
+from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered
 
 
 @register_rollout("hf", "sync")
 class HFRollout(BaseRollout):
     """Batched, KV-cached generation through the engine's (sharded) Hugging Face module.
 
-    The draw of a sample depends on the step, its prompt and its number among the prompt's samples, not on the rows
-    beside it or the rank. All ranks step together until the last row of the last rank is done, since a sharded
-    module's forward is a collective call. Weights are gathered once a call, not once a token.
+    A sample depends on the step, its prompt and its number among the prompt's samples, not on the other rows of the
+    batch or the rank. All ranks step together until the last row of the last rank is done, since a sharded module's
+    forward is a collective call. Weights are gathered once per call, not once per token.
     """
 
     engine: Any = None
@@ -31,27 +31,23 @@ class HFRollout(BaseRollout):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if self.engine is None:
             raise RuntimeError("HFRollout has no actor to generate with; call bind_actor(engine, policy) first.")
-        meta = prompts.meta_info
-        n = meta["n"] if "n" in meta else 1
+        n = prompts.meta_info.get("n", 1)
         with self.engine.eval_mode(), self.engine.gathered(), torch.no_grad(), self.engine.autocast():
-            # Prompts at a time, so that their samples stay within rollout.max_num_seqs.
-            step = max(1, self.config.max_num_seqs // n)
-            parts = [self._generate(prompts[start : start + step], n) for start in range(0, len(prompts), step)]
+            step = max(1, self.config.max_num_seqs // n)  # prompts at a time
+            parts = [self._generate(prompts[start : start + step]) for start in range(0, len(prompts), step)]
         return DataProto.from_dict(tensors={key: torch.cat([part[key] for part in parts]) for key in parts[0]})
 
-    def _generate(self, prompts: DataProto, n: int) -> dict[str, torch.Tensor]:
-        module = self.engine.module
-        device = next(module.parameters()).device
-        meta = prompts.meta_info
-        sampling = sampling_of(self.config, meta)
-        eos = meta["eos_token_id"]  # a number, several, or None
-        eos = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).view(-1)
-        pad = meta["pad_token_id"]
-        limit = self.config.response_length
+    def _generate(self, prompts: DataProto) -> dict[str, torch.Tensor]:
+        """Samples of prompts [B, P], as `answered` returns them."""
+        request = GenerationRequest.from_batch(prompts, self.config)
+        n, pad, limit = request.n, request.pad_id, self.config.response_length
+        device = next(self.engine.module.parameters()).device
+        eos = torch.tensor(request.eos_ids, dtype=torch.int64, device=device)
         inputs = [prompts.batch[key].to(device) for key in ("input_ids", "attention_mask", "position_ids")]  # [B, P]
-        uniforms = _uniforms(prompts, n, limit).to(device)  # [B*n, R]
+        generators = [torch.Generator().manual_seed(seed) for seeds in request.seeds for seed in seeds]
+        uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(device)  # [B*n, R]
 
-        # A prompt is read once; its cache is then repeated for its samples.
+        # A prompt is processed once; its cache is then repeated for its samples.
         cache = DynamicCache()
         logits = self._forward(*inputs, cache).repeat_interleave(n, 0)  # [B*n, V]
         if n > 1:
@@ -62,7 +58,7 @@ class HFRollout(BaseRollout):
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         for t in range(limit):
-            token, log_prob = choose(logits.float(), uniforms[:, t], sampling, filtered=True)
+            token, log_prob = choose(logits.float(), uniforms[:, t], request.sampling, filtered=True)
             responses[:, t] = torch.where(done, pad, token)
             log_probs[:, t] = torch.where(done, 0.0, log_prob)
             response_mask[:, t] = (~done).long()
@@ -79,13 +75,13 @@ class HFRollout(BaseRollout):
     def _forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Logits of the last position: input_ids [B, q], attention_mask [B, cached + q] -> [B, V]."""
+        """Logits of the last position: input_ids and position_ids [B, q], attention_mask [B, cached + q] -> [B, V]."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.engine.module(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     @staticmethod
     def _all_done(done: torch.Tensor) -> bool:
-        """True when every row of every rank is done."""
+        """Whether every row of every rank is done: done [B] bool of this rank."""
         left = (~done).any().long()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(left, op=dist.ReduceOp.MAX)
@@ -97,9 +93,9 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Next token of each row and its log-probability: logits [B, V], uniform [B] in [0, 1) -> [B] int64, [B].
 
-    Draws by inverting the cumulative distribution at `uniform`, over tokens as they are numbered, or by falling
-    probability where top-k or top-p sort them. The log-probability is that of the tempered distribution: before top-k
-    and top-p, or (`filtered`) among the tokens that these leave, from which it was drawn.
+    Draws by inverting the cumulative distribution at `uniform`, over tokens in order of their ids, or of falling
+    probability where top-k or top-p sort them. The log-probability is that of the tempered distribution before top-k
+    and top-p, or, if `filtered`, of the distribution after them, from which the token was drawn.
     """
     log_probs = (logits / sampling.temperature).log_softmax(-1)
     if sampling.greedy:
@@ -121,15 +117,9 @@ def choose(
 
 
 def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """cumulative [B, V] float64, uniform [B] below 1 -> [B], the first place that exceeds that share of the sum.
+    """cumulative [B, V] float64, uniform [B] below 1 -> [B], the first position that exceeds that share of the sum.
 
     A product with a float32 below 1 stays below the sum: no token of probability 0 comes first. NaN gives the last one.
     """
     target = uniform.double().unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=cumulative.shape[-1] - 1)
-
-
-def _uniforms(prompts: DataProto, n: int, length: int) -> torch.Tensor:
-    """One number in [0, 1) for each sample and token, from a seed of its own. -> [B*n, length]."""
-    seeds = [seed for group in sample_seeds(prompts, n) for seed in group]
-    return torch.stack([torch.rand(length, generator=torch.Generator().manual_seed(seed)) for seed in seeds])

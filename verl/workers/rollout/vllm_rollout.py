@@ -17,7 +17,7 @@ from verl.planning.problems import Problem, register_check, wrong
 from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.sampling import Sampling, answered, prompt_ids, right_padded, sample_seeds, sampling_of
+from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,7 +100,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def _warm_up(self) -> None:
         """The first batch of an engine takes seconds more than the next ones; better here than in a step."""
         logger.debug("vLLM answers one prompt to warm up")
-        self.llm.generate([{"prompt_token_ids": [0]}], self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, None, 2),
+        self.llm.generate([{"prompt_token_ids": [0]}], self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, (), 2),
                           use_tqdm=False)  # fmt: skip
         self.llm.reset_prefix_cache()
 
@@ -136,49 +136,44 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 f"vLLM ({KEY}.name=vllm) was not given the actor's weights since it started or slept; call "
                 "update_weights before generate_sequences."
             )
-        own, everyone = prompts, self._gathered(prompts)
-        n = prompts.meta_info["n"] if "n" in prompts.meta_info else 1
-        outputs = self._generate(everyone, n)
+        gathered = prompts
+        if self.tp_group is not None:  # ranks that share an engine run the same requests
+            parts: list[Any] = [None] * dist.get_world_size(self.tp_group)
+            dist.all_gather_object(parts, prompts, group=self.tp_group)
+            gathered = DataProto.concat(parts)
+        request = GenerationRequest.from_batch(gathered, self.config)
+        outputs = self._generate(request)
         if self.tp_group is not None:
             rank = dist.get_rank(self.tp_group)
-            outputs = outputs[rank * len(own) : (rank + 1) * len(own)]
+            outputs = outputs[rank * len(prompts) : (rank + 1) * len(prompts)]
         answers = [answer for output in outputs for answer in output.outputs]
         tokens, length = [list(answer.token_ids) for answer in answers], self.config.response_length
-        responses = right_padded(tokens, length, prompts.meta_info["pad_token_id"], torch.int64)
+        responses = right_padded(tokens, length, request.pad_id, torch.int64)
         mask = right_padded([[1] * len(row) for row in tokens], length, 0, torch.int64)
         log_probs = None
         if self.config.calculate_log_probs:
             log_probs = right_padded([_sampled(answer) for answer in answers], length, 0.0, torch.float32)
-        return DataProto.from_dict(answered(own, n, responses, mask, log_probs))
+        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
 
-    def _gathered(self, prompts: DataProto) -> DataProto:
-        """The prompts of all ranks that share an engine: each of them runs the same requests."""
-        if self.tp_group is None:
-            return prompts
-        parts: list[Any] = [None] * dist.get_world_size(self.tp_group)
-        dist.all_gather_object(parts, prompts, group=self.tp_group)
-        return DataProto.concat(parts)
-
-    def _generate(self, prompts: DataProto, n: int) -> list:
-        meta = prompts.meta_info
-        sampling, ends = sampling_of(self.config, meta), meta["eos_token_id"]
-        inputs = [{"prompt_token_ids": ids} for ids in prompt_ids(prompts)]
-        limit = self.config.response_length
-        # vLLM gives the k-th sample of a prompt the seed + k
-        params = [self._params(sampling, n, seeds[0], ends, limit) for seeds in sample_seeds(prompts, 1)]
+    def _generate(self, request: GenerationRequest) -> list:
+        """vLLM's output for each prompt of the request."""
+        inputs = [{"prompt_token_ids": ids} for ids in request.prompt_ids]
+        # vLLM seeds sample k of a prompt with seed + k
+        params = [self._params(request.sampling, request.n, seeds[0], request.eos_ids) for seeds in request.seeds]
         return self.llm.generate(inputs, params, use_tqdm=False)
 
-    def _params(self, sampling: Sampling, n: int, seed: int, ends: Any, limit: int) -> SamplingParams:
+    def _params(
+        self, sampling: Sampling, n: int, seed: int, eos_ids: tuple[int, ...], limit: int | None = None
+    ) -> SamplingParams:
         from vllm import SamplingParams
 
-        stops = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        if self.config.ignore_eos:
-            stops = []  # vLLM's own ignore_eos does not reach them
+        stops = [] if self.config.ignore_eos else list(eos_ids)  # vLLM's own ignore_eos does not apply to stop ids
         drawn = {"temperature": 0.0} if sampling.greedy else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": seed,
         }  # fmt: skip
         return SamplingParams(
-            n=n, max_tokens=limit, stop_token_ids=stops, ignore_eos=self.config.ignore_eos, detokenize=False,
+            n=n, max_tokens=limit or self.config.response_length, stop_token_ids=stops,
+            ignore_eos=self.config.ignore_eos, detokenize=False,
             logprobs=0 if self.config.calculate_log_probs else None, flat_logprobs=True,
             repetition_penalty=self.config.repetition_penalty, **drawn,
         )  # fmt: skip
