@@ -41,8 +41,6 @@ NOT_READ = {
     "actor_rollout_ref.rollout.trace.*": "single rollouts are not traced",
     "actor_rollout_ref.rollout.server.*": "there is no server mode",
     "actor_rollout_ref.rollout.prometheus.*": "there is no server mode",
-    "actor_rollout_ref.rollout.skip_rollout": "every step generates",
-    "actor_rollout_ref.rollout.skip_dump_dir": "every step generates",
     "data.tokenizer": "the data use the model's tokenizer",
     "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code decides",
     "data.return_raw_chat": "rows always carry the chat messages",

@@ -1,6 +1,7 @@
 """The loop on the driver, with workers that need no Ray: order of steps, drops, stops, resume."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -361,3 +362,16 @@ def test_rollout_dump_has_a_row_a_sample(tmp_path):
 def test_fewer_prompts_than_a_batch_are_refused(tmp_path):
     with pytest.raises(ValueError, match="gives 24 prompts, fewer than one batch of 32"):
         fake_trainer(compose_run(tmp_path, "unused", data__train_batch_size=32))
+
+
+@pytest.mark.process
+def test_skipped_rollouts_answer_from_the_first_generation(tmp_path):
+    skip = {"actor_rollout_ref__rollout__skip_rollout": "true", "trainer__total_training_steps": 3,
+            "actor_rollout_ref__rollout__skip_dump_dir": tmp_path / "kept", "trainer__test_freq": 3}  # fmt: skip
+    for generations in (1 + 1, 1):  # the first step's and the validation's; then the validation's only
+        trainer = fake_trainer(compose_run(tmp_path, "unused", **skip))
+        trainer.fit()
+        assert trainer.actor_rollout_wg.calls.count("generate") == generations
+        shutil.rmtree(tmp_path / "out")
+    first, *later = (update.batch["responses"] for update in trainer.actor_rollout_wg.updates)
+    assert all(torch.equal(first, responses) for responses in later)
