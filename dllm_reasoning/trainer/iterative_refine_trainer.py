@@ -16,7 +16,7 @@ from dllm_reasoning.config.iterative import IterativeConfig, IterativeRefineConf
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, RoundLosses, packed_refusal, sharing
 from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
-from dllm_reasoning.trainer.self_generate import check_reward, own_answers
+from dllm_reasoning.trainer.self_generate import KEY, own_answers
 from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
@@ -25,6 +25,7 @@ from verl.trainer.run.ranks import summed
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import load_extern_object
 from verl.workers.policy.causal_lm import causal_model
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
 
     @classmethod
     def problems(cls, config: DictConfig, findings: Findings) -> Iterator[Problem]:
+        """A noise token or pattern that the tokenizer or model rules out, a reward function that cannot be loaded."""
         settings = config.iterative
         if findings.tokenizer is not None:
             try:
@@ -90,7 +92,11 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             if problem := kinds_problem(findings.hf_config):
                 yield wrong("iterative.noise_pattern", packed_refusal(problem))
         if settings.self_generate.enable:
-            yield from check_reward(settings.self_generate.reward_function)
+            function, key = settings.self_generate.reward_function, f"{KEY}.reward_function"
+            try:
+                load_extern_object(function.path, function.name)
+            except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
+                yield wrong(key, f"{key}: {error}")
 
     @classmethod
     def build_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,11 @@ from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
 from recipe.spd.store import model_dir_fingerprint
 from verl.grading.pool import ExternFunction, Failure, GradingPool
-from verl.planning.problems import Problem, one_line, wrong
+from verl.planning.problems import one_line
 from verl.utils.dataset.sft_dataset import encode_segments
 from verl.utils.device import get_device_id
 from verl.utils.distributed import initialize_global_process_group
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import load_extern_object
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
 
 FOLDER = "self_generated"
@@ -75,14 +74,6 @@ def own_answers(config: DictConfig, dataset: IterativeSFTDataset) -> Path:
     if ranks > 1:
         dist.barrier()
     return file
-
-
-def check_reward(function: DictConfig) -> Iterator[Problem]:
-    """A problem if iterative.self_generate.reward_function cannot be loaded."""
-    try:
-        load_extern_object(function.path, function.name)
-    except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
-        yield wrong(f"{KEY}.reward_function", f"{KEY}.reward_function: {error}")
 
 
 def _fingerprint(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[int]) -> str:
