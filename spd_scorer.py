@@ -13,11 +13,11 @@ import recipe.spd.bernoulli_policy  # noqa: F401  (registers the policy "bernoul
 import recipe.spd.checks  # noqa: F401  (registers what a dry run asks)
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
 from recipe.spd.features import FeatureStore
-from recipe.spd.fingerprint import model_fingerprint
 from recipe.spd.heads import PairHead, ScoreHead
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
+from verl.utils.fingerprint import model_fingerprint
 from verl.utils.model import register_model_loader
 
 __all__ = [

@@ -20,12 +20,12 @@ from dllm_reasoning.inference.generator import generate
 from dllm_reasoning.inference.settings import GenerationSettings, trained_window
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
-from recipe.spd.store import model_dir_fingerprint
 from verl.grading.pool import ExternFunction, Failure, GradingPool
 from verl.planning.problems import one_line
 from verl.utils.dataset.sft_dataset import encode_segments
 from verl.utils.device import get_device_id
 from verl.utils.distributed import initialize_global_process_group
+from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.fs import copy_to_local
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
 

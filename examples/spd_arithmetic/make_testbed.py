@@ -32,9 +32,9 @@ from examples.spd_arithmetic.pair import Pair, PairFiles, open_pair
 from examples.spd_arithmetic.questions import SPLITS, Question, Splits, draw_questions, read_gsm8k, write_questions
 from examples.spd_arithmetic.workers import Workers
 from recipe.spd import decoder as decode
-from recipe.spd.store import model_dir_fingerprint
 from scripts.spd_evaluation import rules
 from scripts.spd_evaluation.rules import accept_all, margin
+from verl.utils.fingerprint import model_dir_fingerprint
 
 HERE = Path(__file__).parent
 CODE = (*train_pair.CODE, "questions.py", "pair.py", "blocks.py", "workers.py", "make_testbed.py")

@@ -73,7 +73,7 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
     )  # fmt: skip
     try:
         client.check_model()
-    except (RuntimeError, OSError) as e:
+    except (RuntimeError, OSError, ValueError) as e:
         yield wrong(key, f"{key}: {redact_text(str(e))}")
     finally:
         client.close()
@@ -111,9 +111,9 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
 @register_check
 def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
     """The scorer's settings, and the saved scorer that training starts from: whole files, made for this model."""
-    from recipe.spd.fingerprint import folder_fingerprint, model_folder
     from recipe.spd.scoring_config import ScoringModelConfig
     from recipe.spd.trained import check_trained, described_backbone
+    from verl.utils.fingerprint import folder_fingerprint, model_folder
 
     model = config.actor_rollout_ref.model
     if model.loader.name != "spd_scorer":

@@ -16,7 +16,8 @@ import aiohttp
 import tenacity
 from loguru import logger
 
-from recipe.spd.store import Completion, model_dir_fingerprint
+from recipe.spd.store import Completion
+from verl.utils.fingerprint import model_dir_fingerprint
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
 _LONGEST_REST_S = 600.0

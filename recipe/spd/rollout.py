@@ -35,9 +35,10 @@ from recipe.spd.reward import SCENARIOS, scenario_of
 from recipe.spd.rounds import FurtherRounds
 from recipe.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, server_of
 from recipe.spd.settings import SPDSettings
-from recipe.spd.store import Completion, CompletionStore, model_dir_fingerprint
+from recipe.spd.store import Completion, CompletionStore
 from recipe.spd.text import spd_segments
 from verl.protocol import DataProto
+from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.model import get_generation_config
 from verl.workers.rollout.base import BaseRollout, register_rollout
 

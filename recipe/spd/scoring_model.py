@@ -14,11 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from recipe.spd.features import FeatureStore
-from recipe.spd.fingerprint import model_fingerprint
 from recipe.spd.heads import make_head
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
+from verl.utils.fingerprint import model_fingerprint
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.packing import make_packable, pack_rows
 

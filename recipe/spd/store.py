@@ -141,27 +141,3 @@ def _pack(done: Completion) -> bytes:
 def _unpack(value: bytes) -> Completion:
     hit_limit, *ids = np.frombuffer(value, dtype="<i4").tolist()
     return Completion(tuple(ids), bool(hit_limit))
-
-
-def model_dir_fingerprint(directory: str | Path) -> str:
-    """Hash of a model directory's configs with size and samples of its weight files: a retrained model differs."""
-    directory = Path(directory).expanduser()
-    weights, configs = (".safetensors", ".bin"), ("config.json", "generation_config.json")
-    files = sorted(f for f in directory.glob("*") if f.suffix in weights or f.name in configs)
-    if not any(f.suffix in weights for f in files):
-        raise StoreError(
-            f"{directory} holds no weight file (*.safetensors, *.bin): name a Hugging Face model directory."
-        )
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size};".encode())
-        with open(file, "rb") as f:
-            pieces, length = 32, 1 << 18
-            if size <= pieces * length:
-                digest.update(f.read())
-                continue
-            for i in range(pieces):
-                f.seek((size - length) * i // (pieces - 1))
-                digest.update(f.read(length))
-    return digest.hexdigest()[:32]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from recipe.spd.fingerprint import architecture
 from recipe.spd.heads import make_head
 from recipe.spd.scoring_config import CONFIG_FILE, ScoringModelConfig
+from verl.utils.fingerprint import architecture
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 
 HEAD_FILE = "score_head.safetensors"

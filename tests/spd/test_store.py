@@ -4,7 +4,7 @@ import multiprocessing as mp
 
 import pytest
 
-from recipe.spd.store import Completion, CompletionStore, StoreError, model_dir_fingerprint
+from recipe.spd.store import Completion, CompletionStore, StoreError
 
 
 def open_store(path, model="m", **sampling):
@@ -63,13 +63,3 @@ def test_a_file_that_is_no_store_is_named(tmp_path):
     (tmp_path / "c").write_text("this is no database, however long one looks at it" * 50)
     with pytest.raises(StoreError, match="spd.rollout.store_path=.*cannot be opened"):
         open_store(tmp_path / "c")
-
-
-def test_fingerprint_of_a_model_directory_changes_with_its_weights(tiny_llama, tmp_path):
-    from tests.helpers.models import save_tiny_llama
-
-    assert model_dir_fingerprint(tiny_llama) == model_dir_fingerprint(save_tiny_llama(tmp_path / "same"))
-    assert model_dir_fingerprint(tiny_llama) != model_dir_fingerprint(save_tiny_llama(tmp_path / "other", seed=1))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(StoreError, match="no weight file"):
-        model_dir_fingerprint(tmp_path / "empty")

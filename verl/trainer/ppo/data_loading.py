@@ -12,9 +12,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.planning.batch_arithmetic import steps_in_all
 from verl.protocol import DataProto
-from verl.trainer.run.prompt_stream import PromptStream, data_fingerprint
+from verl.trainer.run.prompt_stream import PromptStream
 from verl.utils.dataset.builders import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.fingerprint import data_fingerprint
 
 
 @runtime_checkable

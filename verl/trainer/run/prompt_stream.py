@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.protocol import DataProto
-
-SAMPLE_BYTES = 1 << 20
 
 
 class PromptStream:
@@ -62,21 +57,3 @@ class PromptStream:
         self.epoch, self.drawn = position["epoch"], position["drawn"]
         self._batches_in_epoch = 0
         self._iterator = None
-
-
-def data_fingerprint(files: str | Sequence[str], rows: int) -> dict[str, Any]:
-    """Size and hash of the first and last MiB of each local file, and the number of rows of the data set."""
-    names = [files] if isinstance(files, str) else list(files)
-    prints = []
-    for name in names:
-        path = os.path.expanduser(name)
-        if not os.path.isfile(path):
-            prints.append({"name": os.path.basename(name), "bytes": None, "sha256": None})
-            continue
-        size = os.path.getsize(path)
-        with open(path, "rb") as f:
-            digest = hashlib.sha256(f.read(SAMPLE_BYTES))
-            f.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(f.read())
-        prints.append({"name": os.path.basename(name), "bytes": size, "sha256": digest.hexdigest()})
-    return {"files": prints, "rows": rows}

@@ -20,11 +20,12 @@ from verl.config.sft import SFTConfig
 from verl.planning.problems import Problem
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
-from verl.trainer.run.prompt_stream import PromptStream, data_fingerprint
+from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import any_rank, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.trainer.sft.settings import engine_parts
+from verl.utils.fingerprint import data_fingerprint
 from verl.utils.fs import copy_to_local
 from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
