@@ -1,4 +1,4 @@
-"""The scorer of speculative drafts: its model, config and masks under one import path.
+"""The speculative-decoding scorer: model, config and masks under one import path.
 
 Naming this module in `actor_rollout_ref.model.external_lib` registers the model loader "spd_scorer".
 """
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 import recipe.spd.bernoulli_policy  # noqa: F401  (registers the policy "bernoulli")
-import recipe.spd.checks  # noqa: F401  (registers what a dry run asks)
+import recipe.spd.checks  # noqa: F401  (registers checks before a start)
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
-from recipe.spd.features import FeatureStore
-from recipe.spd.heads import PairHead, ScoreHead
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
-from recipe.spd.scoring_config import ScoringModelConfig
+from recipe.spd.scoring_config import PairHead, ScoreHead, ScoringModelConfig
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
+from recipe.spd.store import FeatureStore
 from verl.utils.fingerprint import model_fingerprint
 from verl.utils.model import register_model_loader
 
@@ -34,9 +33,8 @@ def load_spd_scorer(
 ) -> ScoringActor:  # fmt: skip
     """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
 
-    `adapter_path` is a directory written by save_pretrained, or a checkpoint's lora_adapter: training starts from the
-    adapters and the head in there.
-    `feature_store` is the file that keeps a `target` backbone's hidden states; None forwards the target each time.
+    `adapter_path`: directory written by save_pretrained, or a checkpoint's lora_adapter, from which training starts.
+    `feature_store`: file of a `target` backbone's hidden states; None computes them in each forward.
     """
     config = ScoringModelConfig(base_model_path=model_config.local_path or model_config.path, **settings)
     model = AutoModelForSPDScoring.from_config(

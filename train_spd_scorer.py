@@ -33,6 +33,61 @@ REWARD_VARIABLES = {
 }  # fmt: skip
 
 
+# Option -> the trainer's keys that it sets (none: read here), and its argparse settings. Without a value (None) the
+# recipe's default applies.
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--blocks": ("", {"required": True, "help": "generated blocks (parquet or jsonl)"}),
+    "--metadata": ("", {"required": True, "help": "questions with ground truth and baseline correctness"}),
+    "--val-blocks": ("", {"help": "blocks of held-out questions"}),
+    "--val-metadata": ("", {"help": "their questions (default: --metadata)"}),
+    "--output-dir": (
+        "trainer.default_local_dir", {"required": True, "help": "checkpoints, metrics, report, prepared data"}
+    ),
+    "--model": ("actor_rollout_ref.model.path", {"help": "the target, or the own backbone (MODEL_PATH)"}),
+    "--tokenizer": ("actor_rollout_ref.model.tokenizer_path", {"help": "default: the model's"}),
+    "--adapter": ("spd.adapter_path", {"help": "saved scorer to start from"}),
+    "--target": ("spd.target_path", {"help": "the target that completes, where --model is another model"}),
+    "--store": ("spd.rollout.store_path", {"help": "file of completions, may be shared between runs"}),
+    "--backbone": ("spd.backbone", {"choices": ("target", "own"), "default": "target"}),
+    "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid"), "default": "causal"}),
+    "--head-inputs": (
+        "spd.head_inputs", {"choices": ("state", "pair"), "default": "state", "help": "of an own backbone's head"}
+    ),
+    "--context-tokens": (
+        "spd.context_tokens", {"type": int, "default": 0, "help": "of the context, for an own backbone; 0: all"}
+    ),
+    "--lora-rank": ("actor_rollout_ref.model.lora_rank", {"type": int, "default": 0}),
+    "--lora-alpha": ("actor_rollout_ref.model.lora_alpha", {"type": int, "default": 16}),
+    "--batch-size": ("data.train_batch_size", {"type": int, "help": "blocks a step (default: the recipe's)"}),
+    "--mini-batch-size": (
+        "actor_rollout_ref.actor.ppo_mini_batch_size", {"type": int, "help": "blocks an update (default: all)"}
+    ),
+    "--micro-batch-size": (
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        {"type": int, "default": 1024, "help": "samples a forward on one rank"},
+    ),
+    "--n": ("actor_rollout_ref.rollout.n", {"type": int, "help": "samples a block"}),
+    "--epochs": ("trainer.total_epochs", {"type": int, "default": 30}),
+    "--steps": ("trainer.total_training_steps", {"type": int, "help": "stop after so many steps"}),
+    "--lr": ("actor_rollout_ref.actor.optim.lr", {"type": float}),
+    "--max-tokens": ("spd.rollout.max_tokens", {"type": int, "default": 256, "help": "longest completion"}),
+    "--seed": ("data.seed spd.seed", {"type": int, "default": 42}),
+    "--ranks": ("trainer.n_gpus_per_node", {"type": int, "default": 1, "help": "GPUs, or CPU ranks, of a node"}),
+    "--device": ("trainer.device", {"choices": ("cuda", "cpu")}),
+    "--save-freq": ("trainer.save_freq", {"type": int, "default": -1}),
+    "--test-freq": ("trainer.test_freq", {"type": int, "default": -1}),
+    "--reward-alpha": ("spd.reward.alpha", {"type": float}),
+    "--reward-penalty-break": ("spd.reward.penalty_break", {"type": float}),
+    "--reward-useless": ("spd.reward.useless", {"type": float}),
+    "--reward-correct-base": ("spd.reward.correct_base", {"type": float}),
+    "--sample-temperature": ("spd.sample_temperature", {"type": float}),
+}  # fmt: skip
+
+
+def _dest(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
 def setup_loguru_rank0(level: str | None = None) -> None:
     """Log to standard error at `level` (else LOGURU_LEVEL, else INFO) on rank 0; warnings and errors on the others."""
     chosen = level or os.environ.get("LOGURU_LEVEL") or "INFO"
@@ -46,35 +101,25 @@ def setup_loguru_rank0(level: str | None = None) -> None:
 
 def training_overrides(args: argparse.Namespace, train: PreparedData, val: PreparedData | None) -> list[str]:
     """The key=value settings of the trainer that differ from the recipe's yaml."""
-    on_cpu = args.device == "cpu"
     settings: dict[str, Any] = {
         "data.train_files": train.path, "data.val_files": (val or train).path,
         "data.max_prompt_length": max(p.longest_input for p in (train, val) if p),
         "data.max_response_length": max(p.gamma for p in (train, val) if p),
-        "data.seed": args.seed, "actor_rollout_ref.model.path": args.model,
-        "actor_rollout_ref.model.lora_rank": args.lora_rank, "actor_rollout_ref.model.lora_alpha": args.lora_alpha,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": args.micro_batch_size,
-        "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if on_cpu else "bfloat16",
-        "spd.backbone": args.backbone, "spd.attention": args.attention,
-        "spd.head_inputs": args.head_inputs, "spd.context_tokens": args.context_tokens,
-        "spd.seed": args.seed, "spd.rollout.max_tokens": args.max_tokens, "trainer.device": args.device,
-        "trainer.n_gpus_per_node": args.ranks, "trainer.total_epochs": args.epochs,
-        "trainer.default_local_dir": args.output_dir, "trainer.save_freq": args.save_freq,
-        "trainer.test_freq": args.test_freq, "trainer.val_before_train": bool(val),
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if args.device == "cpu" else "bfloat16",
+        "trainer.val_before_train": bool(val), "spd.rollout.servers": os.environ.get("SPD_VLLM_URLS") or None,
     }  # fmt: skip
-    optional = {
-        "actor_rollout_ref.model.tokenizer_path": args.tokenizer, "spd.adapter_path": args.adapter,
-        "spd.target_path": args.target, "spd.rollout.store_path": args.store,
-        "trainer.total_training_steps": args.steps, "data.train_batch_size": args.batch_size,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": args.mini_batch_size,
-        "actor_rollout_ref.actor.optim.lr": args.lr, "actor_rollout_ref.rollout.n": args.n,
-    }  # fmt: skip
+    settings |= {key: getattr(args, _dest(name)) for name, (keys, _) in OPTIONS.items() for key in keys.split()}
     for variable, key in REWARD_VARIABLES.items():
-        option = getattr(args, variable.lower())
-        optional[key] = option if option is not None else os.environ.get(variable) or None
-    optional["spd.rollout.servers"] = os.environ.get("SPD_VLLM_URLS") or None
-    settings.update({key: value for key, value in optional.items() if value is not None})
-    return [*(f"{key}={_hydra_text(value)}" for key, value in settings.items()), *args.overrides]
+        if settings[key] is None:
+            settings[key] = os.environ.get(variable) or None
+    overrides = [f"{key}={_hydra_text(value)}" for key, value in settings.items() if value is not None]
+    return [*overrides, *args.overrides]
+
+
+def build_training_command(args: argparse.Namespace, train: PreparedData, val: PreparedData | None) -> list[str]:
+    """The command that trains on prepared data without this script."""
+    recipe = ["--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *recipe, *training_overrides(args, train, val)]
 
 
 def _hydra_text(value: Any) -> str:
@@ -86,19 +131,21 @@ def _hydra_text(value: Any) -> str:
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def set_training_environment(args: argparse.Namespace) -> None:
-    """Put into this process's environment what the rollout and Ray's workers read there; options win over it."""
+def _create_training_env(args: argparse.Namespace) -> dict[str, str]:
+    """The variables that the rollout and Ray's workers read: the environment, overridden by the options."""
+    env = dict(os.environ)
     given = {"MODEL_PATH": args.model, "TOKENIZER_PATH": args.tokenizer, "ADAPTER_PATH": args.adapter}
-    given.update({variable: getattr(args, variable.lower()) for variable in REWARD_VARIABLES})
-    os.environ.update({variable: str(value) for variable, value in given.items() if value is not None})
+    given.update({variable: getattr(args, variable.lower().removeprefix("spd_")) for variable in REWARD_VARIABLES})
+    env.update({variable: str(value) for variable, value in given.items() if value is not None})
     # Ray's workers import spd_scorer by name.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env["TOKENIZERS_PARALLELISM"] = "false"
     for variable in ("VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
-        os.environ.setdefault(variable, str(Path(args.output_dir) / "logs"))
-    os.environ.setdefault("LOGURU_LEVEL", "INFO")
+        env.setdefault(variable, str(Path(args.output_dir) / "logs"))
+    env.setdefault("LOGURU_LEVEL", "INFO")
     shown = [*given, "SPD_SEP_TOKEN_ID", "SPD_VLLM_URLS", "LOGURU_LEVEL"]
-    logger.debug("training environment: {}", {name: os.environ[name] for name in shown if name in os.environ})
+    logger.debug("training environment: {}", {name: env[name] for name in shown if name in env})
+    return env
 
 
 def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
@@ -158,39 +205,10 @@ def run_training(config: DictConfig, known: DictConfig) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options, with the trainer's key=value settings in `overrides`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", required=True, help="generated blocks (parquet or jsonl)")
-    parser.add_argument("--metadata", required=True, help="questions with ground truth and baseline correctness")
-    parser.add_argument("--val-blocks", help="blocks of held-out questions")
-    parser.add_argument("--val-metadata", help="their questions (default: --metadata)")
-    parser.add_argument("--output-dir", required=True, help="checkpoints, metrics, report, prepared data")
-    model = os.environ.get("MODEL_PATH")
-    parser.add_argument("--model", default=model, help="the target, or the own backbone (MODEL_PATH)")
-    parser.add_argument("--tokenizer", default=os.environ.get("TOKENIZER_PATH"), help="default: the model's")
-    parser.add_argument("--adapter", default=os.environ.get("ADAPTER_PATH"), help="saved scorer to start from")
-    parser.add_argument("--target", help="the target that completes, where --model is another model")
-    parser.add_argument("--store", help="file of completions, may be shared between runs")
-    parser.add_argument("--backbone", choices=("target", "own"), default="target")
-    parser.add_argument("--attention", choices=("causal", "spd", "hybrid"), default="causal")
-    parser.add_argument("--head-inputs", choices=("state", "pair"), default="state", help="of an own backbone's head")
-    parser.add_argument("--context-tokens", type=int, default=0, help="of the context, for an own backbone; 0: all")
-    parser.add_argument("--lora-rank", type=int, default=0)
-    parser.add_argument("--lora-alpha", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, help="blocks a step (default: the recipe's, as for what follows)")
-    parser.add_argument("--mini-batch-size", type=int, help="blocks an update (default: the whole step)")
-    parser.add_argument("--micro-batch-size", type=int, default=1024, help="samples a forward on one rank")
-    parser.add_argument("--n", type=int, help="samples a block")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest completion")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or CPU ranks, of a node")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
-    parser.add_argument("--save-freq", type=int, default=-1)
-    parser.add_argument("--test-freq", type=int, default=-1)
-    for name in ("alpha", "penalty-break", "useless", "correct-base"):
-        parser.add_argument(f"--reward-{name}", type=float)
-    parser.add_argument("--sample-temperature", type=float, dest="spd_sample_temperature")
+    defaults = {"model": "MODEL_PATH", "tokenizer": "TOKENIZER_PATH", "adapter": "ADAPTER_PATH"}
+    for name, (_, settings) in OPTIONS.items():
+        parser.add_argument(name, dest=_dest(name), **settings)
+    parser.set_defaults(**{name: os.environ.get(variable) for name, variable in defaults.items()})
     args, overrides = parser.parse_known_args(argv)
     for text in overrides:
         if text.startswith("-") or "=" not in text:
@@ -273,13 +291,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("".join(f"{error}\n" for error in [*errors, *settings]))
         absent = all(isinstance(error, ModelError) and error.problem.kind == "absent" for error in errors)
         return 0 if absent and not settings and _plans_only(args.overrides) else 1
-    overrides = training_overrides(args, train, val)
     try:
-        config, known = compose_config(overrides)
+        config, known = compose_config(training_overrides(args, train, val))
     except HydraException as error:
         sys.exit(str(error))
-    set_training_environment(args)
-    logger.info("training with recipe/spd/config/spd_trainer.yaml and {}", " ".join(overrides))
+    os.environ.update(_create_training_env(args))
+    logger.info("trains in this process as {}", " ".join(build_training_command(args, train, val)))
     run_training(config, known)
     return 0
 

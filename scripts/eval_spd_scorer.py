@@ -32,7 +32,7 @@ from scripts.spd_evaluation.pool import Harm, Job, Pool, Run  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 TYPICAL_EPS = (0.09, 0.06, 0.045, 0.03, 0.015)
-TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, which would cut the figures off
+TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
 
 
@@ -42,7 +42,7 @@ def load_questions(path: Path, limit: int | None) -> list[dict]:
     for number, question in read_objects(path):
         missing = {"question_id", "prompt_ids", "ground_truth"} - set(question)
         if missing:
-            raise ValueError(f"{path}, line {number}: no {sorted(missing)}; found {sorted(question)}")
+            raise ValueError(f"{path}, line {number}: lacks {sorted(missing)}; it has {sorted(question)}")
         questions.append(question)
     return questions[:limit]
 
@@ -53,14 +53,14 @@ def load_job(args: argparse.Namespace) -> Job:
     validation = load_questions(args.val_questions, args.val_limit)
     both = {q["question_id"] for q in test} & {q["question_id"] for q in validation}
     if both:
-        raise ValueError(f"{len(both)} questions stand in both splits, for example {min(both)!r}; split by question")
+        raise ValueError(f"{len(both)} questions are in both splits, for example {min(both)!r}; split by question")
     return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels))
 
 
 def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[EvaluationRow], list[EvaluationRow], int]:
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
 
-    Test runs at every threshold go on beside the validation runs, but only the latter say which one is `scorer`.
+    Test runs of all thresholds run next to the validation runs, which alone choose the threshold of `scorer`.
     """
     job = load_job(args)
     validation, test = ([Run(split, "target"), Run(split, "exact")] for split in ("validation", "test"))
@@ -101,7 +101,7 @@ def extra_runs(args: argparse.Namespace) -> list[Run]:
 def make_rows(pool: Pool, runs: Sequence[Run], chosen: Run | None = None) -> list[EvaluationRow]:
     """The runs on one split as rows; its target and exact match come first, as the reference.
 
-    A scorer's run is filed as `scorer` if it is the chosen one, else as `scorer_sweep`.
+    The chosen run of the scorer becomes `scorer`, its other runs `scorer_sweep`.
     """
     target, exact = (pool.result(run) for run in runs[:2])
     differing = sum(a != b for a, b in zip(exact.result.tokens, target.result.tokens, strict=True))
@@ -142,7 +142,7 @@ def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
 
 
 def summary(rows: Sequence[EvaluationRow]) -> list[str]:
-    """What the scorer gained, in sentences."""
+    """The gain of the scorer, one line per comparison."""
     one = {row.rule: row for row in rows if row.rule in ("exact", "scorer", "random")}
     scorer, exact = one["scorer"], one["exact"]
     low, high = (100 * (scorer.drop + sign * 1.96 * scorer.drop_se) for sign in (-1, 1))
@@ -215,5 +215,5 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as found:  # what the user named is wrong: one sentence says it
-        sys.exit(str(found))
+    except (ValueError, OSError) as error:  # a wrong option or file: no traceback
+        sys.exit(str(error))

@@ -1,10 +1,10 @@
-"""Decode prompts speculatively under a judge, beside plain greedy decoding of the target.
+"""Decode prompts speculatively with a judge, and by plain greedy decoding of the target for comparison.
 
     python scripts/spd_decode.py --target DIR --draft DIR --scorer DIR --prompt "how many pens ?"
     python scripts/spd_decode.py --target DIR --draft DIR --rule margin --threshold 2 --prompts questions.jsonl
 
 Without --prompt and --prompts each line of standard input is a prompt. The text shows where each token comes from; the
-figures below it compare both ways of decoding, on the same prompts in the same batches.
+table below it compares both ways of decoding on the same prompts in the same batches.
 """
 
 from __future__ import annotations
@@ -68,13 +68,11 @@ class Segment:
 
     origin: int
     text: str
-    wanted: str | None = None  # what the target would have said, beside an accepted mismatch
+    wanted: str | None = None  # the target's own token at an accepted mismatch
 
 
 class WantedTokens:
-    """Collects the target's choice at every drafted mismatch: `at[question][position]`, 0 = the answer's first token.
-
-    Positions past a cut (an end token, the token limit) are kept too; nobody asks for them.
+    """Collects the target's token at every drafted mismatch: `at[question][position]`, 0 = the answer's first token.
     """
 
     def __init__(self, requests: Sequence[Request]):
@@ -89,13 +87,13 @@ class WantedTokens:
 
 
 class Session:
-    """Target, draft and judge, loaded and checked against each other; a user's mistake ends the process."""
+    """Target, draft and judge, loaded and checked against each other; exits for a wrong option."""
 
     def __init__(self, args: argparse.Namespace):
         for option in ("target", "draft", "scorer"):
             directory = getattr(args, option)
             if directory is not None and not Path(directory).is_dir():
-                raise SystemExit(f"--{option} {directory}: there is no such directory.")
+                raise SystemExit(f"--{option} {directory}: the directory does not exist.")
         self.args = args
         self.tokenizer = hf_tokenizer(args.target)
         check_vocabularies(self.tokenizer, hf_tokenizer(args.draft), args)
@@ -165,7 +163,7 @@ def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.M
 
 
 def check_vocabularies(target: Any, draft: Any, args: argparse.Namespace) -> None:
-    """Refuse a draft whose token ids mean something else (ends the process)."""
+    """Exit if the draft has another vocabulary."""
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return
@@ -177,10 +175,10 @@ def check_vocabularies(target: Any, draft: Any, args: argparse.Namespace) -> Non
 
 
 def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
-    """The prompts of --prompt, --prompts or standard input, as token ids (a bad one ends the process)."""
+    """The prompts of --prompt, --prompts or standard input, as token ids ; exits for an invalid one."""
     if args.prompts is not None:
         if not args.prompts.is_file():
-            raise SystemExit(f"--prompts {args.prompts}: there is no such file.")
+            raise SystemExit(f"--prompts {args.prompts}: the file does not exist.")
         rows = read_rows(args.prompts)
     elif args.prompt is not None:
         rows = [{"prompt": text} for text in args.prompt]
@@ -193,11 +191,11 @@ def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:
 
 def read_request(row: Any, where: str, args: argparse.Namespace, tokenizer: Any) -> Request:
     """One row with prompt_ids (taken as they are), prompt (text or chat messages) or question (text)."""
-    found = [name for name in PROMPT_COLUMNS if isinstance(row, dict) and row.get(name) is not None]
-    if not found:
+    given = [name for name in PROMPT_COLUMNS if isinstance(row, dict) and row.get(name) is not None]
+    if not given:
         raise SystemExit(f"{where} has none of {', '.join(PROMPT_COLUMNS)}: {json.dumps(row)[:80]}.")
-    content = row[found[0]]
-    if found[0] == "prompt_ids":
+    content = row[given[0]]
+    if given[0] == "prompt_ids":
         if not isinstance(content, list) or not all(isinstance(i, int) and 0 <= i < len(tokenizer) for i in content):
             raise SystemExit(f"{where}: prompt_ids must be a list of token ids from 0 to {len(tokenizer) - 1}.")
         ids = content
@@ -205,7 +203,7 @@ def read_request(row: Any, where: str, args: argparse.Namespace, tokenizer: Any)
     else:
         chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
         if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in chat):
-            raise SystemExit(f"{where}: {found[0]} must be a text or a list of {{role, content}} messages.")
+            raise SystemExit(f"{where}: {given[0]} must be a text or a list of {{role, content}} messages.")
         text = "\n".join(message["content"] for message in chat)
         if not text.strip():
             raise SystemExit(f"{where} is empty; write something there.")
@@ -223,7 +221,7 @@ def read_request(row: Any, where: str, args: argparse.Namespace, tokenizer: Any)
 
 
 def check_positions(requests: Sequence[Request], session: Session) -> None:
-    """Refuse a prompt that leaves no room for the answer, before anything is decoded (ends the process)."""
+    """Refuse a prompt that leaves no room for the answer, before decoding; exits."""
     for option, model in (("target", session.target), ("draft", session.draft)):
         limit = model.config.get_text_config().max_position_embeddings
         for number, request in enumerate(requests, 1):
@@ -236,10 +234,10 @@ def check_positions(requests: Sequence[Request], session: Session) -> None:
 
 
 def token_texts(session: Session, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text; one that ends within a character adds it with the token that completes it."""
+    """The text of each token; a character that spans several tokens belongs to the last of them."""
     texts, begin, done = [], 0, 0
     for i in range(len(tokens)):
-        # The last token that added something is decoded along: it decides on the space between them.
+        # Decoded together with the previous token that added text, which determines the space between them.
         before, now = session.decode(tokens[begin:done]), session.decode(tokens[begin : i + 1])
         whole = not now.endswith("\N{REPLACEMENT CHARACTER}") or i == len(tokens) - 1
         texts.append(now[len(before) :] if whole else "")
@@ -277,13 +275,13 @@ def marked(segments: Sequence[Segment], colour: bool) -> Text:
 
 
 def visible(text: str) -> str:
-    """The text without control characters, by which a model could steer the terminal."""
+    """The text without control characters, which could control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def records(session: Session, requests: Sequence[Request], fast: SpecResult, plain: SpecResult,
             wanted: WantedTokens) -> list[dict[str, Any]]:  # fmt: skip
-    """One plain record a prompt, as --json writes them; the answers are None where none is found."""
+    """One plain record a prompt, as --json writes them; an answer is None if the text has none."""
     rows = []
     for k, request in enumerate(requests):
         text, greedy_text = session.decode(fast.tokens[k]), session.decode(plain.tokens[k])
@@ -303,7 +301,7 @@ def records(session: Session, requests: Sequence[Request], fast: SpecResult, pla
     return rows
 
 
-def figures(args: argparse.Namespace, fast: SpecResult, plain: SpecResult) -> Table:
+def comparison(args: argparse.Namespace, fast: SpecResult, plain: SpecResult) -> Table:
     """Both ways of decoding side by side, pooled over the prompts."""
     name = args.rule if args.threshold is None else f"{args.rule} {args.threshold:g}"
     table = Table("", name, "plain greedy", box=box.SIMPLE_HEAD)
@@ -325,12 +323,12 @@ def figures(args: argparse.Namespace, fast: SpecResult, plain: SpecResult) -> Ta
     return table
 
 
-def sentences(rows: Sequence[dict[str, Any]], fast: SpecResult, plain: SpecResult) -> list[str]:
+def summary(rows: Sequence[dict[str, Any]], fast: SpecResult, plain: SpecResult) -> list[str]:
     """How far the two ways agree."""
     ratio = sum(map(len, fast.tokens)) / sum(map(len, plain.tokens))
     lines = [
         f"output length ratio {ratio:.3f}; {plain.seconds / fast.seconds:.2f} times as fast as plain greedy",
-        f"mismatches let through: {sum(fast.accepted_mismatches)} of {sum(fast.judged_mismatches)} judged",
+        f"mismatches accepted: {sum(fast.accepted_mismatches)} of {sum(fast.judged_mismatches)} judged",
         f"same text: {sum(a == b for a, b in zip(fast.tokens, plain.tokens, strict=True))} of {len(rows)}",
     ]
     answered = [row for row in rows if row["answer"] is not None or row["greedy_answer"] is not None]
@@ -346,12 +344,12 @@ def sentences(rows: Sequence[dict[str, Any]], fast: SpecResult, plain: SpecResul
 
 def show(session: Session, requests: Sequence[Request], rows: Sequence[dict[str, Any]], fast: SpecResult,
          plain: SpecResult, wanted: WantedTokens) -> None:  # fmt: skip
-    """Print every answer with its marks, then the figures."""
+    """Print every answer with its marks, then the comparison."""
     colour = sys.stdout.isatty() and not session.args.no_color
     console = Console(no_color=not colour, highlight=False, soft_wrap=True, markup=False)
     legend = [
-        Segment(FROM_TARGET, "from the target, "), Segment(FROM_MATCH, "drafted, as the target would have said"),
-        Segment(FROM_TARGET, ", "), Segment(FROM_MISMATCH, "drafted, let through", "what the target would have said"),
+        Segment(FROM_TARGET, "from the target, "), Segment(FROM_MATCH, "drafted, the same as the target's token"),
+        Segment(FROM_TARGET, ", "), Segment(FROM_MISMATCH, "drafted mismatch, accepted", "the target's token"),
     ]  # fmt: skip
     for number, request in enumerate(requests, 1):
         console.print(Text(f"[{number}] {visible(request.text)}", style="bold"))
@@ -362,8 +360,8 @@ def show(session: Session, requests: Sequence[Request], rows: Sequence[dict[str,
             console.print(Text(greedy, style="dim"))
         console.print()
     console.print(marked(legend, colour))
-    console.print(figures(session.args, fast, plain))
-    for line in sentences(rows, fast, plain):
+    console.print(comparison(session.args, fast, plain))
+    for line in summary(rows, fast, plain):
         console.print(line)
 
 
@@ -405,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Decode both ways, print, give the records."""
     args = parse(argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers.logging.set_verbosity_error()  # a target loaded without its output layer is no news
+    transformers.logging.set_verbosity_error()  # it warns of a target loaded without its output layer
     transformers.logging.disable_progress_bar()
     try:
         session = Session(args)
@@ -413,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     check_positions(requests, session)
-    # Unmeasured: the first forwards of a process pay for kernels and memory.
+    # Warm-up: the first forwards of a process allocate memory and load kernels.
     session.speculative(requests[:1], max_new_tokens=2)
     session.greedy(requests[:1], max_new_tokens=2)
     wanted = WantedTokens(requests)

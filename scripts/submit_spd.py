@@ -65,7 +65,7 @@ def package_files(extra: Sequence[str]) -> tuple[list[Path], list[str]]:
     for name in extra:
         path = Path(os.path.normpath(ROOT / name))
         if not path.is_relative_to(ROOT) or not path.exists():
-            raise SystemExit(f"--pack {name}: there is no such file or folder in {ROOT}.")
+            raise SystemExit(f"--pack {name}: the path does not exist in {ROOT}.")
         files.update(p for p in ([path] if path.is_file() else path.rglob("*")) if p.is_file())
     return sorted(files), too_big
 
@@ -130,14 +130,14 @@ def job_environment(more: Sequence[str]) -> dict[str, str]:
     """The variables the job gets: those the training reads, and `more` by name."""
     if unset := [name for name in more if name not in os.environ]:
         raise SystemExit(f"--env {unset[0]}: this variable is not set here.")
-    found = {
+    environment = {
         name: value for name, value in os.environ.items()
         if name in FORWARDED or name in more or name.startswith(FORWARDED_PREFIXES)
     }  # fmt: skip
     # The training gives its workers LOGURU_LEVEL and VERL_* too, which Ray takes for a conflict with the job's own.
-    found["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
-    found["RAY_JOB_STOP_WAIT_TIME_S"] = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", STOP_WAIT_S)
-    return found
+    environment["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
+    environment["RAY_JOB_STOP_WAIT_TIME_S"] = os.environ.get("RAY_JOB_STOP_WAIT_TIME_S", STOP_WAIT_S)
+    return environment
 
 
 def connect(address: str) -> JobSubmissionClient:
@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         details = follow(client, job)
     except KeyboardInterrupt:
-        say(f"{job} goes on to its end; ray job status {job} says how")
+        say(f"{job} runs to its end; ray job status {job} shows the result")
         return EXIT_STOPPED
     except (OSError, RuntimeError, aiohttp.ClientError) as error:
         raise SystemExit(f"the connection to {args.address} broke off ({error}); {job} runs on by itself.") from error

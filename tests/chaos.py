@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tests.helpers.spd_run import SPDRuns, drivers_of, processes_of, ranks_of
+from tests.helpers.spd_run import SPDRuns, processes_of, ranks_of
 
 VICTIMS = ("driver", "rank", "server", "raylet")
 STEPS = 6
@@ -96,8 +96,7 @@ def victims_of(victim: str, run: subprocess.Popen) -> list[psutil.Process]:
     if run.poll() is not None:
         return []
     if victim == "driver":
-        driver = drivers_of(run)
-        return [*driver, psutil.Process(run.pid)] if driver else []
+        return [psutil.Process(run.pid)]
     if victim == "rank":
         return ranks_of(run)[:1]
     if victim == "raylet":

@@ -68,11 +68,11 @@ def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, p
 
 def drifted_blocks(pair: Pair, questions: Sequence[Question], rule: Rule, count: int, seed: int,
                    progress: Progress) -> list[DraftedBlock]:
-    """A sample of `count` blocks on the path of a lenient rule; each baseline is found by a completion."""
-    found = sample(pair.speculative(questions, rule, progress).blocks, count, seed)
-    completed = pair.greedy("target", [c for _, c, _, _ in found], progress)
+    """A sample of `count` blocks on the path of a lenient rule, with baselines from completions."""
+    sampled = sample(pair.speculative(questions, rule, progress).blocks, count, seed)
+    completed = pair.greedy("target", [c for _, c, _, _ in sampled], progress)
     return [_block(q, c, d, t, pair.is_right(c[len(q.prompt_ids) :] + more, q), pair.spoken(more), "drifted")
-            for (q, c, d, t), more in zip(found, completed, strict=True)]
+            for (q, c, d, t), more in zip(sampled, completed, strict=True)]
 
 
 def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool, length: int,

@@ -102,7 +102,7 @@ def train(command: list[str], run: Path, steps: int) -> None:
 
 
 def describe(data: Mapping[str, float]) -> str:
-    """What of a step's metrics stands beside the bar."""
+    """The metrics of a step that are shown next to the progress bar."""
     return f"  accepted {data['spd/accepted_len/mean']:.2f}  entropy {data['actor/entropy']:.3f}"
 
 

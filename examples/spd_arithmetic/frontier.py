@@ -124,20 +124,20 @@ def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, Any]]:
     """For each drop: the scorer's speed, and the best training-free rule with its own; errors are of the drop."""
     exact = [row for row in rows if row.rule == "exact"]
     curves = {legend: exact + [row for row in rows if row.rule in rules] for rules, legend, *_ in CURVES}
-    found = []
+    comparison = []
     for drop in DROPS:
         speeds = {legend: speed_at(curve, drop) for legend, curve in curves.items()}
         rule = max((legend for legend in speeds if legend != SCORER), key=lambda legend: speeds[legend])
         (scorer, scorer_se), (best, best_se) = speeds[SCORER], speeds[rule]
-        found.append({"drop": drop, "scorer": scorer, "scorer_drop_se": scorer_se, "best_rule": rule, "rule": best,
+        comparison.append({"drop": drop, "scorer": scorer, "scorer_drop_se": scorer_se, "best_rule": rule, "rule": best,
                       "rule_drop_se": best_se, "ratio": scorer / best})
-    return found
+    return comparison
 
 
-def show(found: Sequence[dict[str, Any]], title: str) -> Table:
+def show(comparison: Sequence[dict[str, Any]], title: str) -> Table:
     """The comparison as people read it."""
     table = Table("drop, points", "scorer", "its drop, 95 %", "best rule", "its drop, 95 %", "", "ratio", title=title)
-    for row in found:
+    for row in comparison:
         spans = [_interval(row["drop"], row[f"{who}_drop_se"]) for who in ("scorer", "rule")]
         table.add_row(f"{100 * row['drop']:.1f}", f"{row['scorer']:.2f}", spans[0], f"{row['rule']:.2f}", spans[1],
                       str(row["best_rule"]), f"{row['ratio']:.2f}")
@@ -149,10 +149,10 @@ def _interval(drop: float, error: float) -> str:
     return f"{100 * (drop - 1.96 * error):+.1f} to {100 * (drop + 1.96 * error):+.1f}"
 
 
-def verdicts(found: Sequence[dict[str, Any]]) -> list[str]:
+def verdicts(comparison: Sequence[dict[str, Any]]) -> list[str]:
     """What the scorer is to show, and whether it does."""
-    (near,) = (row["ratio"] for row in found if row["drop"] == NEAR)
-    worst = min(found, key=lambda row: row["ratio"])
+    (near,) = (row["ratio"] for row in comparison if row["drop"] == NEAR)
+    worst = min(comparison, key=lambda row: row["ratio"])
     return [
         f"{_met(near >= WANTED)}: at a drop of {100 * NEAR:g} points {near:.2f} times the best rule; {WANTED:g} wanted",
         f"{_met(worst['ratio'] >= 1.0)}: nowhere fewer than the best rule; least {worst['ratio']:.2f} times, at a drop "
@@ -184,16 +184,17 @@ def main(argv: list[str] | None = None) -> int:
         except PhaseFailed as failure:
             console.print(f"[red]{failure}[/red]")
             return 1
-        found = compare(rows)
+        comparison = compare(rows)
         questions = args.questions * len(args.seeds)
-        console.print(show(found, f"Accepted draft tokens per target forward, u = {softness:g}, {questions} questions"))
-        for line in verdicts(found):
+        title = f"Accepted draft tokens per target forward, u = {softness:g}, {questions} questions"
+        console.print(show(comparison, title))
+        for line in verdicts(comparison):
             console.print(line)
         picture = args.out / f"frontier-u{softness:g}.png"
         save_plot(rows, questions, picture)
         console.print(f"picture {picture}")
         result[f"u={softness:g}"] = {
-            "questions": questions, "seeds": args.seeds, "comparison": found, "verdicts": verdicts(found),
+            "questions": questions, "seeds": args.seeds, "comparison": comparison, "verdicts": verdicts(comparison),
             "rows": [asdict(row) for row in rows],
         }  # fmt: skip
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1))

@@ -188,15 +188,15 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report)
             blocks = list(paths[split].blocks)
             if n_drifted:
-                # In use a scorer judges behind mismatches it let through, where the answer is mostly still right.
+                # In use a scorer judges after mismatches it accepted, where the answer is mostly still right.
                 rule = partial(margin, args.drift_margin)
                 blocks += drifted_blocks(pair, splits[split], rule, n_drifted, args.seed, report)
             write_split(out, split, splits[split], blocks, paths[split])
             written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
         questions = splits["test"]
-        found = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
-        labels = harm_labels(pair, found.blocks, {q.question_id: q for q in questions}, report)
+        own = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
+        labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
         rows = [asdict(label) for label in labels]
         pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
             out / "harm_labels.parquet", write_page_checksum=True
@@ -272,5 +272,5 @@ def figures_table(figures: dict[str, float]) -> Table:
 if __name__ == "__main__":
     try:
         main()
-    except (ValueError, OSError) as found:  # what the user named is wrong: one sentence says it
-        sys.exit(str(found))
+    except (ValueError, OSError) as error:  # a wrong option or file: no traceback
+        sys.exit(str(error))

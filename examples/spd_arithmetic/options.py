@@ -70,18 +70,18 @@ def judge(testbed: Path, scorers: Mapping[tuple[str, int], Path]) -> dict[tuple[
 
 def summarize(rows: Sequence[measures.EvaluationRow]) -> dict[str, float]:
     """Mean of each column over seeds, and half the range between the seeds."""
-    found = {}
+    results = {}
     for name in COLUMNS:
         values = [getattr(row, name) for row in rows]
-        found |= {name: sum(values) / len(values), f"{name}_spread": (max(values) - min(values)) / 2}
-    return found
+        results |= {name: sum(values) / len(values), f"{name}_spread": (max(values) - min(values)) / 2}
+    return results
 
 
-def show(found: dict[str, dict[str, float]]) -> Table:
+def show(results: dict[str, dict[str, float]]) -> Table:
     """The comparison as people read it."""
     title = "z > 0 on validation questions; means and half ranges over seeds"
     table = Table("option", "accuracy %", "drop, points", "accepted", "length", title=title)
-    for option, row in found.items():
+    for option, row in results.items():
         cells = [f"{100 * row[n]:.1f} ±{100 * row[n + '_spread']:.1f}" for n in COLUMNS[:2]]
         cells += [f"{row[n]:.2f} ±{row[n + '_spread']:.2f}" for n in COLUMNS[2:]]
         table.add_row(option, *cells)
@@ -109,9 +109,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"[red]{failure}[/red]")
         return 1
     rows = judge(args.testbed, scorers)
-    found = {o: summarize([rows[o, seed] for seed in args.seeds]) for o in args.options}
-    console.print(show(found))
-    (args.out / "options.json").write_text(json.dumps({"seeds": args.seeds, "options": found}, indent=1))
+    results = {o: summarize([rows[o, seed] for seed in args.seeds]) for o in args.options}
+    console.print(show(results))
+    (args.out / "options.json").write_text(json.dumps({"seeds": args.seeds, "options": results}, indent=1))
     return 0
 
 

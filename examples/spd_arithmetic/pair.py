@@ -71,8 +71,8 @@ class Pair:
 
     def speculative(self, questions: Sequence[Question], rule: Rule, progress: Progress) -> Decoding:
         """Speculative decoding of every question under a rule's judge."""
-        found = self._map(partial(_decode, self.files, rule), questions, progress)
-        return Decoding(*(list(chain(*(getattr(part, name) for part in found)))
+        parts = self._map(partial(_decode, self.files, rule), questions, progress)
+        return Decoding(*(list(chain(*(getattr(part, name) for part in parts)))
                           for name in Decoding.__dataclass_fields__))
 
     def _map(self, task: Callable[[Sequence], Sequence], rows: Sequence, progress: Progress) -> list:

@@ -1,4 +1,4 @@
-"""Finds the final answer in a text, to compare it with the ground truth as a whole, never as a substring."""
+"""Extracts the final answer of a text and compares it with the ground truth (never as a substring)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _BOXED = "\\boxed{"
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands last behind "answer is", behind "####" or in \\boxed{}; None where none of them stands.
+    """The last answer marked by "answer is", "####" or \\boxed{}, normalised; None without one.
 
-    The last of all: an example in the prompt may end its answer another way.
+    The last of all markers, since an example in the prompt may use another one.
     """
     marked = max(_MARKED.finditer(text), key=re.Match.start, default=None)
     start = text.rfind(_BOXED)
@@ -26,7 +26,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """One spelling a value: no spaces, dollar signs, thousands separators, closing dot, leading plus or idle zeros."""
+    """Remove spaces, dollar signs, thousands separators, a final dot, a leading plus and redundant zeros."""
     text = re.sub(r"[\s$,]", "", str(answer)).rstrip(".").removeprefix("+")
     if re.fullmatch(r"-?\d+\.\d*", text):
         text = text.rstrip("0").rstrip(".")
@@ -37,15 +37,15 @@ def normalise(answer: str) -> str:
 
 def is_correct(text: str, ground_truth: object) -> bool:
     """Whether the answer in `text` is the ground truth (itself a bare answer, or a text that ends with one)."""
-    found = extract_answer(text)
-    if found is None:
+    answer = extract_answer(text)
+    if answer is None:
         return False
-    wanted = extract_answer(str(ground_truth))
-    return found == (normalise(str(ground_truth)) if wanted is None else wanted)
+    expected = extract_answer(str(ground_truth))
+    return answer == (normalise(str(ground_truth)) if expected is None else expected)
 
 
 def _braced(text: str, first: int) -> str | None:
-    """What stands from `first` up to the brace that closes the one before it; None where none does."""
+    """The text from `first` to the brace that closes the one before it; None if it is not closed."""
     depth = 1
     for i in range(first, len(text)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)

@@ -14,8 +14,8 @@ from verl.workers.policy.base import Policy, check_temperature, register_policy
 class BernoulliPolicy(Policy):
     """a ~ Bernoulli(sigmoid(z / T)) with z = model(input_ids, attention_mask, position_ids, spd_layout).
 
-    `share`: rows with one `group_index` stand side by side and have the same input, so that each group's input is
-    forwarded once and its z handed to every sample; gradients of the samples add up in that one forward.
+    `share`: rows of one `group_index` are adjacent and have the same input, so that each group needs one forward for
+    all its samples.
     """
 
     reads_answers = False
@@ -29,7 +29,7 @@ class BernoulliPolicy(Policy):
             self.required_keys += ("group_index",)
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
-        """Padding is left out by the model: its forward takes `remove_padding`. Sharing is the policy's own `share`."""
+        """The model removes padding in its forward; `share_prompt` is ignored in favour of the policy's `share`."""
         self.remove_padding = remove_padding
 
     def scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
@@ -68,7 +68,7 @@ class BernoulliPolicy(Policy):
         )
         if groups.unique().numel() != groups.numel():
             raise ValueError(
-                f"group_index {batch['group_index'].tolist()} has a group whose rows are not side by side; "
+                f"group_index {batch['group_index'].tolist()} has a group whose rows are not adjacent; "
                 "actor.share_prompt_forward needs batches cut and ordered along groups."
             )
         first = counts.cumsum(0) - counts
@@ -77,7 +77,7 @@ class BernoulliPolicy(Policy):
 
 
 def _fit_width(z: torch.Tensor, width: int) -> torch.Tensor:
-    """[B, g] -> [B, width]: short drafts give fewer columns; what is added is accepted for certain."""
+    """[B, g] -> [B, width]; padding is accepted for certain."""
     if z.shape[1] > width:
         raise ValueError(
             f"the model scored {z.shape[1]} draft positions, the batch has {width}: data.max_response_length must be "

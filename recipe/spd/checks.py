@@ -1,4 +1,4 @@
-"""What the SPD recipe asks of a run before it starts: servers, token ids, the saved scorer; and the scorer's size."""
+"""Checks of the SPD recipe before a run starts (servers, token ids, the saved scorer), and the scorer's size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.utils.redact import redact_text
 
 @register_check
 def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]:
-    """Settings of group spd and a missing separator are wrong anywhere; a server that does not answer is absent."""
+    """Wrong settings of group spd, a missing separator or model; servers that do not answer are absent."""
     from transformers import AutoConfig
 
     from recipe.spd.client import URLS_VARIABLE, server_urls
@@ -53,7 +53,7 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
 
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
-    """One that serves another model is wrong; that none answers is absent (a single one that does not is survived)."""
+    """A server of another model is wrong; absent if none answers (a warning while another one does)."""
     from recipe.spd.client import URLS_VARIABLE, ClientSettings, VllmEngineServer
     from verl.trainer.dry_run_checks import check_url
 
@@ -63,8 +63,8 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
         if answering:
             logger.warning("{}", problem.message)
         else:
-            mend = f"Start it, or unset {URLS_VARIABLE} and spd.rollout.servers: then a local one is started."
-            yield replace(problem, message=f"{problem.message} {mend}")
+            fix = f"Start it, or unset {URLS_VARIABLE} and spd.rollout.servers: then a local one is started."
+            yield replace(problem, message=f"{problem.message} {fix}")
     if not answering:
         return
     client = VllmEngineServer(
@@ -81,7 +81,7 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
 
 @register_check
 def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
-    """Prepared blocks must hold ids that the model has embeddings for, and the separator of this tokenizer."""
+    """Prepared blocks must hold ids within the model's vocabulary, and the separator of this tokenizer."""
     from recipe.spd.dataset import SEP_VARIABLE, SPDRLHFDataset, resolve_sep_token_id
 
     blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
@@ -92,16 +92,20 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
     try:
         separator = resolve_sep_token_id(findings.tokenizer)
     except ValueError:
-        return  # told by check_servers_and_separator
+        return  # reported by check_servers_and_separator
     for key, data in blocks.items():
         for item, row in enumerate(data.rows):
             ids, separating = row["input_ids"], row["input_ids"][-1]
             if max(ids) >= vocabulary:
-                mend = "Name the tokenizer that belongs to the model, and prepare the blocks with it."
-                what = f"token id {max(ids)} is beyond the {vocabulary} of the model {path}. {mend}"
+                what = (
+                    f"token id {max(ids)} is outside the vocabulary ({vocabulary}) of the model {path}. Name the "
+                    "tokenizer that belongs to the model, and prepare the blocks with it."
+                )
             elif separating != separator:
-                mend = f"Prepare it again, or set {SEP_VARIABLE}={separating}."
-                what = f"its parts are separated by token id {separating}, the tokenizer says {separator}. {mend}"
+                what = (
+                    f"its parts are separated by token id {separating}, the tokenizer's separator is {separator}. "
+                    f"Prepare it again, or set {SEP_VARIABLE}={separating}."
+                )
             else:
                 continue
             yield wrong(key, f"{key}: {data.error(item, what)}")
@@ -110,7 +114,7 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
 
 @register_check
 def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
-    """The scorer's settings, and the saved scorer that training starts from: whole files, made for this model."""
+    """Wrong settings of the scorer; a saved scorer to start from that is damaged or of another model."""
     from recipe.spd.scoring_config import ScoringModelConfig
     from recipe.spd.trained import check_trained, described_backbone
     from verl.utils.fingerprint import folder_fingerprint, model_folder
@@ -142,18 +146,17 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
 
 @MEASURES.register("spd_scorer")
 def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
-    """The scorer's sizes: no logits over a vocabulary, no cache, for servers complete; of a `target` scorer only the
-    head trains."""
+    """Size of the scorer: without vocabulary logits and key/value cache; a `target` scorer trains its head only."""
     import torch
 
-    from recipe.spd.heads import head_of
+    from recipe.spd.scoring_config import head_of
 
     spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
     size = replace(plain, vocabulary=1, kv_heads=0, group_forward=actor["share_prompt_forward"])
     with torch.device("meta"):
-        made = head_of(spd["backbone"], spd["head_inputs"], size.hidden, spd["head_size"])
-    head = sum(p.numel() for p in made.parameters())
+        module = head_of(spd["backbone"], spd["head_inputs"], size.hidden, spd["head_size"])
+    head = sum(p.numel() for p in module.parameters())
     size = replace(size, parameters=plain.parameters + head)
     if spd["backbone"] == "own":
         return replace(size, trainable=plain.trainable + head)

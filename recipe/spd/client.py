@@ -1,4 +1,4 @@
-"""Asks OpenAI-style vLLM servers for greedy completions of token ids."""
+"""Client of vLLM servers: greedy completions of token ids, each requested once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import aiohttp
 import tenacity
 from loguru import logger
 
-from recipe.spd.store import Completion
+from recipe.spd.store import Completion, CompletionStore
 from verl.utils.fingerprint import model_dir_fingerprint
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
@@ -24,16 +24,16 @@ _LONGEST_REST_S = 600.0
 
 
 class WrongModelError(RuntimeError):
-    """A server serves another model than the one asked for; the text names both."""
+    """A server serves another model than the target; the message names both."""
 
 
 class RequestRefused(RuntimeError):
-    """A server understood a request and refused it: asking again would not help."""
+    """A server refused a request as invalid: a retry would not help."""
 
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """Patience and load; seconds, prompts, requests."""
+    """Time-outs (seconds), retries and load of the client."""
 
     timeout_s: float = 60.0  # one request, from connecting to the last byte
     attempts: int = 4  # of one request, each on the next server
@@ -44,9 +44,9 @@ class ClientSettings:
 
 @dataclass
 class Health:
-    """When servers that failed are asked again: after one time-out's rest, which doubles with each failure in a row.
+    """Back-off of failing servers: one time-out, doubled with each consecutive failure.
 
-    While a server rests it is asked last. What was under way when its rest began makes the rest no longer.
+    A server in back-off is used last. Requests that were in flight when it began do not extend it.
     """
 
     first_rest_s: float
@@ -54,11 +54,11 @@ class Health:
     rests_until: dict[str, float] = field(default_factory=dict)
 
     def order(self, urls: Sequence[str], now: float) -> list[str]:
-        """The servers as they are to be asked at the time `now` (monotonic seconds)."""
+        """The servers in the order of use at the time `now` (monotonic seconds)."""
         return sorted(urls, key=lambda url: max(0.0, self.rests_until.get(url, 0.0) - now))
 
     def failed(self, url: str, now: float) -> None:
-        """A request to it failed."""
+        """Record a failed request."""
         if now < self.rests_until.get(url, 0.0):
             return
         self.failures[url] = self.failures.get(url, 0) + 1
@@ -66,15 +66,15 @@ class Health:
         self.rests_until[url] = now + min(rest, max(_LONGEST_REST_S, self.first_rest_s))
 
     def answered(self, url: str) -> bool:
-        """It works; gives whether it had failed before."""
+        """Record a successful request; returns whether the server had failed before."""
         self.rests_until.pop(url, None)
         return self.failures.pop(url, 0) > 0
 
 
 def server_urls(configured: Sequence[str] | str | None) -> list[str]:
-    """SPD_VLLM_URLS (comma separated), else the configured servers; [] means: start a local one."""
-    found = os.environ[URLS_VARIABLE] if os.environ.get(URLS_VARIABLE) else configured or []
-    parts = found.split(",") if isinstance(found, str) else list(found)
+    """SPD_VLLM_URLS (comma separated), else the configured servers; [] means that a local one is started."""
+    value = os.environ.get(URLS_VARIABLE) or configured or []
+    parts = value.split(",") if isinstance(value, str) else value
     urls = [part.strip().rstrip("/").removesuffix("/v1") for part in parts if part.strip()]
     for url in urls:
         if not url.startswith(("http://", "https://")):
@@ -92,10 +92,10 @@ def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
 
 
 class VllmEngineServer:
-    """Client of one or several servers that serve the same model.
+    """Client of one or several servers of the same model.
 
-    One event loop in a thread of its own keeps a connection pool over the whole training. A request goes to the
-    preferred server and, when that fails or is too slow, to the next; a server that failed rests a while (Health).
+    An event loop in a thread keeps one connection pool for the whole training. A request goes to the preferred server
+    and, if that fails or is too slow, to the next; failed servers are used less (Health).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class VllmEngineServer:
         settings: ClientSettings, served_model: str | None = None,
     ) -> None:  # fmt: skip
         if not urls:
-            raise ValueError(f"no server: set {URLS_VARIABLE} or spd.rollout.servers.")
+            raise ValueError(f"the list of servers is empty: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
         self.model_path = model_path
         self.max_tokens = max_tokens
@@ -121,17 +121,18 @@ class VllmEngineServer:
     def complete(
         self, contexts: Sequence[Sequence[int]], on_chunk: Callable[[list[int], list[Completion]], None] | None = None
     ) -> list[Completion | None]:
-        """The greedy completion of each context, None where no server gave one.
+        """The greedy completion of each context, None where all attempts failed.
 
-        `on_chunk(positions, completions)` is called as soon as a request is answered, in the client's thread.
+        `on_chunk(positions, completions)` is called in the client's thread as soon as a request is answered. Raises
+        RequestRefused, and WrongModelError for a server of another model.
         """
-        # Small chunks when there is little to do, so that several servers work side by side.
+        # Small chunks when there is little to do, so that all servers get work.
         size = max(1, min(self.settings.prompts_per_request, -(-len(contexts) // self.settings.concurrency)))
         chunks = [list(range(i, min(i + size, len(contexts)))) for i in range(0, len(contexts), size)]
         return self._run(self._complete(contexts, chunks, on_chunk))
 
     def check_model(self) -> None:
-        """Ask every server that answers what it serves; another model than ours is an error."""
+        """Raise WrongModelError if a server that answers serves another model, ConnectionError if none answers."""
         self._run(self._check_all())
 
     def close(self) -> None:
@@ -165,7 +166,6 @@ class VllmEngineServer:
                 try:
                     answers = await self._ask_with_retry([list(contexts[i]) for i in positions])
                 except (aiohttp.ClientError, TimeoutError) as error:
-                    # Lost for good: the caller counts these rows.
                     self.last_error = f"{type(error).__name__}: {error}"
                     logger.warning("{} completions are lost: {}", len(positions), self.last_error)
                     return
@@ -178,7 +178,7 @@ class VllmEngineServer:
         return done
 
     async def _ask_with_retry(self, prompts: list[list[int]]) -> list[Completion]:
-        """One request, on the next server after each failure. Raises the last failure, or RequestRefused at once."""
+        """One request, on the next server after each failure; raises the last failure, or RequestRefused at once."""
         order = self.health.order(self.urls, time.monotonic())
         retry = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(self.settings.attempts),
@@ -215,12 +215,13 @@ class VllmEngineServer:
                     f"{(await reply.text())[:500]}"
                 )
             reply.raise_for_status()
-            return self._read(await reply.json(), len(prompts), url)
+            return self._parse(await reply.json(), len(prompts), url)
 
-    def _read(self, answer: dict[str, Any], count: int, url: str) -> list[Completion]:
+    def _parse(self, answer: dict[str, Any], count: int, url: str) -> list[Completion]:
+        """The completions of a reply; raises RequestRefused where the server lacks ids or context length."""
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(count)):
-            raise aiohttp.ClientPayloadError(f"{url} gave {len(choices)} choices for {count} prompts")
+            raise aiohttp.ClientPayloadError(f"{url} returned {len(choices)} choices for {count} prompts")
         done = []
         for choice in choices:
             ids = choice.get("token_ids")
@@ -230,7 +231,7 @@ class VllmEngineServer:
                 )
             if choice["finish_reason"] == "length" and len(ids) < self.max_tokens:
                 raise RequestRefused(
-                    f"SPD server {url} ended a completion at {len(ids)} tokens for want of room, before the "
+                    f"SPD server {url} ended a completion at {len(ids)} tokens because its context is full, before the "
                     f"{self.max_tokens} of spd.rollout.max_tokens: raise its --max-model-len (of a local server: "
                     "spd.rollout.max_model_len)."
                 )
@@ -240,7 +241,7 @@ class VllmEngineServer:
         return done
 
     async def _model_name(self, url: str) -> str:
-        """The name under which a server serves our model, asked once."""
+        """The name under which a server serves our model, requested once."""
         if url not in self._names:
             async with self._pool().get(f"{url}/v1/models") as reply:
                 reply.raise_for_status()
@@ -250,7 +251,7 @@ class VllmEngineServer:
                 self._names[url] = self._matching(models, url)
             except (ValueError, KeyError, TypeError) as error:
                 raise RequestRefused(
-                    f"{url}/v1/models answers {text[:120]!r}, which lists no models: is a vLLM server there? Correct "
+                    f"{url}/v1/models answers {text[:120]!r}, which lists no models: is it a vLLM server? Correct "
                     f"{URLS_VARIABLE} or spd.rollout.servers."
                 ) from error
         return self._names[url]
@@ -263,7 +264,7 @@ class VllmEngineServer:
         served = ", ".join(f"{model['id']} ({model.get('root')})" for model in models)
         raise WrongModelError(
             f"SPD server {url} serves {served}, but the target is {self.served_model or self.model_path!r}. Start it "
-            "with that model, or say under which name it serves it in spd.rollout.served_model."
+            "with that model, or set spd.rollout.served_model to the name under which it serves it."
         )
 
     async def _check_all(self) -> None:
@@ -284,12 +285,55 @@ class VllmEngineServer:
 
 
 def same_model(served: str, ours: str) -> bool:
-    """Whether what a server calls its model is ours: the same path, equal files, or (not on this disk) its name."""
+    """Whether a server's model is ours: the same path, equal files, or the same name if it is not on this disk."""
     if served == ours:
         return True
     served_dir, our_dir = Path(served).expanduser(), Path(ours).expanduser()
     if served_dir.is_dir() and our_dir.is_dir():
-        return served_dir.resolve() == our_dir.resolve() or model_dir_fingerprint(served_dir) == model_dir_fingerprint(
-            our_dir
-        )
+        same_path = served_dir.resolve() == our_dir.resolve()
+        return same_path or model_dir_fingerprint(served_dir) == model_dir_fingerprint(our_dir)
     return served_dir.name == our_dir.name
+
+
+@dataclass
+class CompletionCounts:
+    """Distinct completions of one batch: requested = stored + asked; `failed` ones were asked for without success."""
+
+    requested: int = 0
+    stored: int = 0
+    asked: int = 0
+    failed: int = 0
+
+
+class Completer:
+    """Completions from the store, else from the servers; each is committed to the store before it is used.
+
+    `before_asking` waits for a server that may still be loading; stored completions need no server.
+    """
+
+    def __init__(
+        self, store: CompletionStore, client: VllmEngineServer, before_asking: Callable[[], object] | None = None
+    ) -> None:
+        self.store = store
+        self.client = client
+        self._before_asking = before_asking
+
+    def complete(
+        self, contexts: Sequence[tuple[int, ...]]
+    ) -> tuple[dict[tuple[int, ...], Completion], CompletionCounts]:
+        """Context -> completion, without those that failed; and the counts. Each distinct context is requested once."""
+        distinct = list(dict.fromkeys(contexts))
+        done = {distinct[i]: held for i, held in self.store.get_many(distinct).items()}
+        missing = [ids for ids in distinct if ids not in done]
+        counts = CompletionCounts(len(distinct), len(done), len(missing), 0)
+
+        def commit(positions: list[int], completions: list[Completion]) -> None:
+            for i, completion in zip(positions, completions, strict=True):
+                (done[missing[i]],) = self.store.put_many([missing[i]], [completion])  # a transaction each
+
+        if missing:
+            if self._before_asking is not None:
+                self._before_asking()
+            self.client.complete(missing, on_chunk=commit)
+        counts.failed = len(distinct) - len(done)
+        return done, counts

@@ -42,7 +42,7 @@ def build_spd_input(
 
 
 def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tuple[list[int], list[int]]:
-    """Drop what a draft says after its own end token: nobody ever reads it."""
+    """Drop the draft tokens after its end token, which are never used."""
     end = next((i for i, token in enumerate(draft) if token in ends), None)
     return (draft, target) if end is None else (draft[: end + 1], target[: end + 2])
 
@@ -50,7 +50,7 @@ def cut_at_end(draft: list[int], target: list[int], ends: frozenset[int]) -> tup
 def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
     """spd_layout: context_start, context_len, draft_start, draft_len, target_start after `padding` columns in front.
 
-    The context ends one column before the separator in front of the draft, whatever was cut off it.
+    The context ends before the first separator, also after a cut.
     """
     draft_start = offsets["draft_start"] + padding
     context_start = draft_start - 1 - offsets["context_len"]
@@ -59,7 +59,7 @@ def left_padded_layout(offsets: Mapping[str, int], padding: int) -> list[int]:
 
 @dataclass
 class SPDInputData:
-    """One batch as the scorer reads it; every field is a tensor of the same first dimension."""
+    """Input batch of the scorer; all tensors have the same first dimension."""
 
     input_ids: torch.Tensor  # [B, P] int64, left-padded
     attention_mask: torch.Tensor  # [B, P], 1 = text
@@ -77,8 +77,8 @@ class SPDInputData:
         texts = [[pad_token_id] * (width - len(ids)) + ids for ids, _ in built]
         layout = [left_padded_layout(offsets, width - len(ids)) for ids, offsets in built]
         layout = torch.tensor(layout, device=device)
-        places = torch.arange(width, device=device) - layout[:, :1]
-        return cls(torch.tensor(texts, device=device), (places >= 0).long(), places.clamp(min=0), layout)
+        positions = torch.arange(width, device=device) - layout[:, :1]
+        return cls(torch.tensor(texts, device=device), (positions >= 0).long(), positions.clamp(min=0), layout)
 
     def as_kwargs(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of ScoringActor.forward."""
@@ -86,7 +86,7 @@ class SPDInputData:
 
 
 def ids_error(name: str, ids: Any, vocabulary: int) -> str:
-    """What is wrong with a column of token ids; empty if they are ids of a tokenizer with `vocabulary` entries."""
+    """The error in a column of token ids of a tokenizer with `vocabulary` entries; empty if there is none."""
     if isinstance(ids, list) and not ids:
         return f"{name} is empty; it needs at least one token id."
     rule = f"{name} must be a list of token ids from 0 to {vocabulary - 1}, those of the tokenizer"
@@ -98,7 +98,7 @@ def ids_error(name: str, ids: Any, vocabulary: int) -> str:
 
 
 def facts_error(facts: Mapping[str, Any]) -> str:
-    """What is wrong with a column of OPTIONAL (None: not known); empty if nothing is."""
+    """The error in a column of OPTIONAL (None: unknown); empty if there is none."""
     for name, low, high, rule in (
         ("is_correct_baseline", 0, 1, "0 or 1"),
         *((name, 0, 2**31 - 1, "a number of tokens") for name in ("baseline_length", "question_len")),
@@ -110,18 +110,18 @@ def facts_error(facts: Mapping[str, Any]) -> str:
 
 
 def truth_error(truth: Any) -> str:
-    """What is wrong with a ground truth: it must be a text with something in it, or a number; empty if it is."""
+    """The error in a ground truth, which must be a non-empty string or a finite number; empty if there is none."""
     if (isinstance(truth, str) and truth.strip()) or (type(truth) in (int, float) and abs(truth) < float("inf")):
         return ""
-    return f"ground_truth must be a text or a number, not {one_line(repr(truth))}."
+    return f"ground_truth must be a string or a number, not {one_line(repr(truth))}."
 
 
 @functools.cache
 def spelling_error(names: tuple[str, ...]) -> str:
-    """A name that is nearly one of the columns which may be left out: a slip there would go unseen."""
+    """The error of a column name that nearly matches an optional column; empty if there is none."""
     for name in names:
         if name not in OPTIONAL and (close := difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)):
-            return f"'{name}' is no known column; did you mean '{close[0]}'? Rename it."
+            return f"'{name}' is not a known column; did you mean '{close[0]}'? Rename it."
     return ""
 
 
@@ -130,7 +130,7 @@ def resolve_sep_token_id(tokenizer: Any) -> int:
     if SEP_VARIABLE in os.environ:
         text = os.environ[SEP_VARIABLE]
         if not text.isdecimal() or int(text) >= len(tokenizer):
-            raise ValueError(f"{SEP_VARIABLE}={text!r} is no token id below {len(tokenizer)}, the tokenizer's size.")
+            raise ValueError(f"{SEP_VARIABLE}={text!r} is not a token id below {len(tokenizer)}, the tokenizer's size.")
         return int(text)
     if tokenizer.sep_token_id is not None:
         return tokenizer.sep_token_id
@@ -144,11 +144,12 @@ def resolve_sep_token_id(tokenizer: Any) -> int:
 
 
 class SPDRLHFDataset(Dataset):
-    """One sample a drafted block: input_ids, attention_mask, position_ids [P] int64 (left-padded to
+    """One sample per drafted block: input_ids, attention_mask, position_ids [P] int64 (left-padded to
     data.max_prompt_length), spd_layout [5] int64, sample_index, and every other column of the row.
 
     Offsets in `extra_info` and `rollout_info` are shifted by the padding. An over-long block keeps its last
-    data.max_prompt_length tokens: only context is cut. The ids in `extra_info` stay whole.
+    data.max_prompt_length tokens: only context is cut. The ids in `extra_info` are not cut. Raises DatasetError, which
+    names file and row, for a row that does not fit.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class SPDRLHFDataset(Dataset):
             raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
         rows, origins = [], []
         for file in self.data_files:
-            found = read_rows(file)
-            rows += found
-            origins += [(str(file), number) for number in range(len(found))]
+            of_file = read_rows(file)
+            rows += of_file
+            origins += [(str(file), number) for number in range(len(of_file))]
         if not rows:
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
         keep = self._chosen(len(rows), max_samples)
@@ -181,7 +182,7 @@ class SPDRLHFDataset(Dataset):
             )  # fmt: skip
 
     def _chosen(self, count: int, max_samples: int) -> list[int]:
-        """Numbers of the rows to keep: all, or `max_samples` of them, drawn by data.seed if data.shuffle."""
+        """Indices of the rows to keep: all, or `max_samples` of them, drawn by data.seed if data.shuffle is set."""
         if max_samples < 0 or max_samples >= count:
             return list(range(count))
         if self.config.shuffle:
@@ -194,13 +195,13 @@ class SPDRLHFDataset(Dataset):
         return DatasetError(f"{file}, row {number}: {what}")
 
     def _check(self, item: int) -> bool:
-        """Refuse a row whose ids, offsets or lengths do not fit together; True if its context will be cut."""
+        """Raise DatasetError for inconsistent ids, offsets or lengths; True if the context will be cut."""
         row = self.rows[item]
         for column in ("input_ids", "extra_info", "rollout_info", "reward_model"):
             kind = list if column == "input_ids" else Mapping
             if column not in row or not isinstance(row[column], kind):
                 raise self.error(
-                    item, f"column '{column}' is missing or no {kind.__name__.lower()}; columns: {', '.join(row)}."
+                    item, f"column '{column}' is missing or not a {kind.__name__.lower()}; columns: {', '.join(row)}."
                 )
         extra, ids = row["extra_info"], row["input_ids"]
         if missing := [k for k in (*OFFSETS, *IDS, "is_correct_baseline") if extra.get(k) is None]:
@@ -210,8 +211,8 @@ class SPDRLHFDataset(Dataset):
         lists = {"input_ids": ids, **{name: extra[name] for name in IDS}}
         wrong = [ids_error(name, given, self.vocabulary) for name, given in lists.items()]
         wrong += [facts_error(extra), truth_error(row["reward_model"]["ground_truth"]), spelling_error(tuple(extra))]
-        if told := next(filter(None, wrong), ""):
-            raise self.error(item, told)
+        if error := next(filter(None, wrong), ""):
+            raise self.error(item, error)
         context, draft, target = (extra[name] for name in IDS)
         if len(target) != len(draft) + 1:
             counts = f"{len(draft)} draft and {len(target)} target ids"
@@ -225,10 +226,8 @@ class SPDRLHFDataset(Dataset):
                 if type(row[where].get(name)) is not int or row[where][name] != value:
                     raise self.error(item, f"{where}.{name} is {row[where].get(name)!r}; input_ids says {value}.")
         if len(draft) > self.gamma:
-            what = (
-                f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}. Raise it to {len(draft)}."
-            )
-            raise self.error(item, what)
+            excess = f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}"
+            raise self.error(item, f"{excess}. Raise it to {len(draft)}.")
         needed = len(ids) - len(context) + 1  # one context token must stay: it predicts t_1
         if needed > self.max_prompt_length:
             limit = f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it."

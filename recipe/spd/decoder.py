@@ -1,8 +1,8 @@
-"""Batched greedy speculative decoding, in which a judge decides on every mismatch between draft and target.
+"""Batched greedy speculative decoding in which a judge decides on every mismatch between draft and target.
 
-`speculative_generate` runs draft and target until each row has ended on its own; `greedy_generate` is the target
-alone; `replay_blocks` rebuilds the judge's view of recorded blocks. Any pair of Hugging Face causal models with one
-vocabulary and full attention will do.
+`speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone;
+`replay_blocks` recomputes recorded blocks for a judge. Works for Hugging Face causal models that share a vocabulary
+and have full attention.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
 
 @dataclass
 class Block:
-    """What a judge sees: B drafted blocks of g tokens and the target's view of each position.
+    """Input of a judge: B drafted blocks of g tokens, and the target's predictions.
 
-    Position i of `target_ids`, `target_logits` and `target_hidden` is the target's word on draft token i (given the
-    context and the draft tokens before i); position g is the bonus token's.
+    Position i of `target_ids`, `target_logits` and `target_hidden` predicts draft token i from the context and the
+    draft tokens before i; position g predicts the bonus token.
     """
 
-    context_ids: list[list[int]]  # B lists: the prompt and everything committed so far
+    context_ids: list[list[int]]  # B lists: the prompt and the tokens committed so far
     draft_ids: torch.Tensor  # [B, g] int64
     target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices
     target_logits: torch.Tensor  # [B, g + 1, V] float32
@@ -44,12 +44,12 @@ Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; 
 
 @dataclass
 class SpecResult:
-    """One entry a question in every list; `tokens` leave out the prompt and keep the end token."""
+    """One entry per prompt in every list; `tokens` exclude the prompt and include the end token."""
 
     tokens: list[list[int]]
-    origin: list[list[int]]  # of each token: FROM_TARGET, FROM_MATCH (agreed draft) or FROM_MISMATCH (let through)
+    origin: list[list[int]]  # of each token: FROM_TARGET, FROM_MATCH or FROM_MISMATCH (an accepted mismatch)
     rounds: list[int]  # target forwards
-    accepted: list[int]  # draft tokens that stand in `tokens`
+    accepted: list[int]  # draft tokens in `tokens`
     judged_mismatches: list[int]  # mismatches up to and including the first rejection of each block
     accepted_mismatches: list[int]
     finished: list[bool]  # True: ended by the end token; False: cut at max_new_tokens
@@ -63,16 +63,16 @@ class SpecResult:
 
 @dataclass
 class _Rows:
-    """The rows still running: row k of each cache and of each tensor here is question `question[k]`."""
+    """The rows still running: row k of each cache and tensor belongs to prompt `question[k]`."""
 
     question: torch.Tensor  # [B] int64
     previous: torch.Tensor  # [B] the last but one committed token (the last one where there is only one)
-    last: torch.Tensor  # [B] the last committed token, which no cache holds yet
+    last: torch.Tensor  # [B] the last committed token, not yet in any cache
     length: torch.Tensor  # [B] committed tokens, prompt included
     caches: list[RowCache] = field(default_factory=list)
 
     def keep(self, alive: torch.Tensor) -> None:
-        """Drop the rows where `alive` [B] is False: survivors from the end move into the holes."""
+        """Drop the rows where `alive` [B] bool is False: rows from the end move into the gaps."""
         count = int(alive.sum())
         if count == alive.numel():
             return
@@ -92,12 +92,13 @@ def speculative_generate(
     max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
     on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
 ) -> SpecResult:  # fmt: skip
-    """Continue every prompt by rounds of: draft proposes gamma tokens, target checks them in one forward, judge rules.
+    """Continue every prompt in rounds: draft proposes gamma tokens, target verifies them in one forward, judge decides.
 
     Both models are greedy. Each round commits the leading accepted draft tokens and the target's token after them.
-    A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; what the block holds
-    after that is dropped, from the tokens and from the counts. `on_block(block, accepted)` sees every block with its
-    leading accepts [B] (before such a cut).
+    A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the rest of its block is
+    dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts [B] int64
+    (before such a cut). Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge
+    that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     ends = end_ids(eos_token_id)
@@ -126,7 +127,7 @@ def greedy_generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
     eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
 ) -> SpecResult:  # fmt: skip
-    """Continue every prompt with the model's own greedy tokens, one forward a token."""
+    """Continue every prompt with the model's greedy tokens, one forward per token."""
     _check_prompts(prompts, 1, max_new_tokens)
     ends = end_ids(eos_token_id)
     result = SpecResult.empty(len(prompts))
@@ -151,32 +152,31 @@ def replay_blocks(
     target: nn.Module, draft: nn.Module, context_ids: Sequence[Sequence[int]], draft_ids: Sequence[Sequence[int]], *,
     batch_size: int = 256,
 ) -> Iterator[Block]:  # fmt: skip
-    """Show recorded blocks to a judge again: yields Blocks whose `rows` are places in the given lists.
+    """Recompute recorded blocks for a judge: yields Blocks whose `rows` are indices into the given lists.
 
-    The target's tokens are computed anew, so they are right for these models whatever the record says. Blocks of
-    different draft length come in different Blocks.
+    The target's tokens are computed by these models, not taken from the record. Drafts of one length come together.
     """
     _check_prompts(context_ids, 1, 1)
     by_length: dict[int, list[int]] = {}
-    for place, tokens in enumerate(draft_ids):
-        by_length.setdefault(len(tokens), []).append(place)
-    for length, places in sorted(by_length.items()):
+    for index, tokens in enumerate(draft_ids):
+        by_length.setdefault(len(tokens), []).append(index)
+    for length, indices in sorted(by_length.items()):
         if length == 0:
-            raise ValueError(f"draft_ids[{places[0]}] is empty; a block needs at least one drafted token")
-        for start in range(0, len(places), batch_size):
-            chunk = places[start : start + batch_size]
-            contexts = {place: list(context_ids[place]) for place in chunk}
+            raise ValueError(f"draft_ids[{indices[0]}] is empty; a block needs at least one drafted token")
+        for start in range(0, len(indices), batch_size):
+            chunk = indices[start : start + batch_size]
+            contexts = {index: list(context_ids[index]) for index in chunk}
             with _inference(target, draft):
                 rows = _start([target, draft], contexts, length, spare=0)
-                given = torch.tensor([list(draft_ids[place]) for place in chunk], device=rows.last.device)
+                given = torch.tensor([list(draft_ids[index]) for index in chunk], device=rows.last.device)
                 draft_logits = _forward(draft, rows.caches[1], *_verification_input(rows, given))[0][:, :-1]
                 yield _verify(target, rows, contexts, given, draft_logits)
 
 
 def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_tokens: int, spare: int) -> _Rows:
-    """Prefill every context but its last token into one cache a model.
+    """Prefill every context without its last token into one cache per model.
 
-    Room is reserved for `new_tokens` committed ones and `spare` slots of a draft that runs past them.
+    Reserves slots for `new_tokens` committed tokens and `spare` ones of a draft that exceeds them.
     """
     device = next(models[0].parameters()).device
     lengths = [len(tokens) for tokens in contexts.values()]
@@ -186,7 +186,7 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
         last=torch.tensor([tokens[-1] for tokens in contexts.values()], device=device),
         length=torch.tensor(lengths, device=device),
     )
-    # Right padding: the slots it fills lie after each row's end, so they are masked until a real token overwrites them.
+    # Right padding fills slots after each row's end, which are masked until a real token overwrites them.
     width = max(lengths) - 1
     padded = torch.tensor([(tokens[:-1] + [0] * width)[:width] for tokens in contexts.values()], device=device)
     for model in models:
@@ -207,7 +207,7 @@ def _propose_and_verify(
     target: nn.Module, draft: nn.Module, rows: _Rows, contexts: dict[int, list[int]], gamma: int
 ) -> Block:
     """One round's forwards: gamma of the draft, one of the target over its last token and the whole draft."""
-    # The draft never saw its own last token of a fully accepted block: feeding the last two tokens covers every row.
+    # The draft has not read the last token of a fully accepted block: feeding the last two tokens covers every row.
     tokens = torch.stack([rows.previous, rows.last], dim=1)
     positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
     draft_ids, draft_logits = [], []
@@ -243,7 +243,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run tokens [B, q] at positions [B, q]; returns logits [B, q, V] float32 and the last hidden state [B, q, H]."""
     mask = cache.announce(positions, _dtype(model))
-    # A draft may run past the last position that can be committed; its tokens there are dropped, so any index will do.
+    # A draft may exceed the last position that can be committed; tokens there are dropped, so any position id will do.
     limit = model.config.get_text_config().max_position_embeddings - 1
     output = model(
         input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
@@ -271,7 +271,7 @@ def _commit(
 
 
 def _advance(rows: _Rows, block: Block, accepted: torch.Tensor) -> None:
-    """Move every row behind its committed tokens; ended rows are dropped next, so theirs do not matter."""
+    """Move every row past its committed tokens; values of ended rows are arbitrary, they are dropped next."""
     before = block.draft_ids.gather(1, (accepted - 1).clamp(min=0)[:, None]).flatten()
     rows.previous = torch.where(accepted > 0, before, rows.last)
     rows.last = block.target_ids.gather(1, accepted[:, None]).flatten()
@@ -281,7 +281,7 @@ def _advance(rows: _Rows, block: Block, accepted: torch.Tensor) -> None:
 def _append(
     result: SpecResult, question: int, tokens: list[int], origin: list[int], max_new_tokens: int, ends: frozenset[int]
 ) -> int:
-    """Add a round's tokens up to the first end token and the limit; returns how many were kept."""
+    """Add a round's tokens up to the first end token or the limit; returns the number added."""
     kept = min(len(tokens), max_new_tokens - len(result.tokens[question]))
     end = next((i for i, token in enumerate(tokens[:kept]) if token in ends), None)
     if end is not None:
@@ -326,7 +326,7 @@ def _check_positions(model: nn.Module, longest: int, new_tokens: int) -> None:
 
 
 def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
-    """The end tokens as a set: of one id, of several, or of none."""
+    """The end tokens as a set, from one id, several, or None."""
     if eos_token_id is None:
         return frozenset()
     return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(eos_token_id)
@@ -342,7 +342,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _inference(*models: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; each model's training flag is put back afterwards."""
+    """No gradients, no dropout; each model's training flag is restored afterwards."""
     with ExitStack() as stack:
         for model in models:
             stack.callback(model.train, model.training)

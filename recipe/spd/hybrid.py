@@ -1,9 +1,10 @@
-"""From actions to hybrid contexts: what a judged block turns the target's context into."""
+"""Accept/reject actions of drafted blocks, and the hybrid contexts that they lead to."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def sample_actions(z: torch.Tensor, draws: torch.Tensor | None, temperature: flo
 def uniform_draws(
     seed: int, global_steps: int, sample_indices: Sequence[int], draft_lens: Sequence[int], n: int, width: int
 ) -> torch.Tensor:
-    """Uniform numbers [B, n, width] float32 that depend on (seed, step, sample_index) only: not on ranks, nor batch."""
+    """Uniform numbers [B, n, width] float32 from (seed, step, sample_index) only: the same on any number of ranks."""
     draws = np.ones((len(sample_indices), n, width), dtype=np.float32)
     for row, (index, g) in enumerate(zip(sample_indices, draft_lens, strict=True)):
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, global_steps, index])))
@@ -47,9 +48,9 @@ class Hybrid:
 
     effective_len: int  # L
     tokens: tuple[int, ...]  # d_1..d_L and t_{L+1}, without an end token
-    ended: bool  # the answer ends here: an end token stood in it
-    on_target_path: bool  # only matches were accepted: the target would have written the same
-    reached: int  # draft positions whose action had a say in H: those before the first rejection, and it
+    ended: bool  # an end token was reached: the answer needs no completion
+    on_target_path: bool  # only matches were accepted: the target would have generated the same
+    reached: int  # draft positions whose action affects H: up to and including the first rejection
 
 
 def hybrid_of(
@@ -57,14 +58,14 @@ def hybrid_of(
 ) -> Hybrid:
     """The hybrid of one judged block; target_ids has one id more than draft_ids, actions at least as many.
 
-    Matches count as accepted whatever their action. What stands behind an accepted end token is never written.
+    Matches count as accepted whatever their action. Tokens after an accepted end token are dropped.
     """
     taken: list[int] = []
     on_path = True
-    for i, (drafted, wanted) in enumerate(zip(draft_ids, target_ids, strict=False)):
-        if drafted != wanted:
+    for i, (drafted, chosen) in enumerate(zip(draft_ids, target_ids, strict=False)):
+        if drafted != chosen:
             if not actions[i]:
-                return _corrected(taken, wanted, eos, on_path, reached=i + 1)
+                return _corrected(taken, chosen, eos, on_path, reached=i + 1)
             on_path = False
         if drafted in eos:
             return Hybrid(len(taken) + 1, tuple(taken), True, on_path, reached=i + 1)
@@ -82,6 +83,32 @@ def _corrected(taken: list[int], token: int, eos: Collection[int], on_path: bool
 def counted_positions(
     draft_ids: Sequence[int], target_ids: Sequence[int], reached: int, loss_positions: str
 ) -> list[int]:
-    """1 where a position counts in the loss: mismatches up to and with the first rejection; `all`: every mismatch."""
+    """1 where a position counts in the loss, [g]: mismatches up to the first rejection (`judged`), or `all`."""
     last = reached if loss_positions == "judged" else len(draft_ids)
     return [int(i < last and d != t) for i, (d, t) in enumerate(zip(draft_ids, target_ids, strict=False))]
+
+
+def spd_segments(
+    tokenizer: Any, draft_ids: Sequence[int], target_ids: Sequence[int], actions: Sequence[int], hybrid: Hybrid,
+    completion: Sequence[int],
+) -> list[dict[str, str]]:  # fmt: skip
+    """{text, kind} of each draft token (match, accepted, rejected, unused), of the correction and of the completion.
+
+    A mismatch shows "draft token≠target token".
+    """
+    drafted = tokenizer.convert_ids_to_tokens(list(draft_ids))
+    chosen = tokenizer.convert_ids_to_tokens(list(target_ids))
+    segments = []
+    for i, token in enumerate(drafted):
+        if i >= hybrid.reached:
+            segments.append({"text": token, "kind": "unused"})
+        elif draft_ids[i] == target_ids[i]:
+            segments.append({"text": token, "kind": "match"})
+        else:
+            segments.append({"text": f"{token}≠{chosen[i]}", "kind": "accepted" if actions[i] else "rejected"})
+    correction = hybrid.tokens[hybrid.effective_len :]
+    if correction:
+        segments.append({"text": tokenizer.convert_ids_to_tokens(list(correction))[0], "kind": "correction"})
+    if completion:
+        segments.append({"text": tokenizer.decode(list(completion), skip_special_tokens=True), "kind": "completion"})
+    return segments

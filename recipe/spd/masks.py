@@ -1,4 +1,4 @@
-"""Position ids with 4-D attention masks of the scorer's input [Context] SEP [Draft] SEP [Target] SEP.
+"""Position ids and 4-D attention masks of the scorer's input [Context] SEP [Draft] SEP [Target] SEP.
 
 Every function takes attention_mask [B, P] (1 = text) and spd_layout [B, 5] int64 =
 (context_start, context_len, draft_start, draft_len, target_start) in columns of the padded input.
@@ -55,8 +55,8 @@ def create_position_ids(
 def create_spd_attention_mask(
     attention_mask: torch.Tensor, spd_layout: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[B, 1, P, P], 0 = may look, lowest number = may not. t_i sees the context, d_1..d_i and t_1..t_i; the context
-    and the draft are causal, and the draft sees the context.
+    """[B, 1, P, P] additive: 0 = visible, the dtype's minimum = hidden. t_i sees the context, d_1..d_i and
+    t_1..t_i; the context and the draft are causal, and the draft sees the context.
     """
     parts = _parts(attention_mask, spd_layout)
     allowed = _shared(parts)
@@ -70,8 +70,8 @@ def create_spd_attention_mask(
 def create_hybrid_attention_mask(
     attention_mask: torch.Tensor, spd_layout: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """[B, 1, P, P], 0 = may look, lowest number = may not. The context is causal; draft and target tokens see the
-    context and all of each other: the whole block is known when it is judged.
+    """[B, 1, P, P] additive: 0 = visible, the dtype's minimum = hidden. The context is causal; draft and target tokens
+    see the context and all of each other: the full block is known when it is judged.
     """
     parts = _parts(attention_mask, spd_layout)
     block = parts.draft | parts.target
@@ -87,7 +87,7 @@ def _shared(parts: _Parts) -> torch.Tensor:
     allowed |= (parts.draft | parts.target)[:, :, None] & prefix_keys
     # The second and third separator see everything before them except each other: nothing sees them.
     allowed |= parts.separator[:, :, None] & (parts.text & ~parts.separator)[:, None, :] & before
-    # Everyone sees itself, padding too: a row that sees nothing would be NaN.
+    # Every token sees itself, padding too: a row without visible tokens would be NaN.
     return allowed | torch.eye(offset.shape[1], dtype=torch.bool, device=offset.device)
 
 

@@ -1,4 +1,4 @@
-"""Reward of a judged block: how many draft tokens were accepted, against what that did to the answer."""
+"""Reward of a judged block: accepted draft tokens against the effect on the answer."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SPDRewardConfig:
     correct_base: float = 1.0
     # effective: every leading accept counts; gain: only those beyond what exact match accepts anyway.
     length: str = "effective"
-    # neutral: a block of which nothing is accepted stays in its group with reward 0; mask: the rollout takes it out.
+    # neutral: a block with nothing accepted stays in its group with reward 0; mask: the rollout drops it.
     zero_length: str = "neutral"
-    # Cost of a correct answer per baseline length that it is longer than the baseline's.
+    # Cost of a correct answer for each baseline length that it exceeds the baseline's.
     length_penalty: float = 0.0
 
     def __post_init__(self) -> None:
@@ -42,18 +42,18 @@ class SPDRewardConfig:
                     f"spd.reward.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}."
                 )
         if self.length_penalty < 0:
-            raise ValueError(f"spd.reward.length_penalty={self.length_penalty} is negative; it is a cost: 0 or above.")
+            raise ValueError(f"spd.reward.length_penalty={self.length_penalty} is negative; use 0 or more.")
 
 
 def refuse_unknown(group: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
-    """An error with the nearest known name for the first setting of a config group that is not known."""
+    """Raise ValueError for the first unknown setting of a config group, with the nearest known name."""
     for name in settings:
         if name not in known:
             raise ValueError(f"{group}.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
 
 
 def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
-    """Settings by name, with REWARD_* environment variables over them; an unknown name is refused."""
+    """Settings by name, overridden by REWARD_* environment variables; ValueError for an unknown name."""
     refuse_unknown("spd.reward", settings, [f.name for f in fields(SPDRewardConfig)])
     values = dict(settings)
     for variable, name in VARIABLES.items():
@@ -61,7 +61,7 @@ def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
             try:
                 values[name] = float(os.environ[variable])
             except ValueError as error:
-                raise ValueError(f"{variable}={os.environ[variable]!r} is no number.") from error
+                raise ValueError(f"{variable}={os.environ[variable]!r} is not a number.") from error
     return SPDRewardConfig(**values)
 
 
@@ -74,7 +74,7 @@ def leading_matches(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:
 
 
 def scenario_of(effective_len: int, hybrid_correct: bool, baseline_correct: bool) -> str:
-    """A sped up a right answer, B broke one, C useless, D repaired a wrong one; zero: nothing was accepted."""
+    """A: correct before and after; B: made wrong; C: wrong before and after; D: made correct; zero: L = 0."""
     if effective_len == 0:
         return "zero"
     if baseline_correct:
@@ -134,7 +134,7 @@ def compute_score_batch(
     data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]], settings: Mapping[str, Any],
 ) -> list[dict[str, float]]:  # fmt: skip
-    """`compute_score` of every row; an error names the row. The batch's tensors are not asked for: they stay behind."""
+    """`compute_score` of every row; an error names the row."""
     config, scores = reward_config(settings), []
     for i, extra_info in enumerate(extra_infos):
         try:

@@ -1,10 +1,14 @@
-"""The settings a scorer is built with, as they stand in its `spd_config.json`."""
+"""The settings of a scorer, as saved in its `spd_config.json`, and the score heads that they select."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from verl.utils.registry import nearest
 
@@ -16,32 +20,32 @@ HEAD_INPUTS = ("state", "pair")
 
 @dataclass
 class ScoringModelConfig:
-    """What kind of scorer it is and what it stands on."""
+    """Kind of the scorer and its base model."""
 
-    # Directory of the Hugging Face model underneath: the own backbone, or the target whose hidden states are read.
+    # Directory of the Hugging Face base model: the own backbone, or the target whose hidden states are read.
     base_model_path: str = ""
-    # own: a backbone of its own reads the block; target: a small head over the frozen target's hidden states.
+    # own: a separate backbone reads the block; target: a small head over the frozen target's hidden states.
     backbone: str = "target"
-    # Mask of the `own` backbone; `target` runs the target as it is, causally.
+    # Mask of the `own` backbone; `target` runs the target causally.
     attention: str = "causal"
-    # Last tokens of the context that the `own` backbone reads; 0 = all. `target` always reads the whole context.
+    # Number of last context tokens that the `own` backbone reads; 0 = all. `target` always reads the full context.
     context_tokens: int = 0
-    # Width of the model underneath; 0 = as its config says.
+    # Hidden size of the base model; 0 = from its config.
     hidden_size: int = 0
     # What the `own` backbone's head reads. state: the state over t_i. pair: also the state over the token before d_i,
     # and the embeddings of d_i and t_i, as the target head does.
     head_inputs: str = "state"
     # Width of the two hidden layers of a head that reads embeddings (target; own with pair).
     head_size: int = 128
-    # 0 trains all of the `own` backbone.
+    # 0 trains the full `own` backbone.
     lora_rank: int = 0
     lora_alpha: int = 16
     lora_target_modules: str | list[str] = "all-linear"
     # Logit where draft and target agree: accepted for certain, no gradient.
     mismatch_logit_value: float = 50.0
-    # Seed of the head's first weights: every rank must draw the same.
+    # Seed of the head's initial weights: every rank must draw the same.
     seed: int = 0
-    # Fingerprint of the model that a `target` head or adapters were trained on; filled when the scorer is built.
+    # Fingerprint of the model that a `target` head or adapters were trained on; set when the scorer is built.
     base_fingerprint: str = ""
 
     def __post_init__(self) -> None:
@@ -73,17 +77,67 @@ class ScoringModelConfig:
 
     @classmethod
     def load(cls, directory: Path) -> ScoringModelConfig:
-        """Read spd_config.json; a missing or torn file and an unknown key are errors that name it."""
+        """Read spd_config.json. Raises FileNotFoundError, or ValueError for a damaged file or an unknown key."""
         file = directory / CONFIG_FILE
         if not file.is_file():
-            raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is no saved scorer.")
+            raise FileNotFoundError(f"{directory} holds no {CONFIG_FILE}: it is not a saved scorer.")
         try:
             values = json.loads(file.read_text())
         except ValueError as error:
-            raise ValueError(f"{file} is torn ({error}); save the scorer again.") from error
+            raise ValueError(f"{file} is damaged ({error}); save the scorer again.") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{file} is no object of keys and values; save the scorer again.")
-        values.pop("target_fingerprint", None)  # of before base_fingerprint: samples of the weights, too few to tell
+            raise ValueError(f"{file} is not a JSON object; save the scorer again.")
+        values.pop("target_fingerprint", None)  # of older scorers: a hash of too few weights
         if unknown := sorted(set(values) - (known := {f.name for f in fields(cls)})):
             raise ValueError(f"{file} has the unknown keys {unknown}; known: {', '.join(sorted(known))}.")
         return cls(**values)
+
+
+class ScoreHead(nn.Module):
+    """LayerNorm -> Linear(H, H/4) -> GELU -> Linear(H/4, 1): a logit from the `own` backbone's state over t_i."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.inner = nn.Linear(hidden_size, hidden_size // 4)
+        self.out = nn.Linear(hidden_size // 4, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, g, H] -> [B, g]."""
+        hidden = hidden.to(self.norm.weight.dtype)
+        return self.out(F.gelu(self.inner(self.norm(hidden)))).squeeze(-1)
+
+
+class PairHead(nn.Module):
+    """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state over the token before d_i (in the target
+    the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states.
+
+    With tied embeddings h * (d - t) sums to the logit difference of d_i and t_i, which linear layers learn slowly.
+    """
+
+    def __init__(self, hidden_size: int, width: int, more: int = 0) -> None:
+        super().__init__()
+        self.first = nn.Linear((4 + more) * hidden_size, width)
+        self.second = nn.Linear(width, width)
+        self.out = nn.Linear(width, 1)
+
+    def forward(
+        self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor
+    ) -> torch.Tensor:
+        """Three or more of [B, g, H] -> [B, g]. All are normalised: embeddings may be far smaller than states."""
+        dtype = self.first.weight.dtype
+        h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more))
+        features = torch.cat([h, d, t, h * (d - t), *rest], dim=-1)
+        return self.out(F.gelu(self.second(F.gelu(self.first(features))))).squeeze(-1)
+
+
+def make_head(config: ScoringModelConfig) -> nn.Module:
+    """A head of the kind and widths that `config` names."""
+    return head_of(config.backbone, config.head_inputs, config.hidden_size, config.head_size)
+
+
+def head_of(backbone: str, inputs: str, hidden_size: int, width: int) -> nn.Module:
+    """The head of a backbone (own, target) that reads `inputs` (state, pair)."""
+    if backbone == "target":
+        return PairHead(hidden_size, width)
+    return PairHead(hidden_size, width, more=1) if inputs == "pair" else ScoreHead(hidden_size)

@@ -1,4 +1,4 @@
-"""The scoring model: one logit for every drafted token, on a backbone of its own or on the target's hidden states."""
+"""The scoring model: one logit per drafted token, from a separate backbone or from the target's hidden states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from recipe.spd.features import FeatureStore
-from recipe.spd.heads import make_head
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
-from recipe.spd.scoring_config import ScoringModelConfig
+from recipe.spd.scoring_config import ScoringModelConfig, make_head
+from recipe.spd.store import FeatureStore
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
 from verl.utils.fingerprint import model_fingerprint
 from verl.utils.peft_weights import without_adapters
@@ -24,13 +23,12 @@ from verl.workers.policy.packing import make_packable, pack_rows
 
 
 class ScoringActor(nn.Module):
-    """z [B, gamma] for drafted blocks; what trains is the whole backbone, its LoRA adapters, or the head alone."""
+    """z [B, gamma] for drafted blocks; trained are the full backbone, its LoRA adapters, or the head alone."""
 
     def __init__(self, config: ScoringModelConfig, backbone: nn.Module) -> None:
         super().__init__()
         self.config = config
         self.backbone = backbone
-        self.packs = False
         self.features: FeatureStore | None = None  # set by the training's loader, for the `target` backbone
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
@@ -52,22 +50,22 @@ class ScoringActor(nn.Module):
         """input_ids, attention_mask (1 = text), position_ids [B, P]; spd_layout [B, 5] -> z [B, gamma] float32.
 
         gamma is the longest draft of the batch; matches and the padding of shorter drafts get mismatch_logit_value.
-        `spd` and `hybrid` attention count their own positions, `target` those of context and draft alone. With
-        `remove_padding` the backbone sees one flat row of tokens, where its attention is transformers' own.
+        `spd` and `hybrid` attention make their own positions, `target` counts context and draft. With `remove_padding`
+        the backbone sees one flat row of tokens if its attention is transformers' own.
         """
-        self.packs = remove_padding and make_packable(without_adapters(self.backbone))
+        pack = remove_padding and make_packable(without_adapters(self.backbone))
         if self.config.context_tokens:
             input_ids, attention_mask, position_ids, spd_layout = cut_context(
                 input_ids, attention_mask, spd_layout, self.config.context_tokens
             )
         draft_ids, target_ids, judged = block_tokens(input_ids, spd_layout)
         if self.config.backbone == "target":
-            hidden = self._target_hidden(input_ids, spd_layout, draft_ids.shape[1])
+            hidden = self._target_hidden(input_ids, spd_layout, draft_ids.shape[1], pack)
             z = self.score_features(hidden, draft_ids, target_ids)
         else:
-            states = self._own_states(input_ids, attention_mask, position_ids, spd_layout)
-            z = self._judge_states(states, spd_layout, draft_ids, target_ids)
-            z = self._settle_matches(z, draft_ids, target_ids)
+            states = self._own_states(input_ids, attention_mask, position_ids, spd_layout, pack)
+            z = self._score_states(states, spd_layout, draft_ids, target_ids)
+            z = self._mask_matches(z, draft_ids, target_ids)
         return z.masked_fill(~judged, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
@@ -75,21 +73,21 @@ class ScoringActor(nn.Module):
         if self.config.backbone != "target":
             raise TypeError("score_features needs a scorer with spd.backbone=target; this one has 'own'.")
         z = self.head(hidden, *self._embedded(draft_ids, target_ids))
-        return self._settle_matches(z, draft_ids, target_ids)
+        return self._mask_matches(z, draft_ids, target_ids)
 
     def _embedded(self, *ids: torch.Tensor) -> list[torch.Tensor]:
         """Embeddings of ids [B, g], without gradient: [B, g, H] each."""
         with torch.no_grad():
             return [self.backbone.get_input_embeddings()(tokens) for tokens in ids]
 
-    def _settle_matches(self, z: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        """z [B, g] in float32, certain and without gradient where d_i == t_i."""
+    def _mask_matches(self, z: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+        """z [B, g] in float32; mismatch_logit_value, without gradient, where d_i == t_i."""
         return z.float().masked_fill(draft_ids == target_ids, self.config.mismatch_logit_value)
 
-    def _judge_states(
+    def _score_states(
         self, states: torch.Tensor, spd_layout: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor
     ) -> torch.Tensor:
-        """The own backbone's states [B, P, H] -> z [B, gamma], before matches are settled."""
+        """The own backbone's states [B, P, H] -> z [B, gamma], before matches are masked."""
         steps = torch.arange(draft_ids.shape[1], device=draft_ids.device)
         at_target = _rows_at(states, spd_layout[:, 4:5] + steps)
         if self.config.head_inputs == "state":
@@ -99,7 +97,7 @@ class ScoringActor(nn.Module):
 
     def _own_states(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        spd_layout: torch.Tensor,
+        spd_layout: torch.Tensor, pack: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         """[B, P, H]: the own backbone's last hidden states."""
         mask = None
@@ -107,28 +105,29 @@ class ScoringActor(nn.Module):
             makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
             mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
             position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
-        return self._states(input_ids, attention_mask, position_ids, mask)
+        return self._states(input_ids, attention_mask, position_ids, pack, mask)
 
     def _states(
-        self, ids: torch.Tensor, text: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The backbone's last hidden states [B, P, H]; ids, text (1 = no padding), position_ids [B, P], mask as
-        masks.py makes it, None: causal.
+        self, ids: torch.Tensor, text: torch.Tensor, position_ids: torch.Tensor, pack: bool,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The backbone's last hidden states [B, P, H]; ids, text (1 = no padding), position_ids [B, P] int64; mask
+        [B, 1, P, P] additive (masks.py), None: causal.
         """
-        if not self.packs:
+        if not pack:
             inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": text if mask is None else mask}
             return self.backbone(**inputs, use_cache=False).last_hidden_state
         packing = pack_rows(text, None if mask is None else mask[:, 0] == 0)
         states = self.backbone(**packing.model_inputs(ids, position_ids)).last_hidden_state
         return packing.spread(states, *ids.shape)
 
-    def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
+    def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int, pack: bool) -> torch.Tensor:
         """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma.
 
         With a feature store only blocks that were never seen are forwarded.
         """
         if self.features is None:
-            return self._forward_target(input_ids, spd_layout, gamma)
+            return self._forward_target(input_ids, spd_layout, gamma, pack)
         texts, layout = input_ids.cpu().numpy(), spd_layout.cpu().tolist()
         blocks = [
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
@@ -137,16 +136,18 @@ class ScoringActor(nn.Module):
         states = self.features.get_many(blocks, self.config.hidden_size)
         missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
         if _any_rank(bool(missing), input_ids.device):
-            # A sharded target is gathered by all ranks together: one that misses nothing forwards a row all the same.
+            # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
             rows = missing or [0]
-            hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma)
+            hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma, pack)
             fresh = [hidden[k, : layout[i][3]] for k, i in enumerate(rows)]
             self.features.put_many([blocks[i] for i in rows], fresh)
             states = self.features.get_many(blocks, self.config.hidden_size)
         hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma, H]
         return F.pad(hidden, (0, 0, 0, gamma - hidden.shape[1])).to(input_ids.device)
 
-    def _forward_target(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int) -> torch.Tensor:
+    def _forward_target(
+        self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int, pack: bool
+    ) -> torch.Tensor:
         """The same by a forward over context and draft, right-aligned."""
         start, context_len, draft_start, draft_len = (spd_layout[:, i : i + 1] for i in range(4))  # [B, 1]
         length = context_len + draft_len
@@ -157,14 +158,14 @@ class ScoringActor(nn.Module):
         text = position >= 0
         ids = input_ids.gather(1, torch.where(text, column, 0))
         with torch.no_grad():
-            output = self._states(ids, text.long(), position.clamp(min=0))
+            output = self._states(ids, text.long(), position.clamp(min=0), pack)
         # The state over the token before d_i predicted t_i.
         return _rows_at(output, first + context_len - 1 + torch.arange(gamma, device=input_ids.device))
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """Write the trained part with spd_config.json: the head, and the adapters or the whole `own` backbone.
+        """Write the trained part with spd_config.json: the head, and the adapters or the full `own` backbone.
 
-        `state_dict` takes the place of the module's own one where that is sharded (names as in `self.state_dict()`).
+        `state_dict` replaces the module's own where that is sharded (names as in `self.state_dict()`).
         """
         state = self.state_dict() if state_dict is None else state_dict
         self._save_head(Path(directory), state)
@@ -175,9 +176,9 @@ class ScoringActor(nn.Module):
         config.save(Path(directory))
 
     def save_beside_adapters(self, directory: str | Path, *, state_dict: dict[str, torch.Tensor]) -> None:
-        """Make a folder of adapters in peft's format one that `adapter_path` takes: the head and spd_config.json.
+        """Add the head and spd_config.json to a folder of adapters in peft's format, as `adapter_path` needs it.
 
-        `state_dict`: what is trained beside the adapters, by this module's names.
+        `state_dict`: the trained weights other than the adapters, by this module's names.
         """
         self._save_head(Path(directory), state_dict)
         self.config.save(Path(directory))
@@ -188,7 +189,7 @@ class ScoringActor(nn.Module):
         save_file(_on_cpu(head), directory / HEAD_FILE, metadata={"format": "pt"})
 
     def _save_backbone(self, directory: Path, state: dict[str, torch.Tensor]) -> ScoringModelConfig:
-        """Adapters in peft's format, or a whole backbone: also where `state` has the adapters merged in."""
+        """Save adapters in peft's format, or a full backbone (also if `state` has the adapters merged in)."""
         if self.config.lora_rank and any(".lora_" in name for name in state):
             folder = str(directory / ADAPTER_DIR)
             self.backbone.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
@@ -198,7 +199,7 @@ class ScoringActor(nn.Module):
         return replace(self.config, lora_rank=0)
 
     def load_trained(self, directory: str | Path) -> None:
-        """Read the trained part that was saved in `directory` into this model; one that does not fit is refused."""
+        """Load the trained part saved in `directory`; raises ValueError or OSError if it does not fit."""
         load_trained(Path(directory), self.config, self.head, self.backbone)
 
 
@@ -231,7 +232,7 @@ def block_tokens(input_ids: torch.Tensor, spd_layout: torch.Tensor) -> tuple[tor
 
 
 def _any_rank(mine: bool, device: torch.device) -> bool:
-    """Whether it is so on some rank; every rank takes part."""
+    """Whether the flag is set on any rank; every rank takes part."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return mine
     flag = torch.tensor(float(mine), device=device)
@@ -253,7 +254,7 @@ class AutoModelForSPDScoring:
         config: ScoringModelConfig, torch_dtype: torch.dtype = torch.float32, base_model: PreTrainedModel | None = None,
         **backbone_kwargs: Any,
     ) -> ScoringActor:  # fmt: skip
-        """A scorer with a new head on config.base_model_path, or on `base_model` (loaded already, shared)."""
+        """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared."""
         if base_model is None:
             backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
         else:
@@ -277,12 +278,12 @@ class AutoModelForSPDScoring:
         directory: str | Path, base_model_path: str | None = None, base_model: PreTrainedModel | None = None,
         torch_dtype: torch.dtype = torch.float32,
     ) -> ScoringActor:  # fmt: skip
-        """The scorer saved in `directory`, on the model it names, on `base_model_path`, or on a loaded `base_model`."""
+        """The scorer saved in `directory`, on the model in its config, on `base_model_path`, or on `base_model`."""
         directory = Path(directory)
         config = ScoringModelConfig.load(directory)
         config.base_model_path = base_model_path or config.base_model_path
         if config.backbone == "own" and not config.lora_rank and base_model_path is None and base_model is None:
-            # A full fine-tune brings its whole backbone along; the model it started from is not needed.
+            # A full fine-tune contains its backbone; the model it started from is not needed.
             backbone = AutoModel.from_config(AutoConfig.from_pretrained(directory / BACKBONE_DIR), dtype=torch_dtype)
             model = ScoringActor(config, backbone)
         else:

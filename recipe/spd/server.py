@@ -1,4 +1,4 @@
-"""A local vLLM server on 127.0.0.1, started for one run and gone with its owner."""
+"""A local vLLM server on 127.0.0.1, started for one run and ended with its owner."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from recipe.spd.settings import SPDSettings
 
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
-LOCAL_VARIABLE = "SPD_LOCAL_SERVER"  # names, to the processes of a run, the server that its entry started for them
+LOCAL_VARIABLE = "SPD_LOCAL_SERVER"  # handle of the server that the run's entry started, for its other processes
 _LOG_TAIL = 25
 _GPU_SHARE = 0.5  # spd.rollout.server_args=[--gpu-memory-utilization,...] sets another
-_KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM fills it with zeros before it serves, which takes seconds a GiB
+_KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM zeroes it before it serves, which takes seconds per GiB
 
 
 class ServerError(RuntimeError):
-    """The local server did not come up or is gone; the text names its log file."""
+    """The local server did not start or has ended; the message shows the end of its log file."""
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A TCP port of 127.0.0.1 that is not in use now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def sees_gpu() -> bool:
-    """Whether torch finds a GPU; a CPU build says so by its version, without the seconds that its import takes."""
+    """Whether torch sees a GPU; a CPU build is known by its version, which saves the import."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return False
     import torch
@@ -47,7 +47,7 @@ def sees_gpu() -> bool:
 
 
 class RunningServer:
-    """A server of this machine that may still be loading: `wait_ready()` before the first request."""
+    """A server on this machine that may still be loading: call `wait_ready()` before the first request."""
 
     def __init__(self, pid: int, url: str, log_file: str | Path) -> None:
         self.pid = pid  # of its supervisor
@@ -56,17 +56,20 @@ class RunningServer:
         self._ready = False
 
     def handle(self) -> str:
-        """What another process of this machine needs to find it by `from_handle`."""
+        """Text from which another process of this machine makes this object by `from_handle`."""
         return f"{self.pid} {self.url} {self.log_file}"
 
     @staticmethod
     def from_handle(text: str) -> RunningServer:
-        """The server that `handle` described."""
+        """The server of a `handle`."""
         pid, url, log_file = text.split(" ", 2)
         return RunningServer(int(pid), url, log_file)
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Wait until it answers, at most `timeout_s` from its start, check it with one completion; gives its URL."""
+        """Wait at most `timeout_s` from its start until it completes a request; returns its URL.
+
+        Raises ServerError with the end of the log.
+        """
         while not self._ready:
             age = self._age()
             if age is None:
@@ -101,12 +104,13 @@ class RunningServer:
             return False
 
     def _check_completion(self) -> None:
-        """/health answers 200 also where the engine dies at the first request."""
+        """/health returns 200 even if the engine dies at the first request."""
         request = {"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
-        head = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(request).encode(), headers=head)
+        headers, url = {"Content-Type": "application/json"}, f"{self.url}/v1/completions"
         try:
-            with urllib.request.urlopen(asked, timeout=120.0) as reply:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, json.dumps(request).encode(), headers=headers), timeout=120.0
+            ) as reply:
                 json.load(reply)
         except (OSError, ValueError) as error:
             raise ServerError(f"the local vLLM server failed its first completion: {error}.{self._tail()}") from error
@@ -119,8 +123,7 @@ class RunningServer:
 class LocalVllmServer(RunningServer):
     """vLLM's OpenAI server for the model in a directory, owned by this process. Start it early.
 
-    Its output is in `log_file`. Both processes (a supervisor and vLLM with its children) end with this process,
-    however that ends.
+    Its output goes to `log_file`. The supervisor and vLLM with its children end with this process, SIGKILL included.
     """
 
     def __init__(
@@ -135,16 +138,16 @@ class LocalVllmServer(RunningServer):
             "--disable-uvicorn-access-log",
         ]  # fmt: skip
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        # A rendezvous of the trainer's ranks in the environment is not the server's.
+        # The rendezvous of the trainer's ranks must not reach vLLM.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         if not sees_gpu():
             command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]
-            # The worker inside the engine's process is one Python start less. It takes its threads from here then; with
-            # more of them than free cores a batch costs several times the CPU time.
+            # A worker in the engine's process saves one Python start. Its number of threads is then set here; with more
+            # threads than free cores a batch costs several times the CPU time.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) - 1))
-        else:  # the trainer lives on the same GPU; of two arguments alike the last one counts
+        else:  # the trainer uses the same GPU; extra_args may override it
             command += ["--gpu-memory-utilization", str(_GPU_SHARE)]
         command += list(extra_args or [])
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +162,7 @@ class LocalVllmServer(RunningServer):
         logger.info("local vLLM server for {} starts at {}; log: {}", model_path, self.url, self.log_file)
 
     def stop(self) -> None:
-        """End the server with all its processes; calling it twice does no harm."""
+        """End the server with all its processes; may be called twice."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
@@ -171,7 +174,7 @@ class LocalVllmServer(RunningServer):
 
 
 def server_of(settings: SPDSettings, prompt_length: int, response_length: int) -> LocalVllmServer:
-    """Start the server of a run; it takes context, block and completion together, unless max_model_len says else."""
+    """Start the server of a run, for context, rounds of blocks and completion unless max_model_len is set."""
     rollout = settings.rollout
     length = rollout.max_model_len or prompt_length + rollout.rounds * (response_length + 1) + rollout.max_tokens
     return LocalVllmServer(settings.target_path, rollout.server_log, length, rollout.server_args)

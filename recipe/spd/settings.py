@@ -1,4 +1,4 @@
-"""What the spd rollout reads of the recipe's config group `spd` (handed over in rollout.custom)."""
+"""The settings of the spd rollout, from the recipe's config group `spd` (passed as rollout.custom)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOSS_POSITIONS = ("judged", "all")
 
 @dataclass(frozen=True)
 class SPDRolloutSettings:
-    """Group spd.rollout; the sentence on each key stands in recipe/spd/config/spd_trainer.yaml, with its default."""
+    """Group spd.rollout; recipe/spd/config/spd_trainer.yaml documents each key and has its default."""
 
     servers: list[str] | str | None
     served_model: str | None
@@ -38,10 +38,10 @@ class SPDRolloutSettings:
             if getattr(self, name) < 1:
                 raise ValueError(f"spd.rollout.{name}={getattr(self, name)} is too small; use 1 or more.")
         if not 0 <= self.lost_share_max <= 1:
-            raise ValueError(f"spd.rollout.lost_share_max={self.lost_share_max} is a share: from 0 to 1.")
+            raise ValueError(f"spd.rollout.lost_share_max={self.lost_share_max} is a share; use a value from 0 to 1.")
         if self.rounds > 1 and not self.draft_path:
             raise ValueError(
-                f"spd.rollout.rounds={self.rounds} decodes on with the draft model: name its directory in "
+                f"spd.rollout.rounds={self.rounds} needs the draft model to decode further: name its directory in "
                 "spd.rollout.draft_path, or use spd.rollout.rounds=1."
             )
 
@@ -54,7 +54,7 @@ class SPDRolloutSettings:
 
 @dataclass(frozen=True)
 class SPDSettings:
-    """Group spd, as far as the rollout needs it."""
+    """The keys of group spd that the rollout needs."""
 
     target_path: str
     loss_positions: str
@@ -71,7 +71,7 @@ class SPDSettings:
 
     @classmethod
     def from_custom(cls, custom: Mapping[str, Any] | None) -> SPDSettings:
-        """Read the mapping in actor_rollout_ref.rollout.custom; a missing or unknown key of spd.rollout is named."""
+        """Settings from actor_rollout_ref.rollout.custom; ValueError names a missing or unknown key."""
         custom = dict(custom or {})
         if missing := [f.name for f in fields(cls) if f.name not in custom]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Completions on disk: each distinct one is computed once, whichever process asked for it first."""
+"""Values on disk that are computed once for all processes: completions of contexts, hidden states of blocks."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-_LOOKUP = 500  # keys a query: below sqlite's limit on parameters
+_LOOKUP = 500  # keys a query: below SQLite's limit on parameters
 _BUSY_MS = 60_000  # another process may be committing
+MEMORY_BYTES = 1 << 30  # of features; the file holds all of them
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the target wrote after a context, without its closing EOS."""
+    """What the target generated after a context, without its closing EOS."""
 
     token_ids: tuple[int, ...]
-    hit_limit: bool  # it was cut off by the token limit
+    hit_limit: bool  # cut off by the token limit
 
 
 class StoreError(RuntimeError):
-    """The completion store cannot be used; the text names the file."""
+    """A store cannot be used; the message names the file."""
 
 
 class KeyValueStore:
-    """A table of a sqlite file (WAL) from token ids to bytes, under a salt that says what else the values depend on.
+    """A table of a SQLite file (WAL) from token ids to bytes, under a salt that names what else the values depend on.
 
-    Several processes may read and write it at once. The first value of a key stays, so that everybody goes on with it.
+    Several processes may read and write it at once. The first value of a key stays, so that all processes use the same.
     """
 
     def __init__(self, path: str | Path, table: str, salt: bytes) -> None:
@@ -53,25 +55,21 @@ class KeyValueStore:
                 "Name another file, or remove this one."
             ) from error
 
-    def key(self, ids: Sequence[int]) -> bytes:
-        """The key of a row of token ids."""
-        return hashlib.sha256(self._salt + np.asarray(ids, dtype="<i8").tobytes()).digest()
-
     def get_many(self, rows: Sequence[Sequence[int]]) -> dict[int, bytes]:
-        """Position in `rows` -> value, for those that are stored."""
-        wanted = {self.key(ids): i for i, ids in enumerate(rows)}
+        """Position in `rows` -> value, for the stored ones. Raises ValueError where rows repeat."""
+        wanted = {self._key(ids): i for i, ids in enumerate(rows)}
         if len(wanted) != len(rows):
-            raise ValueError(f"{len(rows)} rows hold only {len(wanted)} distinct ones; ask for each once.")
-        keys, found = list(wanted), {}
+            raise ValueError(f"{len(rows)} rows hold only {len(wanted)} distinct ones; look each up once.")
+        keys, values = list(wanted), {}
         for first in range(0, len(keys), _LOOKUP):
             part = keys[first : first + _LOOKUP]
             query = f"SELECT key, value FROM {self._table} WHERE key IN ({','.join('?' * len(part))})"
-            found.update({wanted[key]: value for key, value in self._execute(query, part)})
-        return found
+            values.update({wanted[key]: value for key, value in self._execute(query, part)})
+        return values
 
     def put_many(self, rows: Sequence[Sequence[int]], values: Iterable[bytes]) -> list[bytes]:
-        """Commit values in one transaction; gives what the store holds for each row afterwards."""
-        pairs = [(self.key(ids), value) for ids, value in zip(rows, values, strict=True)]
+        """Commit values in one transaction; returns what the store holds for each row afterwards."""
+        pairs = [(self._key(ids), value) for ids, value in zip(rows, values, strict=True)]
         try:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(f"INSERT OR IGNORE INTO {self._table} VALUES (?, ?)", pairs)
@@ -91,13 +89,16 @@ class KeyValueStore:
 
     @property
     def size(self) -> int:
-        """Bytes on disk of everything in the file, what sqlite has yet to move into it included."""
+        """Bytes on disk, SQLite's write-ahead log included."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         return sum(file.stat().st_size for file in files if file.exists())
 
     def close(self) -> None:
         """Close the file; the store cannot be used afterwards."""
         self._db.close()
+
+    def _key(self, ids: Sequence[int]) -> bytes:
+        return hashlib.sha256(self._salt + np.asarray(ids, dtype="<i8").tobytes()).digest()
 
     def _execute(self, query: str, values: Sequence[Any]) -> list[tuple]:
         try:
@@ -112,13 +113,14 @@ class CompletionStore:
     def __init__(self, path: str | Path, model_fingerprint: str, sampling: Mapping[str, Any]) -> None:
         salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n".encode()
         self._store = KeyValueStore(path, "completions", salt)
+        self.close = self._store.close
 
     def get_many(self, contexts: Sequence[Sequence[int]]) -> dict[int, Completion]:
-        """Position in `contexts` -> completion, for those that are stored."""
+        """Position in `contexts` -> completion, for the stored ones."""
         return {i: _unpack(value) for i, value in self._store.get_many(contexts).items()}
 
     def put_many(self, contexts: Sequence[Sequence[int]], completions: Iterable[Completion]) -> list[Completion]:
-        """Commit completions in one transaction; gives what the store holds for each context afterwards."""
+        """Commit completions in one transaction; returns what the store holds for each context afterwards."""
         return [_unpack(value) for value in self._store.put_many(contexts, map(_pack, completions))]
 
     def __len__(self) -> int:
@@ -129,10 +131,6 @@ class CompletionStore:
         """Bytes of the file on disk."""
         return self._store.size
 
-    def close(self) -> None:
-        """Close the file."""
-        self._store.close()
-
 
 def _pack(done: Completion) -> bytes:
     return np.asarray([done.hit_limit, *done.token_ids], dtype="<i4").tobytes()
@@ -141,3 +139,35 @@ def _pack(done: Completion) -> bytes:
 def _unpack(value: bytes) -> Completion:
     hit_limit, *ids = np.frombuffer(value, dtype="<i4").tolist()
     return Completion(tuple(ids), bool(hit_limit))
+
+
+class FeatureStore:
+    """The frozen target's hidden states [g, H] float32 by block (ids of context and draft), in memory and on disk.
+
+    Each block is forwarded once in the whole training. On disk, so that a resumed run continues with the same bits: in
+    a batch of another shape the hidden states of a block differ in the last digits.
+    """
+
+    def __init__(self, path: str | Path, target_fingerprint: str) -> None:
+        self._disk = KeyValueStore(path, "features", f"{target_fingerprint}\n".encode())
+        self._memory: dict[tuple[int, ...], torch.Tensor] = {}
+        self._bytes = 0
+
+    def get_many(self, blocks: Sequence[tuple[int, ...]], width: int) -> list[torch.Tensor | None]:
+        """The states of each block, None where unknown; `width` is H."""
+        while self._bytes > MEMORY_BYTES:  # before the batch is read: its own blocks are not dropped
+            self._bytes -= self._memory.pop(next(iter(self._memory))).nbytes
+        unknown = list(dict.fromkeys(block for block in blocks if block not in self._memory))
+        for i, value in self._disk.get_many(unknown).items():
+            self._remember(unknown[i], value, width)
+        return [self._memory.get(block) for block in blocks]
+
+    def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
+        """Keep the states [g, H] of distinct blocks; where another process was first, its states are kept."""
+        values = [state.detach().float().cpu().contiguous().numpy().tobytes() for state in states]
+        for block, state, held in zip(blocks, states, self._disk.put_many(blocks, values), strict=True):
+            self._remember(block, held, state.shape[-1])
+
+    def _remember(self, block: tuple[int, ...], value: bytes, width: int) -> None:
+        self._bytes += 0 if block in self._memory else len(value)
+        self._memory[block] = torch.from_numpy(np.frombuffer(value, dtype="<f4").reshape(-1, width).copy())

@@ -1,7 +1,7 @@
 """Runs a server that must not outlive its owner: `python supervisor.py OWNER_PID COMMAND...`, standard library only.
 
 The owner holds the other end of standard input. When that closes, or the owner is gone (SIGKILL included), or this
-process is told to stop, the server's whole process group is ended: first asked, then killed.
+process gets a signal, the server's whole process group is ended: by SIGTERM, then by SIGKILL.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ GRACE_S = 2.0
 
 
 def end_with_parent(sign: int) -> None:
-    """In a child, before its program starts: have it get this signal when its parent is gone, SIGKILL included."""
+    """Called in a child before exec: the kernel sends it this signal when its parent ends, SIGKILL included."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sign)
 
 
 def end_group(group: int, reap) -> None:
-    """End a process group and wait until nobody of it is left; `reap()` collects our own dead child."""
+    """End a process group and wait until none of it is left; `reap()` collects our own dead child."""
     for sign, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
         try:
             os.killpg(group, sign)
@@ -40,7 +40,7 @@ def end_group(group: int, reap) -> None:
 
 
 def guard(group: int) -> int:
-    """Fork a process, nobody's child, that ends the group when this process is gone; gives the pipe end that tells it.
+    """Fork a detached process that ends the group when this process is gone; returns the pipe end that it watches.
 
     Ray kills a dead worker's children with SIGKILL, this supervisor among them, but not the server's own children.
     """

@@ -1,9 +1,9 @@
-"""The trained part of a scorer in a folder: whether it fits a model, and reading it into one."""
+"""The trained part of a scorer in a folder: checked against a base model, and loaded onto it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from loguru import logger
@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig
 
-from recipe.spd.heads import make_head
-from recipe.spd.scoring_config import CONFIG_FILE, ScoringModelConfig
+from recipe.spd.scoring_config import CONFIG_FILE, ScoringModelConfig, make_head
 from verl.utils.fingerprint import architecture
 from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 
@@ -20,9 +19,9 @@ HEAD_FILE = "score_head.safetensors"
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
 BACKBONE_DIR = "backbone"
-CHECKPOINT_ADAPTERS = "lora_adapter"  # the folder beside a checkpoint's merged export
+CHECKPOINT_ADAPTERS = "lora_adapter"  # the folder next to a checkpoint's merged export
 
-# What must be alike for saved weights to mean the same -> the key of the training's config.
+# Settings that must agree for saved weights to keep their meaning -> the key of the training config.
 _KIND = {
     "backbone": "spd.backbone", "attention": "spd.attention", "context_tokens": "spd.context_tokens",
     "head_inputs": "spd.head_inputs", "lora_rank": "actor_rollout_ref.model.lora_rank",
@@ -33,10 +32,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_trained(directory: Path, config: ScoringModelConfig, backbone: nn.Module | None) -> ScoringModelConfig:
-    """The config of the scorer saved in `directory`; an OSError or ValueError unless it fits into one of `config`.
+    """The config of the scorer saved in `directory`. Raises OSError or ValueError unless it fits one of `config`.
 
-    Reads the heads of the files, no weights. `backbone`: the model underneath an `own` scorer, its adapters on it; it
-    may be on the meta device. With an empty base_fingerprint on either side only shapes tell a foreign model.
+    Reads the headers of the files, no weights. `backbone`: the base model of an `own` scorer, adapters included; it may
+    be on the meta device. With an empty base_fingerprint on either side only shapes are compared.
     """
     saved = ScoringModelConfig.load(directory)
     _check_kind(directory, saved, config)
@@ -45,12 +44,12 @@ def check_trained(directory: Path, config: ScoringModelConfig, backbone: nn.Modu
     if saved.backbone == "own" and saved.lora_rank:
         _check_adapters(directory, saved, config, backbone)
     elif saved.backbone == "own":
-        _check_whole(directory, config, backbone)
+        _check_backbone(directory / BACKBONE_DIR, config, backbone)
     return saved
 
 
 def load_trained(directory: Path, config: ScoringModelConfig, head: nn.Module, backbone: nn.Module) -> None:
-    """Read what `directory` holds into head and backbone; refuses what `check_trained` refuses."""
+    """Load the contents of `directory` into head and backbone; raises what `check_trained` raises."""
     saved = check_trained(directory, config, backbone)
     head.load_state_dict(load_file(directory / HEAD_FILE))
     if saved.backbone == "own" and saved.lora_rank:
@@ -58,11 +57,17 @@ def load_trained(directory: Path, config: ScoringModelConfig, head: nn.Module, b
 
         set_peft_model_state_dict(backbone, load_file(_adapter_file(directory)))
     elif saved.backbone == "own":
-        _load_whole(directory / BACKBONE_DIR, backbone)
+        folder = directory / BACKBONE_DIR
+        trained, report = AutoModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if odd := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
+            raise WeightFileError(
+                f"{folder} is not a complete backbone: {odd[0]} is missing or unexpected. Save the scorer again."
+            )
+        backbone.load_state_dict(trained.state_dict())
 
 
 def with_adapters(backbone: nn.Module, config: ScoringModelConfig) -> nn.Module:
-    """The backbone under fresh LoRA adapters where config.lora_rank asks for them."""
+    """The backbone with new LoRA adapters if config.lora_rank is set."""
     if not config.lora_rank:
         return backbone
     from peft import LoraConfig, get_peft_model
@@ -73,7 +78,7 @@ def with_adapters(backbone: nn.Module, config: ScoringModelConfig) -> nn.Module:
 
 
 def described_backbone(hf_config: PretrainedConfig, config: ScoringModelConfig, trust_remote_code: bool) -> nn.Module:
-    """An `own` scorer's backbone without weights, for `check_trained`."""
+    """An `own` scorer's backbone on the meta device, for `check_trained`."""
     with torch.device("meta"):
         return with_adapters(AutoModel.from_config(hf_config, trust_remote_code=trust_remote_code), config)
 
@@ -83,19 +88,19 @@ def _check_kind(directory: Path, saved: ScoringModelConfig, config: ScoringModel
     odd = [name for name in names if getattr(saved, name) != getattr(config, name)]
     if not odd:
         return
-    held, wanted = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
-    mend = f"Set {', '.join(f'{_KIND[name]}={getattr(saved, name)}' for name in odd)}"
+    held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
+    fix = f"Set {', '.join(f'{_KIND[name]}={getattr(saved, name)}' for name in odd)}"
     adapters = directory.parent / CHECKPOINT_ADAPTERS
     if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
-        mend = f"Name {adapters}, which holds the adapters that are merged in here"
-    raise ValueError(f"{directory} holds a scorer with {held}; this one has {wanted}. {mend}.")
+        fix = f"Name {adapters}, which holds the adapters that are merged in here"
+    raise ValueError(f"{directory} holds a scorer with {held}; this one has {needed}. {fix}.")
 
 
 def _check_base(directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
     if saved.backbone == "own" and not saved.lora_rank:
-        return  # brings all of its weights along
+        return  # contains all of its weights
     if not saved.base_fingerprint:
-        logger.warning("{} does not say which model it belongs to: only shapes are compared. Save it anew.", directory)
+        logger.warning("{} has no fingerprint of its base model: only shapes are compared. Save it again.", directory)
     elif config.base_fingerprint not in ("", saved.base_fingerprint):
         what, base, why = "the head in {} belongs", "target", "A head reads the states of its own target only"
         if saved.backbone == "own":
@@ -109,12 +114,12 @@ def _check_base(directory: Path, saved: ScoringModelConfig, config: ScoringModel
 def _check_head(directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
     with torch.device("meta"):
         needed = _shapes(make_head(config).state_dict())
-    found = tensor_shapes([directory / HEAD_FILE])
-    if odd := _odd(found, needed):
+    stored = tensor_shapes([directory / HEAD_FILE])
+    if odd := _different(stored, needed):
         raise ValueError(
-            f"{directory / HEAD_FILE} has {odd[0]} of shape {found.get(odd[0])}; with hidden_size={config.hidden_size} "
-            f"and spd.head_size={config.head_size} it is {needed.get(odd[0])}. Set spd.head_size={saved.head_size}, or "
-            "train the head anew."
+            f"{directory / HEAD_FILE} has {odd[0]} of shape {stored.get(odd[0])}; with "
+            f"hidden_size={config.hidden_size} and spd.head_size={config.head_size} it is {needed.get(odd[0])}. Set "
+            f"spd.head_size={saved.head_size}, or train a new head."
         )
 
 
@@ -124,61 +129,49 @@ def _check_adapters(
     from peft import get_peft_model_state_dict
 
     file, needed = _adapter_file(directory), _shapes(get_peft_model_state_dict(backbone, save_embedding_layers=False))
-    found = tensor_shapes([file])
-    if odd := _odd(found, needed):
+    stored = tensor_shapes([file])
+    if odd := _different(stored, needed):
         raise ValueError(
-            f"{file} does not fit the model here, {config.base_model_path!r}: {_differences(odd, found, needed)}. Name "
+            f"{file} does not fit the model here, {config.base_model_path!r}: {_first_of(odd, stored, needed)}. Name "
             f"the model that it was trained on, {saved.base_model_path!r}, with "
             f"actor_rollout_ref.model.target_modules={saved.lora_target_modules}."
         )
 
 
-def _check_whole(directory: Path, config: ScoringModelConfig, backbone: nn.Module) -> None:
-    folder = directory / BACKBONE_DIR
-    files = safetensors_of(folder) or [folder / "model.safetensors"]
-    found, needed = tensor_shapes(files), _shapes(dict(backbone.named_parameters()))
+def _check_backbone(folder: Path, config: ScoringModelConfig, backbone: nn.Module) -> None:
+    stored = tensor_shapes(safetensors_of(folder) or [folder / "model.safetensors"])
+    needed = _shapes(dict(backbone.named_parameters()))
     ours, theirs = (architecture(c) for c in (backbone.config, AutoConfig.from_pretrained(folder)))
     if odd := sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)):
+        there, here = (values.get(odd[0], "its default") for values in (theirs, ours))
         raise ValueError(
-            f"{folder} has {odd[0]}={_said(theirs, odd[0])}; the model here, {config.base_model_path!r}, has "
-            f"{_said(ours, odd[0])}. Name the model that it was trained from, or another of the same config."
+            f"{folder} has {odd[0]}={there}; the model here, {config.base_model_path!r}, has {here}. Name the model "
+            "that it was trained from, or another of the same config."
         )
-    # A model may hold weights in one piece that its files hold in several: then the numbers add up all the same.
-    odd, common = _odd(found, needed), found.keys() & needed.keys()
-    if odd and (not common.isdisjoint(odd) or _numbers(found) != _numbers(needed)):
-        raise ValueError(f"{folder} is no whole backbone: {_differences(odd, found, needed)}. Save the scorer again.")
-
-
-def _load_whole(folder: Path, backbone: nn.Module) -> None:
-    trained, report = AutoModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    if odd := sorted([*report["missing_keys"], *report["unexpected_keys"]]):
-        raise WeightFileError(f"{folder} is no whole backbone: {odd[0]} is not on both sides. Save the scorer again.")
-    backbone.load_state_dict(trained.state_dict())
+    # A model may hold weights fused that its files hold separately: then the numbers of elements agree.
+    odd, common = _different(stored, needed), stored.keys() & needed.keys()
+    counts = (sum(torch.Size(shape).numel() for shape in shapes.values()) for shapes in (stored, needed))
+    if odd and (not common.isdisjoint(odd) or len(set(counts)) > 1):
+        raise ValueError(
+            f"{folder} is not a complete backbone: {_first_of(odd, stored, needed)}. Save the scorer again."
+        )
 
 
 def _adapter_file(directory: Path) -> Path:
-    """In a folder of their own, or (as a checkpoint has them) beside the head."""
-    beside = directory / ADAPTER_FILE
-    return beside if beside.is_file() else directory / ADAPTER_DIR / ADAPTER_FILE
+    """In a folder of their own, or (in a checkpoint) next to the head."""
+    file = directory / ADAPTER_FILE
+    return file if file.is_file() else directory / ADAPTER_DIR / ADAPTER_FILE
 
 
-def _shapes(tensors: dict[str, torch.Tensor]) -> Shapes:
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _odd(found: Shapes, needed: Shapes) -> list[str]:
-    """Names that only one of them has, or with another shape."""
-    return sorted(name for name in {*found, *needed} if found.get(name) != needed.get(name))
+def _different(stored: Shapes, needed: Shapes) -> list[str]:
+    """Names that only one side has, or with another shape."""
+    return sorted(name for name in {*stored, *needed} if stored.get(name) != needed.get(name))
 
 
-def _differences(odd: list[str], found: Shapes, needed: Shapes) -> str:
-    there, here = (shapes.get(odd[0], "missing") for shapes in (found, needed))
+def _first_of(odd: list[str], stored: Shapes, needed: Shapes) -> str:
+    there, here = (shapes.get(odd[0], "missing") for shapes in (stored, needed))
     return f"{len(odd)} weights differ, such as {odd[0]} ({there} there, {here} here)"
-
-
-def _numbers(shapes: Shapes) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
-def _said(values: dict[str, Any], key: str) -> Any:
-    return values.get(key, "its default")

@@ -57,7 +57,7 @@ def read_labels(path: Path) -> list[LabelledBlock]:
     for number, record in read_objects(path):
         missing = [name for name in COLUMNS if name not in record]
         if missing:
-            raise ValueError(f"{path}, line {number}: no {missing}; found {sorted(record)}")
+            raise ValueError(f"{path}, line {number}: lacks {missing}; it has {sorted(record)}")
         fresh = LabelledBlock(record["context_ids"], record["draft_ids"], {})
         block = blocks.setdefault(record["block_id"], fresh)
         if (block.context_ids, block.draft_ids) != (fresh.context_ids, fresh.draft_ids):

@@ -28,7 +28,7 @@ class EvaluationRow:
     tokens_per_forward: float  # the target's correction or bonus token too
     output_length_ratio: float  # against the target's own text
     not_terminated: float
-    harmless_accepted: float | None  # share of the labelled mismatches let through; None where nothing is judged
+    harmless_accepted: float | None  # share of the labelled mismatches accepted; None without a judge
     harmful_accepted: float | None
     seconds: float
 
@@ -81,7 +81,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def accepted_share(result: SpecResult) -> float:
-    """Share of the mismatches that the judge let through, of those it had to rule on."""
+    """Share of the judged mismatches that the judge accepted."""
     judged = sum(result.judged_mismatches)
     return sum(result.accepted_mismatches) / judged if judged else 0.0
 

@@ -69,7 +69,7 @@ def _draw(axes, rows: Sequence[EvaluationRow]) -> None:
 
 
 def _name_thresholds(axes, rows: Sequence[EvaluationRow], floor: float) -> None:
-    """Write each threshold beside its point: the scorer's above, the other rules' below."""
+    """Write each threshold next to its point: the scorer's above, the other rules' below."""
     for rules, _, colour, _ in CURVES:
         place = (5, 7) if "scorer" in rules else (5, -12)
         for row in _curve(rows, rules):

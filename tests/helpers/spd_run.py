@@ -1,4 +1,4 @@
-"""Small SPD trainings as a user starts them: model, blocks, and a folder a run."""
+"""Small SPD trainings: model, blocks, and a folder per run."""
 
 import json
 import os
@@ -9,21 +9,24 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
+import ray
 from safetensors.torch import load_file
 
+import train_spd_scorer
 from recipe.spd.server import LocalVllmServer
 from tests.helpers.models import save_answering_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 6
-# Requests that fail early and are asked again; 8 prompts each, so that a step has several.
+# Requests that fail early and are retried; 8 prompts each, so that a step has several.
 QUICK = (f"spd.rollout.timeout_s={TIMEOUT_S}", "spd.rollout.prompts_per_request=8", "spd.rollout.attempts=3")
 
 
 def write_blocks(directory: Path, blocks: int = 16) -> None:
-    """Blocks of random words with one to four mismatches; the truth is what a fifth of the completions say."""
+    """Blocks of random words with one to four mismatches; about a fifth of the completions give the ground truth."""
     rng = random.Random(0)
     with open(directory / "blocks.jsonl", "w") as out, open(directory / "meta.jsonl", "w") as meta:
         for i in range(blocks):
@@ -37,43 +40,59 @@ def write_blocks(directory: Path, blocks: int = 16) -> None:
 
 
 class SPDRuns:
-    """A model, blocks and servers; runs of `steps` steps in folders of their own, which share `store`."""
+    """A model with servers, and blocks; runs of `steps` steps in folders of their own, which share `store`."""
 
-    def __init__(self, directory: Path, urls: list[str] | None = None, steps: int = 4, blocks: int = 16):
-        self.directory, self.urls, self.steps = directory, urls or [], steps
-        self.model = save_answering_llama(directory / "target")
+    def __init__(
+        self, directory: Path, served: tuple[str, str] | None = None, *, steps: int = 4, blocks: int = 16
+    ) -> None:
+        self.directory, self.steps = directory, steps
+        self.model, self.urls = (served[0], [served[1]]) if served else (save_answering_llama(directory / "target"), [])
         write_blocks(directory, blocks)
 
+    def arguments(self, name: str, *more: str, store: str = "store.sqlite3") -> list[str]:
+        """Arguments of train_spd_scorer.py for a run in `directory/name`."""
+        return [
+            "--model", self.model, "--device", "cpu", "--blocks", str(self.directory / "blocks.jsonl"),
+            "--metadata", str(self.directory / "meta.jsonl"), "--output-dir", str(self.directory / name),
+            "--store", str(self.directory / store), "--batch-size", "8", "--n", "4", "--steps", str(self.steps),
+            "--save-freq", "1", "--max-tokens", "16", "trainer.logger=[]", "trainer.val_before_train=false",
+            "trainer.report=false", *more,
+        ]  # fmt: skip
+
     def start(self, name: str, *more: str, store: str = "store.sqlite3", **env: str) -> subprocess.Popen:
-        """Start a run in `directory/name`; RAY_ADDRESS names a cluster to join in place of one of its own."""
-        command = [sys.executable, "train_spd_scorer.py", "--model", self.model, "--device", "cpu"]
-        command += ["--blocks", str(self.directory / "blocks.jsonl"), "--metadata", str(self.directory / "meta.jsonl")]
-        command += ["--output-dir", str(self.directory / name), "--store", str(self.directory / store)]
-        command += ["--batch-size", "8", "--n", "4", "--steps", str(self.steps), "--save-freq", "1"]
-        command += ["--max-tokens", "16", "trainer.logger=[]", "trainer.val_before_train=false", "trainer.report=false"]
-        command += more
+        """Start a run as a process; RAY_ADDRESS names a cluster to join instead of a new one."""
+        command = [sys.executable, "train_spd_scorer.py", *self.arguments(name, *more, store=store)]
         env = {**os.environ, "SPD_VLLM_URLS": ",".join(self.urls), "OMP_NUM_THREADS": "1", **env}
-        log = open(self.directory / f"{name}.log", "a")  # the child keeps it
-        with log:
+        with open(self.directory / f"{name}.log", "a") as log:  # the child keeps it open
             return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, name: str, *more: str, **options: str) -> None:
+        """A run as a process, to its end."""
         code = self.start(name, *more, **options).wait(300)
         assert code == 0, self.log(name)[-3000:]
 
+    def run_here(self, name: str, *more: str) -> None:
+        """A run in this process, on the Ray session that it is connected to."""
+        handler, address = signal.getsignal(signal.SIGHUP), ray.get_runtime_context().gcs_address
+        with patch.dict(os.environ, SPD_VLLM_URLS=",".join(self.urls), RAY_ADDRESS=address):
+            try:
+                assert train_spd_scorer.main(self.arguments(name, *more)) == 0
+            finally:
+                signal.signal(signal.SIGHUP, handler)
+
     def log(self, name: str) -> str:
-        """What the runs called `name` wrote so far."""
+        """The output so far of the runs called `name`."""
         return (self.directory / f"{name}.log").read_text()
 
     def rows(self, name: str) -> list[dict]:
-        """metrics.jsonl of a run: one row a step."""
+        """metrics.jsonl of a run: one row per step."""
         path = self.directory / name / "metrics.jsonl"
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def wait_for_step(self, name: str, step: int, run: subprocess.Popen, seconds: float = 240) -> None:
-        """Return when the metrics of `step` are written; the run must go on until then."""
+        """Return when the metrics of `step` are written; fail if the run ends before."""
         deadline = time.monotonic() + seconds
         while len(self.rows(name)) < step:
             assert run.poll() is None, self.log(name)[-3000:]
@@ -92,26 +111,26 @@ class SPDRuns:
 
 @contextmanager
 def serving(runs: SPDRuns, count: int = 1):
-    """Real servers of the model, which the runs started in the block ask."""
-    made = [LocalVllmServer(runs.model, runs.directory / f"server{i}.log", 128) for i in range(count)]
+    """Real servers of the model for the runs started in the block."""
+    servers = [LocalVllmServer(runs.model, runs.directory / f"server{i}.log", 128) for i in range(count)]
     try:
-        runs.urls = [server.wait_ready(300) for server in made]
-        yield made
+        runs.urls = [server.wait_ready(300) for server in servers]
+        yield servers
     finally:
-        for server in made:
+        for server in servers:
             server.stop()
 
 
 def processes_of(run: subprocess.Popen, word: str) -> list[psutil.Process]:
-    """Processes of a run's tree whose command line has `word` in it."""
-    found = []
+    """Descendants of a run's process whose command line contains `word`."""
+    matching = []
     for process in psutil.Process(run.pid).children(recursive=True):
         try:
             if word in " ".join(process.cmdline()):
-                found.append(process)
+                matching.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return matching
 
 
 def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
@@ -119,12 +138,8 @@ def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
     return sorted(processes_of(run, "ActorRolloutRefWorker"), key=lambda p: p.create_time())
 
 
-def drivers_of(run: subprocess.Popen) -> list[psutil.Process]:
-    """The process of verl.trainer.main_ppo; none before it has started."""
-    return [p for p in processes_of(run, "verl.trainer.main_ppo") if p.ppid() == run.pid]
-
-
-def tell(processes: list[psutil.Process], number: int) -> None:
+def send(processes: list[psutil.Process], number: int) -> None:
+    """Send a signal to the processes that still exist."""
     for process in processes:
         try:
             os.kill(process.pid, number)
@@ -143,12 +158,12 @@ def ended(run: subprocess.Popen, within: float) -> int:
 
 @contextmanager
 def running(runs: SPDRuns, name: str, *more: str, **env: str):
-    """A run with a store of its own, dead after the block."""
+    """A run with its own store, killed after the block."""
     run = runs.start(name, *more, store=f"{name}.sqlite3", **env)
     try:
         yield run
     finally:
         for process in [*psutil.Process(run.pid).children(recursive=True)] if run.poll() is None else []:
-            tell([process], signal.SIGKILL)
+            send([process], signal.SIGKILL)
         run.kill()
         run.wait(30)

@@ -1,6 +1,6 @@
-"""What a user gets wrong ends in one sentence and an exit code, before Ray or a server starts.
+"""User errors end with one message and an exit code, before Ray or a server starts.
 
-Not covered: a run on a cluster elsewhere (RAY_ADDRESS), whose files and servers are its nodes' affair.
+Not covered: a run on a remote cluster (RAY_ADDRESS), whose files and servers are checked on its nodes.
 """
 
 import json
@@ -91,11 +91,11 @@ def no_environment(monkeypatch):
 
 
 class Started(Exception):
-    """The run came as far as starting Ray."""
+    """The run would start Ray now."""
 
 
 def settings(bed, **more):
-    """key=value settings of a run on `bed` that nothing is wrong with, but for `more` (__ stands for a dot)."""
+    """key=value settings of a valid run on `bed`, changed by `more` (__ stands for a dot)."""
     keys = {
         "data__train_files": bed.train, "data__val_files": bed.train, "data__max_prompt_length": 20,
         "data__max_response_length": 4, "data__train_batch_size": 4, "actor_rollout_ref__rollout__n": 2,
@@ -106,7 +106,7 @@ def settings(bed, **more):
 
 
 def refusal(monkeypatch, bed, **more):
-    """What main_ppo says before it ends; it must end before a Ray session."""
+    """The error message with which main_ppo ends; it must end before a Ray session starts."""
 
     def started(config):
         raise Started
@@ -122,17 +122,17 @@ def refusal(monkeypatch, bed, **more):
 
 def one_problem(text):
     """The only problem of a refusal: one line."""
-    head, *told = text.splitlines()
-    assert head == "1 problem in the config:" and len(told) == 1, text
-    return told[0]
+    head, *errors = text.splitlines()
+    assert head == "1 problem in the config:" and len(errors) == 1, text
+    return errors[0]
 
 
-def test_a_sound_run_is_not_refused(bed, monkeypatch):
+def test_a_valid_run_is_not_refused(bed, monkeypatch):
     with pytest.raises(Started):
         refusal(monkeypatch, bed, spd__adapter_path=f"{bed.directory}/scorer")
 
 
-def test_files_are_not_looked_for_here_where_the_run_goes_to_a_cluster(bed, monkeypatch):
+def test_files_are_not_checked_here_for_a_run_on_a_cluster(bed, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://elsewhere:10001")
     with pytest.raises(Started):
         refusal(monkeypatch, bed, actor_rollout_ref__model__path="/only/there")
@@ -142,14 +142,14 @@ def test_files_are_not_looked_for_here_where_the_run_goes_to_a_cluster(bed, monk
 
 
 def prepare(bed, capsys, monkeypatch, tmp_path, *more, **files):
-    """(exit code, what main said last) of train_spd_scorer.py; its training is not started, but would give 0."""
+    """(exit code, last line of stderr) of train_spd_scorer.py; the training is replaced."""
     monkeypatch.setattr(entry, "run_training", lambda config, known: None)
     given = {"blocks": bed.blocks, "metadata": bed.metadata, "model": bed.target, **files}
     argv = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     code = entry.main([*argv, "--output-dir", str(tmp_path / "out"), "--device", "cpu", *more])
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    return code, said.strip().splitlines()[-1] if said.strip() else ""
+    output = capsys.readouterr().err
+    assert "Traceback" not in output
+    return code, output.strip().splitlines()[-1] if output.strip() else ""
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def prepare(bed, capsys, monkeypatch, tmp_path, *more, **files):
 def test_a_missing_column_is_named(bed, capsys, monkeypatch, tmp_path, file, column):
     rows = [{k: v for k, v in row.items() if k != column} for row in pq.read_table(getattr(bed, file)).to_pylist()]
     path = write(tmp_path / "lacking.parquet", rows)
-    code, said = prepare(bed, capsys, monkeypatch, tmp_path, **{file: path})
-    assert code == 1 and said.startswith(f"{path}, row 0: lacks {column}; it has ")
+    code, output = prepare(bed, capsys, monkeypatch, tmp_path, **{file: path})
+    assert code == 1 and output.startswith(f"{path}, row 0: lacks {column}; it has ")
 
 
 @pytest.mark.parametrize(
@@ -178,30 +178,30 @@ def test_a_missing_column_is_named(bed, capsys, monkeypatch, tmp_path, file, col
         ({"question_id": "q99"}, "row 2: question_id 'q99' is not in "),
     ],
 )  # fmt: skip
-def test_a_block_that_cannot_be_is_refused_by_file_and_row(bed, capsys, monkeypatch, tmp_path, changes, message):
+def test_an_invalid_block_is_refused_with_file_and_row(bed, capsys, monkeypatch, tmp_path, changes, message):
     rows = block_rows()
     rows[2].update(changes)
     path = write(tmp_path / "odd.parquet", rows)
-    code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=path)
-    assert code == 1 and said.startswith(f"{path}, ") and message in said
+    code, output = prepare(bed, capsys, monkeypatch, tmp_path, blocks=path)
+    assert code == 1 and output.startswith(f"{path}, ") and message in output
 
 
-def test_a_slip_in_an_optional_column_does_not_go_unseen(bed, capsys, monkeypatch, tmp_path):
+def test_a_misspelt_optional_column_is_reported(bed, capsys, monkeypatch, tmp_path):
     rows = [{("baseline_lenght" if k == "baseline_length" else k): v for k, v in row.items()} for row in block_rows()]
-    code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=write(tmp_path / "slip.parquet", rows))
-    assert code == 1 and "'baseline_lenght' is no known column; did you mean 'baseline_length'? Rename it." in said
+    code, output = prepare(bed, capsys, monkeypatch, tmp_path, blocks=write(tmp_path / "slip.parquet", rows))
+    assert code == 1 and "'baseline_lenght' is not a known column; did you mean 'baseline_length'? Rename it." in output
 
 
-def test_a_model_or_tokenizer_folder_that_is_missing_or_torn_is_named(bed, capsys, monkeypatch, tmp_path):
+def test_a_missing_or_damaged_model_or_tokenizer_folder_is_named(bed, capsys, monkeypatch, tmp_path):
     none = tmp_path / "none"
-    code, said = prepare(bed, capsys, monkeypatch, tmp_path, model=none)
-    assert (code, said) == (1, f"--model={none}: no such folder. Name a model folder, or a model of the hub.")
+    code, output = prepare(bed, capsys, monkeypatch, tmp_path, model=none)
+    assert (code, output) == (1, f"--model={none}: no such folder. Name a model folder, or a model of the hub.")
     torn = shutil.copytree(bed.target, tmp_path / "torn")
     (torn / "tokenizer.json").write_text('{"version": "1.0", "mod')
-    code, said = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)
-    assert code == 1 and said.startswith(f"--tokenizer={torn} cannot be loaded: ")
-    code, said = prepare(bed, capsys, monkeypatch, tmp_path, blocks=tmp_path / "none.parquet")
-    assert code == 1 and said == f"--blocks {tmp_path}/none.parquet: the file does not exist."
+    code, output = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)
+    assert code == 1 and output.startswith(f"--tokenizer={torn} cannot be loaded: ")
+    code, output = prepare(bed, capsys, monkeypatch, tmp_path, blocks=tmp_path / "none.parquet")
+    assert code == 1 and output == f"--blocks {tmp_path}/none.parquet: the file does not exist."
 
 
 # ---- main_ppo: prepared rows, model, scorer, servers, batch sizes ---------------------------------------------
@@ -219,8 +219,8 @@ def prepared(bed, tmp_path, change, row=3):
 @pytest.mark.parametrize("name, right", [("draft_start", 4), ("target_start", 9), ("draft_len", 4), ("target_len", 5)])
 def test_offsets_outside_the_ids_are_refused(bed, monkeypatch, tmp_path, where, name, right):
     path = prepared(bed, tmp_path, lambda row: row[where].update({name: 10**12}))
-    told = one_problem(refusal(monkeypatch, bed, data__train_files=path))
-    assert told.endswith(f"data.train_files: {path}, row 3: {where}.{name} is {10**12}; input_ids says {right}.")
+    error = one_problem(refusal(monkeypatch, bed, data__train_files=path))
+    assert error.endswith(f"data.train_files: {path}, row 3: {where}.{name} is {10**12}; input_ids says {right}.")
 
 
 def test_a_prompt_limit_that_would_cut_the_draft_is_refused(bed, monkeypatch):
@@ -231,15 +231,15 @@ def test_a_prompt_limit_that_would_cut_the_draft_is_refused(bed, monkeypatch):
     assert "the draft has 4 tokens, data.max_response_length=3. Raise it to 4." in text
 
 
-def test_an_empty_draft_and_a_lost_column_of_a_prepared_row_are_refused(bed, monkeypatch, tmp_path):
+def test_an_empty_draft_and_a_missing_column_of_a_prepared_row_are_refused(bed, monkeypatch, tmp_path):
     path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_ids=[], draft_len=0))
     assert f"{path}, row 3: draft_ids is empty" in one_problem(refusal(monkeypatch, bed, data__train_files=path))
     path = prepared(bed, tmp_path, lambda row: row.update(extra_info=None))
-    told = one_problem(refusal(monkeypatch, bed, data__val_files=path))
-    assert f"data.val_files: {path}, row 3: column 'extra_info' is missing or no mapping" in told
+    error = one_problem(refusal(monkeypatch, bed, data__val_files=path))
+    assert f"data.val_files: {path}, row 3: column 'extra_info' is missing or not a mapping" in error
 
 
-def test_a_model_folder_without_whole_weights_is_refused(bed, monkeypatch, tmp_path):
+def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp_path):
     text = refusal(monkeypatch, bed, actor_rollout_ref__model__path="/no/such/model")
     assert "actor_rollout_ref.model.path=/no/such/model: no such folder." in text
     text = refusal(monkeypatch, bed, spd__target_path="/no/such/target")
@@ -258,41 +258,41 @@ def test_a_model_folder_without_whole_weights_is_refused(bed, monkeypatch, tmp_p
         ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or torn"),
         ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or torn"),
         ("score_head.safetensors", None, "score_head.safetensors is missing or torn"),
-        ("spd_config.json", lambda data: data[:40], "spd_config.json is torn"),
-        ("spd_config.json", None, "holds no spd_config.json: it is no saved scorer."),
+        ("spd_config.json", lambda data: data[:40], "spd_config.json is damaged"),
+        ("spd_config.json", None, "holds no spd_config.json: it is not a saved scorer."),
         ("spd_config.json", lambda data: data.replace(b'"target"', b'"own"'), "holds a scorer with backbone='own'"),
     ],
 )
 def test_a_scorer_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_path, file, change, message):
     folder = bed.scorer(tmp_path, file, change)
-    told = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
-    assert told.startswith(f"  - spd.adapter_path={folder}: ") and message in told
+    error = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
+    assert error.startswith(f"  - spd.adapter_path={folder}: ") and message in error
 
 
 def test_a_scorer_of_another_target_or_width_is_refused(bed, monkeypatch):
     folder = bed.directory / "foreign"
-    told = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
-    assert f"the head in {folder} belongs to the target '{bed.directory}/other'" in told and "name that one" in told
+    error = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder))
+    assert f"the head in {folder} belongs to the target '{bed.directory}/other'" in error and "name that one" in error
     folder = bed.directory / "scorer"
-    told = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder, spd__head_size=64))
-    assert "has first.bias of shape (128,)" in told and "Set spd.head_size=128" in told
+    error = one_problem(refusal(monkeypatch, bed, spd__adapter_path=folder, spd__head_size=64))
+    assert "has first.bias of shape (128,)" in error and "Set spd.head_size=128" in error
 
 
 def test_adapters_of_another_model_or_mask_are_refused(bed, monkeypatch, tmp_path):
     config = ScoringModelConfig(base_model_path=bed.target, backbone="own", attention="hybrid", lora_rank=2)
     AutoModelForSPDScoring.from_config(config).save_pretrained(tmp_path)
     own = {"spd__adapter_path": tmp_path, "spd__backbone": "own", "actor_rollout_ref__model__lora_rank": 2}
-    told = one_problem(refusal(monkeypatch, bed, **own))
-    assert told == (
+    error = one_problem(refusal(monkeypatch, bed, **own))
+    assert error == (
         f"  - spd.adapter_path={tmp_path}: {tmp_path} holds a scorer with attention='hybrid'; this one has "
         "attention='causal'. Set spd.attention=hybrid."
     )
     own |= {"spd__attention": "hybrid", "spd__target_path": bed.target}
     with pytest.raises(Started):
         refusal(monkeypatch, bed, **own)
-    told = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__path=f"{bed.directory}/other", **own))
-    assert told.startswith(f"  - spd.adapter_path={tmp_path}: the adapters in {tmp_path} belong to the model ")
-    assert told.endswith("Adapters fit the weights they were trained on only: name that one.")
+    error = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__path=f"{bed.directory}/other", **own))
+    assert error.startswith(f"  - spd.adapter_path={tmp_path}: the adapters in {tmp_path} belong to the model ")
+    assert error.endswith("Adapters fit the weights they were trained on only: name that one.")
 
 
 def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_path):
@@ -301,20 +301,20 @@ def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_
     assert "row 0: input_ids must be a list of token ids from 0 to 6, those of the tokenizer, but holds 7." in text
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", "4")
     text = refusal(monkeypatch, bed)
-    assert "are separated by token id 3, the tokenizer says 4. Prepare it again, or set SPD_SEP_TOKEN_ID=3." in text
+    assert "are separated by token id 3, the tokenizer's separator is 4. Prepare it again, or set " in text
     monkeypatch.delenv("SPD_SEP_TOKEN_ID")
     narrow = save_tiny_llama(tmp_path / "narrow", vocab_size=24)
     text = refusal(monkeypatch, bed, actor_rollout_ref__model__path=narrow)
-    assert f"row 0: token id 24 is beyond the 24 of the model {narrow}." in text
+    assert f"row 0: token id 24 is outside the vocabulary (24) of the model {narrow}." in text
 
 
 def test_a_lora_adapter_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_path):
     key = "actor_rollout_ref.model.lora_adapter_path"
-    told = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
-    assert f"{key}={tmp_path} cannot be loaded: " in told and "adapter_config.json" in told
+    error = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
+    assert f"{key}={tmp_path} cannot be loaded: " in error and "adapter_config.json" in error
     (tmp_path / "adapter_config.json").write_text("{}")
-    told = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
-    assert f"{tmp_path}/adapter_model.safetensors is missing or torn" in told
+    error = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
+    assert f"{tmp_path}/adapter_model.safetensors is missing or torn" in error
 
 
 @contextmanager
@@ -348,44 +348,44 @@ def models(*paths):
     return {"object": "list", "data": [{"id": f"m{i}", "object": "model", "root": p} for i, p in enumerate(paths)]}
 
 
-def test_no_server_that_answers_is_refused_and_one_of_two_is_enough(bed, monkeypatch):
+def test_unreachable_servers_are_refused_but_one_of_two_suffices(bed, monkeypatch):
     dead = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("SPD_VLLM_URLS", dead)
-    told = one_problem(refusal(monkeypatch, bed))
-    assert f"spd.rollout.servers (SPD_VLLM_URLS)={dead}/v1/models does not answer from here" in told
-    assert "Start it, or unset SPD_VLLM_URLS" in told
+    error = one_problem(refusal(monkeypatch, bed))
+    assert f"spd.rollout.servers (SPD_VLLM_URLS)={dead}/v1/models does not answer from here" in error
+    assert "Start it, or unset SPD_VLLM_URLS" in error
     with server(models(bed.target)) as alive:
         monkeypatch.setenv("SPD_VLLM_URLS", f"{dead},{alive}")
         with pytest.raises(Started):
             refusal(monkeypatch, bed)
 
 
-def test_a_server_of_another_model_or_of_something_else_is_refused(bed, monkeypatch):
+def test_a_server_of_another_model_or_without_models_is_refused(bed, monkeypatch):
     other = f"{bed.directory}/other"
     with server(models(other)) as url:
         monkeypatch.setenv("SPD_VLLM_URLS", url)
-        told = one_problem(refusal(monkeypatch, bed))
-        assert f"SPD server {url} serves m0 ({other}), but the target is '{bed.target}'. Start it with that" in told
+        error = one_problem(refusal(monkeypatch, bed))
+        assert f"SPD server {url} serves m0 ({other}), but the target is '{bed.target}'. Start it with that" in error
         with pytest.raises(Started):
             refusal(monkeypatch, bed, spd__rollout__served_model="m0")
     with server({"detail": "a wiki"}) as url:
         monkeypatch.setenv("SPD_VLLM_URLS", url)
-        told = one_problem(refusal(monkeypatch, bed))
-        assert f"{url}/v1/models answers" in told and "is a vLLM server there?" in told
+        error = one_problem(refusal(monkeypatch, bed))
+        assert f"{url}/v1/models answers" in error and "is it a vLLM server?" in error
 
 
-def test_batch_sizes_that_ranks_or_rows_cannot_give_are_refused(bed, monkeypatch):
+def test_batch_sizes_that_do_not_fit_ranks_or_rows_are_refused(bed, monkeypatch):
     text = refusal(monkeypatch, bed, data__train_batch_size=3, trainer__n_gpus_per_node=2)
     assert "data.train_batch_size=3 prompts cannot be shared by 2 ranks evenly. Use a multiple of 2 (2 or 4)." in text
-    told = one_problem(refusal(monkeypatch, bed, data__train_batch_size=ROWS + 1))
-    assert "data.train_files has 8 prompts, which do not fill one batch of 9. Set data.train_batch_size=8 or" in told
+    error = one_problem(refusal(monkeypatch, bed, data__train_batch_size=ROWS + 1))
+    assert "data.train_files has 8 prompts, which do not fill one batch of 9. Set data.train_batch_size=8 or" in error
 
 
 # ---- the commands themselves ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def said(bed, tmp_path_factory):
+def output(bed, tmp_path_factory):
     """Name -> (exit code, output, run folder) of commands as a user types them, run side by side."""
     dead = {"SPD_VLLM_URLS": f"http://127.0.0.1:{free_port()}"}
     out = {name: tmp_path_factory.mktemp(name) / "out" for name in ("scorer", "keys", "rows")}
@@ -416,22 +416,22 @@ def said(bed, tmp_path_factory):
     return {name: (running[name].returncode, text, out[name]) for name, text in texts.items()}
 
 
-def test_the_training_command_says_what_the_trainer_refuses(said):
-    code, text, out = said["scorer"]
+def test_the_training_command_reports_what_the_trainer_refuses(output):
+    code, text, out = output["scorer"]
     assert code == 1 and "2 problems in the config:" in text
     assert "/v1/models does not answer from here" in text and "belongs to the target" in text
     assert [path.name for path in out.iterdir()] == ["data"]  # no session, no server's log
 
 
-def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(said):
-    code, text, out = said["keys"]
+def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(output):
+    code, text, out = output["keys"]
     assert code == 1 and "trainer.totl_epochs is no known key; did you mean trainer.total_epochs?" in text
     assert "spd.reward.alpa is no known key; did you mean spd.reward.alpha?" in text
     assert "data.train_batch_size=4 prompts cannot be shared by 3 ranks evenly. Use a multiple of 3 (3 or 6)." in text
     assert not out.exists()
 
 
-def test_the_trainer_s_command_refuses_a_prepared_row(said):
-    code, text, out = said["rows"]
+def test_the_trainer_s_command_refuses_a_prepared_row(output):
+    code, text, out = output["rows"]
     assert code == 1 and "row 3: extra_info.draft_start is 99; input_ids says 4." in text
     assert not out.exists()

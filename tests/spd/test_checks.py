@@ -30,7 +30,7 @@ def compose(*overrides):
     return OmegaConf.create(OmegaConf.to_container(config, resolve=True))
 
 
-def found(tokenizer, *overrides):
+def problems_of(tokenizer, *overrides):
     return list(check_servers_and_separator(compose(*overrides), SimpleNamespace(tokenizer=tokenizer)))
 
 
@@ -47,25 +47,25 @@ def test_the_recipe_sets_nothing_that_has_no_effect():
 
 def test_a_server_that_does_not_answer_is_absent(monkeypatch):
     monkeypatch.setenv("SPD_VLLM_URLS", "http://127.0.0.1:9/v1")
-    (problem,) = found(None)
+    (problem,) = problems_of(None)
     assert problem.kind == "absent"
     assert "spd.rollout.servers (SPD_VLLM_URLS)=http://127.0.0.1:9/v1/models does not answer" in problem.message
 
 
 def test_an_address_without_http_and_a_wrong_setting_are_wrong(monkeypatch):
-    assert [p.kind for p in found(None, "spd.rollout.rounds=2")] == ["wrong"]
+    assert [p.kind for p in problems_of(None, "spd.rollout.rounds=2")] == ["wrong"]
     monkeypatch.setenv("SPD_VLLM_URLS", "127.0.0.1:9")
-    (problem,) = found(None)
+    (problem,) = problems_of(None)
     assert problem.kind == "wrong" and "must start with http://" in problem.message
 
 
 def test_a_tokenizer_without_separator_is_wrong(monkeypatch):
     tokenizer = make_tokenizer()
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", str(len(tokenizer)))
-    (problem,) = found(tokenizer)
+    (problem,) = problems_of(tokenizer)
     assert problem.kind == "wrong" and problem.key == "SPD_SEP_TOKEN_ID"
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", "3")
-    assert found(tokenizer) == []
+    assert problems_of(tokenizer) == []
 
 
 @pytest.mark.parametrize(("backbone", "inputs"), [("target", "state"), ("own", "state"), ("own", "pair")])

@@ -115,9 +115,9 @@ def test_answers_come_in_order_in_chunks_with_bounded_concurrency():
     assert first["model"] == "served" and first["temperature"] == 0 and first["max_tokens"] == 8
 
 
-def test_a_completion_cut_by_the_servers_own_room_is_refused():
+def test_a_completion_cut_by_the_server_s_context_length_is_refused():
     with FakeServer().running() as url, client(url) as c:
-        with pytest.raises(RequestRefused, match="ended a completion at 5 tokens for want of room.*max-model-len"):
+        with pytest.raises(RequestRefused, match="ended a completion at 5 tokens because .* full.*max-model-len"):
             c.complete([[53]])
 
 
@@ -127,7 +127,7 @@ def test_an_address_that_lists_no_models_is_told():
             return web.Response(text="<html>hello</html>")
 
     with Other().running() as url, client(url) as c:
-        with pytest.raises(RequestRefused, match="lists no models: is a vLLM server there"):
+        with pytest.raises(RequestRefused, match="lists no models: is it a vLLM server"):
             c.check_model()
 
 

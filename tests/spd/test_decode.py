@@ -191,7 +191,7 @@ def test_replay_shows_the_same_block_as_decoding_did():
 
 
 def scripted_round(drafted, chosen, accepted, *, limit=100, ends=frozenset(), before=()):
-    """Commit one block by hand: tokens as numbers, no model. Returns the result and whether the row goes on."""
+    """Commit one block by hand: tokens as numbers, no model. Returns the result and whether the row continues."""
     result = SpecResult.empty(1)
     result.tokens[0] = list(before)
     mismatch = [d != t for d, t in zip(drafted, chosen[:-1], strict=True)]
@@ -204,7 +204,7 @@ def scripted_round(drafted, chosen, accepted, *, limit=100, ends=frozenset(), be
 
 
 def test_counts_by_hand_with_a_rejection():
-    # d: 5 6 7 8, t: 5 9 7 4 (bonus 3); the mismatch at 1 is let through, the one at 3 is not.
+    # d: 5 6 7 8, t: 5 9 7 4 (bonus 3); the mismatch at 1 is accepted, the one at 3 is not.
     result, alive = scripted_round([5, 6, 7, 8], [5, 9, 7, 4, 3], accepted=3)
     assert result.tokens[0] == [5, 6, 7, 4]
     assert result.origin[0] == [FROM_MATCH, FROM_MISMATCH, FROM_MATCH, FROM_TARGET]

@@ -121,13 +121,13 @@ def test_prompts_come_as_ids_text_messages_or_lines(house, tmp_path, monkeypatch
     ]  # fmt: skip
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "new" / "out.jsonl"
-    found = run(house, "--prompts", str(tmp_path / "p.jsonl"), "--json", str(out))
+    rows = run(house, "--prompts", str(tmp_path / "p.jsonl"), "--json", str(out))
     a, b, q, colon = (make_tokenizer()(word)["input_ids"][0] for word in ("a", "b", "q", ":"))
-    assert [row["prompt_ids"] for row in found] == [[5, 6], [a, b], [q, colon, a, b, a, colon], [a, b]]
-    assert found[0]["prompt"] == "shown only" and found[3]["ground_truth"] == "7"
-    assert found[3]["correct"] is False
+    assert [row["prompt_ids"] for row in rows] == [[5, 6], [a, b], [q, colon, a, b, a, colon], [a, b]]
+    assert rows[0]["prompt"] == "shown only" and rows[3]["ground_truth"] == "7"
+    assert rows[3]["correct"] is False
     written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["tokens"] for row in written] == [row["tokens"] for row in found]
+    assert [row["tokens"] for row in written] == [row["tokens"] for row in rows]
     monkeypatch.setattr("sys.stdin", io.StringIO("a b\n\nc\n"))
     assert [row["prompt"] for row in run(house, "--chat-template")] == ["a b", "c"]
 
@@ -135,15 +135,15 @@ def test_prompts_come_as_ids_text_messages_or_lines(house, tmp_path, monkeypatch
 def test_figures_by_hand():
     fast = SpecResult([[5] * 9, [5] * 3], [[0] * 9, [0] * 3], [2, 1], [7, 2], [4, 1], [3, 0], [True, False], 2.0)
     plain = SpecResult([[5] * 9, [6]], [[0] * 9, [0]], [9, 1], [0, 0], [0, 0], [0, 0], [True, True], 5.0)
-    table = command.figures(SimpleNamespace(rule="margin", threshold=2.0), fast, plain)
+    table = command.comparison(SimpleNamespace(rule="margin", threshold=2.0), fast, plain)
     columns = [list(column.cells) for column in table.columns]
     assert [column.header for column in table.columns] == ["", "margin 2", "plain greedy"]
     assert columns[1] == ["4.00", "3.00", "3", "12", "1", "2.00"]  # 12 tokens and 9 accepted in 3 forwards
     assert columns[2] == ["1.00", "0.00", "10", "10", "0", "5.00"]
     rows = [{"answer": "3", "greedy_answer": "3", "ground_truth": "3", "correct": True, "greedy_correct": True},
             {"answer": None, "greedy_answer": None}]  # fmt: skip
-    assert command.sentences(rows, fast, plain) == [
-        "output length ratio 1.200; 2.50 times as fast as plain greedy", "mismatches let through: 3 of 5 judged",
+    assert command.summary(rows, fast, plain) == [
+        "output length ratio 1.200; 2.50 times as fast as plain greedy", "mismatches accepted: 3 of 5 judged",
         "same text: 1 of 2", "same answer: 1 of 1; 1 without any answer", "correct: 1 of 1, plain greedy 1",
     ]  # fmt: skip
 
@@ -184,9 +184,9 @@ def test_a_mistake_ends_with_one_sentence(house, tmp_path):
     (tmp_path / "none.jsonl").write_text('{"text": "a"}\n')
     long = " ".join(["a"] * 500)
     for options, sentence in (
-        (["--target", str(tmp_path / "gone"), "--prompt", "a"], "--target .*gone: there is no such directory"),
-        (["--draft", str(tmp_path / "gone"), "--prompt", "a"], "--draft .*gone: there is no such directory"),
-        (["--scorer", str(tmp_path / "gone"), "--prompt", "a"], "--scorer .*gone: there is no such directory"),
+        (["--target", str(tmp_path / "gone"), "--prompt", "a"], "--target .*gone: the directory does not exist"),
+        (["--draft", str(tmp_path / "gone"), "--prompt", "a"], "--draft .*gone: the directory does not exist"),
+        (["--scorer", str(tmp_path / "gone"), "--prompt", "a"], "--scorer .*gone: the directory does not exist"),
         (["--scorer", str(bare), "--prompt", "a"], "holds no spd_config.json"),
         (["--target", str(tmp_path / "stranger"), "--scorer", str(house / "scorer_target"), "--prompt", "a"],
          "belongs to the target .*target' .*; the target here, .*stranger'"),
@@ -194,7 +194,7 @@ def test_a_mistake_ends_with_one_sentence(house, tmp_path):
          r"another vocabulary than .* \(58 and 59 tokens; '\*' is id 52 and 53\)"),
         (["--prompt", "a", "  "], "prompt 2 is empty"),
         (["--prompt", long], "prompt 1 has 500 tokens; with --max-new-tokens 24 it does not fit into the 512 positi"),
-        (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: there is no such file"),
+        (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: the file does not exist"),
         (["--prompts", str(tmp_path / "bad.jsonl")], "prompt 1: prompt_ids must be a list of token ids from 0 to 58"),
         (["--prompts", str(tmp_path / "none.jsonl")], "prompt 1 has none of prompt_ids, prompt, question"),
     ):  # fmt: skip

@@ -221,7 +221,7 @@ def test_workers_end_with_a_killed_parent():
 
 
 def test_a_question_in_both_splits_is_refused(house, tmp_path):
-    with pytest.raises(ValueError, match="12 questions stand in both splits"):
+    with pytest.raises(ValueError, match="12 questions are in both splits"):
         load_script().main([
             "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", "none",
             "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),

@@ -2,7 +2,7 @@
 
 import torch
 
-from recipe.spd.features import FeatureStore
+from recipe.spd.store import FeatureStore
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 
 BLOCKS = {
@@ -56,12 +56,12 @@ def test_only_unseen_blocks_of_a_batch_are_forwarded(tiny_llama, tmp_path):
 
 
 def test_a_full_memory_forgets_the_oldest_and_the_file_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipe.spd.features.MEMORY_BYTES", 100)
+    monkeypatch.setattr("recipe.spd.store.MEMORY_BYTES", 100)
     store = FeatureStore(tmp_path / "s", "t")
     blocks, states = [(i,) for i in range(5)], [torch.full((2, 4), float(i)) for i in range(5)]  # 32 bytes each
     store.put_many(blocks, states)
-    found = store.get_many(blocks, 4)
-    assert all(torch.equal(a, b) for a, b in zip(found, states, strict=True))
+    stored = store.get_many(blocks, 4)
+    assert all(torch.equal(a, b) for a, b in zip(stored, states, strict=True))
     store.get_many([(4,)], 4)
     assert store._bytes == sum(s.nbytes for s in store._memory.values()) <= 100 and (4,) in store._memory
 

@@ -71,8 +71,8 @@ def test_a_measured_seed_is_kept_and_not_measured_again(tmp_path, monkeypatch):
         measured.append((seed, softness))
         out.mkdir(parents=True, exist_ok=True)
         rows = [row("exact", None, 0.0, 2.0 + seed), row("scorer_sweep", 0.0, 0.002, 4.0 + seed)]
-        told = json.dumps({"rows": [asdict(r) for r in rows]})
-        return {"evaluation": [sys.executable, "-c", script, str(out / "evaluation.json"), told]}
+        text = json.dumps({"rows": [asdict(r) for r in rows]})
+        return {"evaluation": [sys.executable, "-c", script, str(out / "evaluation.json"), text]}
 
     monkeypatch.setattr(frontier, "commands", commands)
     options = ["--softness", "0.2", "--seeds", "0", "1", "--kept", str(tmp_path / "kept"), "--out"]

@@ -1,4 +1,4 @@
-"""Further judged blocks: the same text as a loop of plain forwards writes, and ranks that judge equally often."""
+"""Further rounds: the same text as a loop of plain forwards, and the same number of forwards on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEP, EOS, GAMMA = 3, 7, 4
 
 
 def parity_scores(blocks) -> torch.Tensor:
-    """z > 0 where draft and target ids differ by an even number: a verdict that depends on nothing but the block."""
+    """z > 0 where draft and target ids differ by an even number: a decision that depends on the block only."""
     rows = []
     for ids, (_, _, draft, length, target) in zip(blocks.input_ids.tolist(), blocks.spd_layout.tolist(), strict=True):
         pairs = zip(ids[draft : draft + length], ids[target : target + length], strict=True)
@@ -52,15 +52,15 @@ def further(target, draft, blocks: int, gather=lambda mine: [mine], size: int = 
 
 
 @torch.no_grad()
-def test_blocks_go_on_as_plain_forwards_say():
+def test_further_rounds_equal_plain_forwards():
     target = tiny_llama(0)
     draft = noisy_copy(target, 0.08, 1)
     contexts = [tuple(ids) for ids in ragged_prompts(9)]
-    found = further(target, draft, blocks=3).extend([*contexts, contexts[0]], parity_scores)
-    assert set(found) == set(contexts)
+    added = further(target, draft, blocks=3).extend([*contexts, contexts[0]], parity_scores)
+    assert set(added) == set(contexts)
     for context in contexts:
-        assert (found[context].tokens, found[context].ended) == plainly(target, draft, list(context), 3)
-    assert any(c.ended for c in found.values()) and not all(c.ended for c in found.values())
+        assert (added[context].tokens, added[context].ended) == plainly(target, draft, list(context), 3)
+    assert any(c.ended for c in added.values()) and not all(c.ended for c in added.values())
 
 
 def test_a_rank_with_fewer_blocks_takes_part_in_every_forward():

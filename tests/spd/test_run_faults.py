@@ -1,4 +1,4 @@
-"""Ranks of running SPD trainings that are killed or stopped, each with real processes.
+"""SPD trainings whose ranks are killed or stopped, with real processes.
 
 Not covered: a GPU, several nodes.
 """
@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.helpers.spd_run import QUICK, SPDRuns, ended, ranks_of, running, serving, tell
+from tests.helpers.spd_run import QUICK, SPDRuns, ended, ranks_of, running, send
 
 STEPS = 10
 
@@ -18,35 +18,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    made = SPDRuns(tmp_path_factory.mktemp("faults"), steps=STEPS, blocks=8 * STEPS)  # new completions in every step
-    with serving(made):
-        yield made
+def runs(served_model, tmp_path_factory):
+    # enough blocks for new completions in every step
+    return SPDRuns(tmp_path_factory.mktemp("faults"), served_model, steps=STEPS, blocks=8 * STEPS)
 
 
-def test_a_killed_rank_ends_the_run_with_its_name(runs):
+def test_a_killed_rank_ends_the_run_and_is_named(runs):
     with running(runs, "rank_killed", *QUICK) as run:
         runs.wait_for_step("rank_killed", 2, run)
         ranks_of(run)[0].kill()
         started = time.monotonic()
         assert ended(run, 60) == 1
         assert time.monotonic() - started < 30
-    told = runs.log("rank_killed").rpartition("Training failed:")[2]
-    assert "died while the group was in" in told and "rank" in told
+    message = runs.log("rank_killed").rpartition("Training failed:")[2]
+    assert "died while the group was in" in message and "rank" in message
     assert runs.saved_step("rank_killed") >= 1
 
 
-def test_a_stopped_rank_is_found_by_the_watchdog(runs):
+def test_the_watchdog_detects_a_stopped_rank(runs):
     limits = [f"trainer.watchdog.{phase}=10" for phase in ("generate", "log_prob", "update", "save")]
     with running(runs, "rank_stopped", "--ranks", "2", *QUICK, *limits) as run:
         runs.wait_for_step("rank_stopped", 2, run)
         stopped = ranks_of(run)[0]
-        tell([stopped], signal.SIGSTOP)
+        send([stopped], signal.SIGSTOP)
         assert ended(run, 10 + 60) == 1  # the ranks have 20 s to close
     log = runs.log("rank_stopped")
-    told = log.rpartition("Training failed:")[2]
+    message = log.rpartition("Training failed:")[2]
     phases = "generate|log_prob|update|save"
-    assert re.search(rf"rank 0 .*\(stopped\) did not finish.*trainer\.watchdog\.({phases})", told), told
-    assert told.count("(stopped)") == 1
+    assert re.search(rf"rank 0 .*\(stopped\) did not finish.*trainer\.watchdog\.({phases})", message), message
+    assert message.count("(stopped)") == 1
     assert "most recent call first" in log  # the stacks of a rank that still runs
     assert not psutil.pid_exists(stopped.pid)

@@ -77,13 +77,13 @@ def test_own_score_does_not_hang_on_padding_or_neighbours(tiny_llama, settings):
 @pytest.mark.parametrize("attention", ["causal", "spd", "hybrid"])
 def test_a_cut_context_is_a_block_that_begins_later(tiny_llama, attention):
     model = build(tiny_llama, backbone="own", attention=attention, context_tokens=2)
-    found = model(**data().as_kwargs())
+    z = model(**data().as_kwargs())
     whole = build(tiny_llama, backbone="own", attention=attention)
     short = SPDInputData.from_blocks(
         [context[-2:] for context in CONTEXTS], DRAFTS, TARGETS, sep_token_id=3, pad_token_id=0
     )
-    torch.testing.assert_close(found, whole(**short.as_kwargs()), rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(found, whole(**data().as_kwargs()), atol=1e-4)
+    torch.testing.assert_close(z, whole(**short.as_kwargs()), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(z, whole(**data().as_kwargs()), atol=1e-4)
     with pytest.raises(ValueError, match="spd.context_tokens=2 does not fit spd.backbone=target"):
         ScoringModelConfig(backbone="target", context_tokens=2)
 
@@ -139,7 +139,7 @@ def test_a_pair_head_reads_the_state_before_the_draft_token_and_the_one_over_t(t
 
 @pytest.mark.parametrize("attention", ["causal", "spd", "hybrid"])
 def test_a_pair_head_reads_five_parts_under_every_mask(tiny_llama, attention):
-    """Of the second block: d_1 = 14 in column 7 (behind the separator in 6), t_1 = 23 in column 10."""
+    """Of the second block: d_1 = 14 in column 7 (after the separator in 6), t_1 = 23 in column 10."""
     model, given = build(tiny_llama, backbone="own", head_inputs="pair", attention=attention), data()
     states = model._own_states(**given.as_kwargs())[1]
     embedded = model.backbone.get_input_embeddings().weight
@@ -201,8 +201,8 @@ def test_a_head_is_refused_beside_another_target(tiny_llama, tmp_path):
     other = save_tiny_llama(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match="belongs to the target .*fingerprint"):
         AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model_path=other)
-    beside = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
-    assert AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model=beside).config.backbone == "target"
+    shared = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    assert AutoModelForSPDScoring.from_pretrained(tmp_path / "head", base_model=shared).config.backbone == "target"
 
 
 def test_bad_settings_are_named(tiny_llama, tmp_path):

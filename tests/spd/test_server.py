@@ -1,4 +1,4 @@
-"""A supervised server ends with its owner, also when that is killed, and a server that fails is told by its log."""
+"""A supervised server ends with its owner, SIGKILL included; errors of a server show the end of its log."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from recipe.spd.completer import Completer
+from recipe.spd.client import Completer
 from recipe.spd.server import SUPERVISOR, LocalVllmServer, RunningServer, ServerError
 from recipe.spd.store import Completion, CompletionStore
 
@@ -55,26 +55,26 @@ def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_another_process_is_told_of_a_server_that_has_ended_by_its_log(tmp_path, reaped):
+def test_another_process_gets_the_log_of_a_server_that_has_ended(tmp_path, reaped):
     log = tmp_path / "a log"
-    log.write_text("no such model\n")
+    log.write_text("unknown model\n")
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and a zombie still
     if reaped:
         process.wait(10)
     handle = RunningServer(process.pid, "http://127.0.0.1:9", log).handle()
-    with pytest.raises(ServerError, match="has ended.*Last lines of .*a log:\nno such model"):
+    with pytest.raises(ServerError, match="has ended.*Last lines of .*a log:\nunknown model"):
         RunningServer.from_handle(handle).wait_ready(60)
     process.wait(10)
 
 
-def test_a_server_that_is_never_ready_is_told_after_its_time_counted_from_its_start(tmp_path):
+def test_the_start_timeout_counts_from_the_start_of_the_server(tmp_path):
     (tmp_path / "log").write_text("still loading\n")
     with pytest.raises(ServerError, match="not ready after 0 s .*\nstill loading"):
         RunningServer(os.getpid(), "http://127.0.0.1:9", tmp_path / "log").wait_ready(0)
 
 
-def test_only_what_is_not_stored_waits_for_the_server(tmp_path):
+def test_stored_completions_do_not_wait_for_the_server(tmp_path):
     class Client:
         def complete(self, contexts, on_chunk):
             on_chunk(list(range(len(contexts))), [Completion((len(ids),), False) for ids in contexts])
@@ -89,7 +89,7 @@ def test_only_what_is_not_stored_waits_for_the_server(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
+def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path):
     server = LocalVllmServer(str(tmp_path / "no_model"), tmp_path / "log", 64, ["--no-such-option"])
     try:
         with pytest.raises(ServerError, match="has ended.*Last lines of"):

@@ -1,4 +1,4 @@
-"""Servers that fail under running SPD trainings, each with real processes.
+"""SPD trainings whose servers fail, with real processes.
 
 Not covered: a GPU, several nodes.
 """
@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from recipe.spd.server import LocalVllmServer
-from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, serving, tell
+from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, send, serving
 from tests.helpers.watched_runs import wait_until
 from verl.utils.checkpoint.publish import verify_manifest
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    return SPDRuns(tmp_path_factory.mktemp("faults"), steps=STEPS, blocks=8 * STEPS)  # new completions in every step
+    return SPDRuns(tmp_path_factory.mktemp("faults"), steps=STEPS, blocks=8 * STEPS)  # new completions in each step
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +33,21 @@ def servers(runs):
         yield made
 
 
-def everyone_of(server: LocalVllmServer) -> list[psutil.Process]:
+def vllm_processes(server: LocalVllmServer) -> list[psutil.Process]:
     """vLLM's processes, without the supervisor."""
     return psutil.Process(server.pid).children(recursive=True)
 
 
 @contextmanager
 def ten_times_slower(processes: list[psutil.Process]):
-    """The processes may run for a tenth of the time."""
+    """The processes run for a tenth of the time."""
     done = threading.Event()
 
     def pulse() -> None:
         while not done.is_set():
-            tell(processes, signal.SIGSTOP)
+            send(processes, signal.SIGSTOP)
             done.wait(0.18)
-            tell(processes, signal.SIGCONT)
+            send(processes, signal.SIGCONT)
             done.wait(0.02)
 
     thread = threading.Thread(target=pulse)
@@ -57,7 +57,7 @@ def ten_times_slower(processes: list[psutil.Process]):
     finally:
         done.set()
         thread.join()
-        tell(processes, signal.SIGCONT)
+        send(processes, signal.SIGCONT)
 
 
 def assert_counted(rows: list[dict]) -> None:
@@ -68,7 +68,7 @@ def assert_counted(rows: list[dict]) -> None:
 
 
 def answered(url: str) -> float:
-    """Completions that a server has finished, by its own count."""
+    """Number of completions that a server has finished, from its metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
         lines = reply.read().decode()
     counts = re.findall(r'^vllm:request_success_total\{.*finished_reason="(?:stop|length)".*\} (\S+)$', lines, re.M)
@@ -76,23 +76,23 @@ def answered(url: str) -> float:
     return sum(map(float, counts))
 
 
-def test_servers_that_hang_crawl_and_die_lose_no_sample(runs, servers):
+def test_servers_that_hang_slow_down_and_die_lose_no_sample(runs, servers):
     run, url, log = runs.start("servers", *QUICK), runs.urls[0], runs.directory / "servers.log"
-    first, failed = everyone_of(servers[0]), f"SPD server {url}: attempt 1 of 3 failed: "
+    first, failed = vllm_processes(servers[0]), f"SPD server {url}: attempt 1 of 3 failed: "
     runs.wait_for_step("servers", 1, run)
-    tell(first, signal.SIGSTOP)
+    send(first, signal.SIGSTOP)
     wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run, log, 120)
     runs.wait_for_step("servers", len(runs.rows("servers")) + 1, run)
-    tell(first, signal.SIGCONT)
+    send(first, signal.SIGCONT)
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run, log, 120)  # it has rested, and serves again
+    wait_until(lambda: answered(url) > before, run, log, 120)  # after its back-off it serves again
     with ten_times_slower(first):
         before, steps = answered(url), len(runs.rows("servers"))
         runs.wait_for_step("servers", steps + 2, run)
     assert answered(url) > before
     before = answered(url)
     wait_until(lambda: answered(url) > before, run, log, 120)
-    tell(first, signal.SIGKILL)
+    send(first, signal.SIGKILL)
     assert ended(run, 200) == 0, runs.log("servers")[-3000:]
     rows = runs.rows("servers")
     assert len(rows) == STEPS
@@ -108,10 +108,10 @@ def test_with_no_server_left_the_run_ends_with_its_checkpoint_kept(runs, servers
     # The first server is dead already.
     run = runs.start("alone", *QUICK, store="alone.sqlite3")
     runs.wait_for_step("alone", 2, run)
-    tell(everyone_of(servers[1]), signal.SIGKILL)
+    send(vllm_processes(servers[1]), signal.SIGKILL)
     assert ended(run, 120) == 1
-    told = runs.log("alone").rpartition("Training failed:")[2]
-    assert "have no completion from the servers" in told and "completions made so far are kept" in told
+    message = runs.log("alone").rpartition("Training failed:")[2]
+    assert "have no completion from the servers" in message and "completions made so far are kept" in message
     kept = runs.saved_step("alone")
     assert 2 <= kept <= len(runs.rows("alone"))
     verify_manifest(runs.directory / "alone" / f"global_step_{kept}")

@@ -67,7 +67,7 @@ def test_environment_wins_over_the_config(monkeypatch):
         monkeypatch.setenv(f"REWARD_{name}", value)
     assert [score(2, h, t)["score"] for h, t in ((1, 1), (0, 1), (0, 0), (1, 0))] == [2.0, -2.0, -3.0, 6.0]
     monkeypatch.setenv("REWARD_ALPHA", "much")
-    with pytest.raises(ValueError, match="REWARD_ALPHA='much' is no number"):
+    with pytest.raises(ValueError, match="REWARD_ALPHA='much' is not a number"):
         score(2, 1, 1)
 
 

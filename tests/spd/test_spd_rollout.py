@@ -284,7 +284,7 @@ def test_a_real_local_vllm_server_is_started_used_and_gone(tiny_llama, tmp_path)
         model = AutoModelForCausalLM.from_pretrained(tiny_llama)
         ids = [*CONTEXTS[0], 10, 11, 12, 22]
         wanted = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=16)[0, len(ids) :].tolist()
-        done, _ = made._completions().complete([tuple(ids)])
+        done, _ = made.completer.complete([tuple(ids)])
         assert list(done[tuple(ids)].token_ids) == [i for i in wanted if i != 2]
     assert out.meta_info["metrics"]["spd/completions/failed"] == 0
     assert len(family) > 1 and not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)

@@ -1,23 +1,20 @@
-"""Real SPD runs through Ray, FSDP and a vLLM server: learning signal, rank count, a SIGKILL, a disk that fills up.
+"""SPD trainings with Ray, FSDP and a vLLM server: learning signal, number of ranks, SIGKILL, a full disk.
 
 Not covered: a GPU, a server that fails (test_client.py), an own backbone (test_own_ranks.py, test_submit.py), a full
 disk under the store of completions.
 """
 
-import os
-import signal
-import subprocess
 import time
 
 import numpy as np
 import pytest
 
 from tests.helpers.disks import leave_free, small_disk
-from tests.helpers.spd_run import SPDRuns, ended, running, serving
+from tests.helpers.spd_run import SPDRuns, ended, running
 from verl.utils.checkpoint.publish import verify_manifest
 
 STEPS = 4
-# The values of a step that follow from its data and weights; the others say what the machine or the store did.
+# Metrics that depend on data and weights only, not on the machine or the store.
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "spd/accepted_len/mean", "spd/scenario/A")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,15 +27,14 @@ def cluster(ray_cluster) -> str:
 
 
 @pytest.fixture(scope="module")
-def bench(cluster, tmp_path_factory):
-    made = SPDRuns(tmp_path_factory.mktemp("spd"), steps=STEPS)
-    with serving(made):
-        made.run("whole", RAY_ADDRESS=cluster)
-        yield made
+def bench(ray_cluster, served_model, tmp_path_factory):
+    runs = SPDRuns(tmp_path_factory.mktemp("spd"), served_model, steps=STEPS)
+    runs.run_here("undisturbed")
+    return runs
 
 
 def test_every_sample_is_scored_and_the_head_is_trained(bench):
-    rows = bench.rows("whole")
+    rows = bench.rows("undisturbed")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         data = row["data"]
@@ -48,21 +44,21 @@ def test_every_sample_is_scored_and_the_head_is_trained(bench):
         assert data["spd/completions/failed"] == 0 and data["actor/nonfinite_steps"] == 0
     assert sum(row["data"]["spd/completions/asked"] for row in rows) > 0  # the server really answered
     assert any(row["data"]["actor/grad_norm"] > 0 for row in rows)
-    assert len({row["data"]["critic/score/mean"] for row in rows}) > 1  # what the server wrote decides on rewards
+    assert len({row["data"]["critic/score/mean"] for row in rows}) > 1  # rewards depend on the server's completions
 
 
-def test_two_ranks_give_the_losses_of_one(bench, cluster):
-    bench.run("two", "--ranks", "2", RAY_ADDRESS=cluster)
-    for one, two in zip(bench.rows("whole"), bench.rows("two"), strict=True):
+def test_two_ranks_give_the_losses_of_one(bench):
+    bench.run_here("two", "--ranks", "2")
+    for one, two in zip(bench.rows("undisturbed"), bench.rows("two"), strict=True):
         for name in COMPARED:
             assert two["data"][name] == pytest.approx(one["data"][name], rel=1e-5, abs=1e-5), (one["step"], name)
-    for name, weight in bench.weights("whole").items():
+    for name, weight in bench.weights("undisturbed").items():
         np.testing.assert_allclose(bench.weights("two")[name], weight, atol=1e-5)
 
 
-def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench, cluster):
-    """On a cluster that stays; one of its own: tests/trainer/ppo/test_ray_trainer_ranks.py."""
-    # What was completed before the kill is found in the store by the second start.
+def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
+    """On a cluster that keeps running; with its own cluster: tests/trainer/ppo/test_ray_trainer_ranks.py."""
+    # Completions before the kill come from the store after the restart.
     own = {"store": "killed.sqlite3", "RAY_ADDRESS": cluster}
     run = bench.start("killed", **own)
     deadline = time.monotonic() + 240
@@ -70,30 +66,28 @@ def test_a_killed_run_goes_on_to_the_same_end_bit_for_bit(bench, cluster):
     while not (tracker.exists() and int(tracker.read_text()) >= 2) and time.monotonic() < deadline:
         assert run.poll() is None, bench.log("killed")[-3000:]
         time.sleep(0.05)
-    driver = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True).stdout.split()
-    for pid in [*map(int, driver), run.pid]:
-        os.kill(pid, signal.SIGKILL)
+    run.kill()
     run.wait(30)
-    assert len(bench.rows("killed")) < STEPS, "it was over before the kill"
+    assert len(bench.rows("killed")) < STEPS, "it ended before the kill"
     bench.run("killed", **own)
     assert "resuming from" in bench.log("killed")
-    for whole, killed in zip(bench.rows("whole"), bench.rows("killed"), strict=True):
-        for name in whole["data"]:
+    for undisturbed, killed in zip(bench.rows("undisturbed"), bench.rows("killed"), strict=True):
+        for name in undisturbed["data"]:
             if not name.startswith(("timing", "perf/", "spd/completions/", "spd/store/")):
-                assert killed["data"][name] == whole["data"][name], (whole["step"], name)
-    for name, weight in bench.weights("whole").items():
+                assert killed["data"][name] == undisturbed["data"][name], (undisturbed["step"], name)
+    for name, weight in bench.weights("undisturbed").items():
         assert np.array_equal(bench.weights("killed")[name], weight), name
 
 
-def test_a_full_disk_in_a_save_keeps_the_checkpoint_before_it(bench, cluster):
+def test_a_full_disk_during_a_save_keeps_the_previous_checkpoint(bench, cluster):
     with small_disk(bench.directory / "disk_full", "64m") as disk:
         with running(bench, "disk_full", "--steps", "60", RAY_ADDRESS=cluster) as run:
             bench.wait_for_step("disk_full", 2, run)
             leave_free(disk, 300_000)
             code = ended(run, 120)
-        told = bench.log("disk_full").rpartition("Training failed:")[2]
+        message = bench.log("disk_full").rpartition("Training failed:")[2]
         kept = bench.saved_step("disk_full")
         assert code == 1 and kept >= 1
-        assert "no room for the checkpoint" in told and str(disk) in told and "bytes" in told
+        assert "no room for the checkpoint" in message and str(disk) in message and "bytes" in message
         verify_manifest(disk / f"global_step_{kept}")
         assert not list(disk.glob("*.tmp"))

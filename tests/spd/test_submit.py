@@ -82,7 +82,7 @@ def test_hidden_generated_and_big_files_stay_at_home(tree, tmp_path):
     assert size == (tmp_path / "p.zip").stat().st_size
     with zipfile.ZipFile(tmp_path / "p.zip") as archive:
         assert sorted(archive.namelist()) == sorted(str(path.relative_to(tree)) for path in files)
-    with pytest.raises(SystemExit, match="--pack ../x: there is no such file"):
+    with pytest.raises(SystemExit, match="--pack ../x: the path does not exist"):
         command.package_files(["../x"])
 
 
@@ -112,9 +112,9 @@ def test_paths_the_job_would_not_find_or_would_lose_are_refused(tree):
 def test_the_variables_of_the_training_travel_and_no_others(monkeypatch):
     monkeypatch.setattr(os, "environ", {"MODEL_PATH": "m", "REWARD_ALPHA": "1", "PATH": "p", "X": "y", "HF_TOKEN": "h"})
     ray = {"RAY_OVERRIDE_JOB_RUNTIME_ENV": "1", "RAY_JOB_STOP_WAIT_TIME_S": "600"}
-    found = {"MODEL_PATH": "m", "REWARD_ALPHA": "1", "HF_TOKEN": "h"}
-    assert command.job_environment([]) == {**found, **ray}
-    assert command.job_environment(["X"]) == {**found, **ray, "X": "y"}
+    forwarded = {"MODEL_PATH": "m", "REWARD_ALPHA": "1", "HF_TOKEN": "h"}
+    assert command.job_environment([]) == {**forwarded, **ray}
+    assert command.job_environment(["X"]) == {**forwarded, **ray, "X": "y"}
     with pytest.raises(SystemExit, match="--env GONE: this variable is not set"):
         command.job_environment(["GONE"])
 
@@ -257,7 +257,7 @@ def test_ctrl_c_stops_the_job_after_it_has_saved(head, tree):
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
         assert process.returncode == 130 and "the training finishes its step and saves" in err, err
-        assert ("saved" in out, ": STOPPED" in err, "goes on to its end" in err) == (not again, not again, again)
+        assert ("saved" in out, ": STOPPED" in err, "runs to its end" in err) == (not again, not again, again)
 
 
 class Words(FakeServer):

@@ -362,12 +362,13 @@ def test_own_path_is_the_targets_greedy_text(tiny_testbed, shared_work, asked):
 def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
     both = tiny_pair(tiny_testbed[0], shared_work)
     everything = both.speculative(asked, accept_all, quiet)
-    found = blocks.drifted_blocks(both, asked, partial(margin, 1e9), 1000, 0, quiet)
+    drifted = blocks.drifted_blocks(both, asked, partial(margin, 1e9), 1000, 0, quiet)
     prompts = {q.question_id: q.prompt_ids for q in asked}
     said = {q.question_id: tokens for q, tokens in zip(asked, everything.tokens, strict=True)}
     own = blocks.own_path(both, asked, 1000, 0, quiet).blocks
-    assert len(found) == len(everything.blocks) and len({b.block_id for b in [*found, *own]}) == len(found) + len(own)
-    for block in found:
+    ids = {b.block_id for b in [*drifted, *own]}
+    assert len(drifted) == len(everything.blocks) and len(ids) == len(drifted) + len(own)
+    for block in drifted:
         behind = len(block.context_ids) - len(prompts[block.question_id])
         assert behind % 5 == 0  # all 4 drafted tokens and one of the target a round
         assert block.context_ids == prompts[block.question_id] + said[block.question_id][:behind]

@@ -89,11 +89,10 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     assert config.trainer.project_name == "mine" and config.actor_rollout_ref.actor.optim.lr == 1e-3
     assert config.spd.reward.penalty_break == -64 and config.spd.reward.useless == -2
     assert config.spd.rollout.servers == "http://a:1,http://b:2"
-    for name in ("REWARD_PENALTY_BREAK", "MODEL_PATH", "PYTHONPATH", "VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR",
-                 "TOKENIZERS_PARALLELISM", "LOGURU_LEVEL"):  # fmt: skip
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # restored after the test
-    entry.set_training_environment(args)
-    assert os.environ["REWARD_PENALTY_BREAK"] == "-64.0" and os.environ["MODEL_PATH"] == "some model"
+    command = entry.build_training_command(args, data, None)
+    assert command[command.index("--config-name") + 2 :] == entry.training_overrides(args, data, None)
+    env = entry._create_training_env(args)
+    assert env["REWARD_PENALTY_BREAK"] == "-64.0" and env["MODEL_PATH"] == "some model"
 
 
 PUBLIC = """backbone attention context_tokens head_inputs head_size feature_store adapter_path sample_temperature

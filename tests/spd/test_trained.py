@@ -1,4 +1,4 @@
-"""A saved scorer meets another model: refused by the check before a start and by the loader, in one sentence."""
+"""Saved scorers that do not fit a model are refused with one message, before a start and by the loader."""
 
 import json
 import shutil
@@ -70,14 +70,14 @@ def whole(kept, tmp_path) -> Path:
     return Path(shutil.copytree(kept["whole"], tmp_path / "whole"))
 
 
-def early(folder, path: str, settings: dict) -> str | None:
-    """What the check before a start says."""
+def message_before_start(folder, path: str, settings: dict) -> str | None:
+    """The message of the check before a start."""
     loader = {"name": "spd_scorer", "kwargs": {**settings, "adapter_path": str(folder)}}
     model = {"path": path, "trust_remote_code": False, "loader": loader}
     config = OmegaConf.create({"actor_rollout_ref": {"model": model}})
-    found = list(check_scorer(config, SimpleNamespace(hf_config=AutoConfig.from_pretrained(path))))
-    assert len(found) <= 1 and all(p.kind == "wrong" and p.key == "spd.adapter_path" for p in found)
-    return found[0].message.removeprefix(f"spd.adapter_path={folder}: ") if found else None
+    problems = list(check_scorer(config, SimpleNamespace(hf_config=AutoConfig.from_pretrained(path))))
+    assert len(problems) <= 1 and all(p.kind == "wrong" and p.key == "spd.adapter_path" for p in problems)
+    return problems[0].message.removeprefix(f"spd.adapter_path={folder}: ") if problems else None
 
 
 def load(folder, path: str, settings: dict):
@@ -90,13 +90,13 @@ def built(path: str, **settings):
 
 
 def refused(folder, path: str, settings: dict) -> str:
-    """What the check before a start says; the loader must say the same."""
-    told = early(folder, path, settings)
-    assert told is not None and "\n" not in told
+    """The message of the check before a start; the loader must raise the same."""
+    message = message_before_start(folder, path, settings)
+    assert message is not None and "\n" not in message
     with pytest.raises(ValueError) as error:
         built(path, **settings).load_trained(folder)
-    assert str(error.value) == told
-    return told
+    assert str(error.value) == message
+    return message
 
 
 def edit_config(folder: Path, **values) -> Path:
@@ -114,9 +114,9 @@ def others(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_scorer_goes_on_from_its_own_folder(tiny_llama, kept, kind):
+def test_a_scorer_is_loaded_from_its_own_folder(tiny_llama, kept, kind):
     folder, settings = kept[kind], KINDS[kind]
-    assert early(folder, tiny_llama, settings) is None
+    assert message_before_start(folder, tiny_llama, settings) is None
     loaded = AutoModelForSPDScoring.from_pretrained(folder)
     torch.testing.assert_close(scores(load(folder, tiny_llama, settings)), scores(loaded), rtol=0, atol=1e-6)
     fresh = AutoModelForSPDScoring.from_config(ScoringModelConfig(base_model_path=tiny_llama, **settings))
@@ -126,29 +126,29 @@ def test_a_scorer_goes_on_from_its_own_folder(tiny_llama, kept, kind):
 @pytest.mark.parametrize("which", ["seed", "deeper"])
 def test_adapters_of_another_model_are_refused(tiny_llama, others, kept, which):
     folder, other = kept["adapters"], others[which]
-    told = refused(folder, other, ADAPTERS)
-    assert told.startswith(f"the adapters in {folder} belong to the model '{tiny_llama}' (fingerprint ")
-    assert f"; the model here, '{other}', has " in told and told.endswith("were trained on only: name that one.")
+    message = refused(folder, other, ADAPTERS)
+    assert message.startswith(f"the adapters in {folder} belong to the model '{tiny_llama}' (fingerprint ")
+    assert f"; the model here, '{other}', has " in message and message.endswith("were trained on only: name that one.")
     with pytest.raises(ValueError, match="belong to the model"):
         AutoModelForSPDScoring.from_pretrained(folder, base_model_path=other)
 
 
-def test_adapters_from_before_the_fingerprint_are_refused_by_their_shapes_alone(tiny_llama, others, adapters):
+def test_adapters_without_fingerprint_are_refused_by_their_shapes(tiny_llama, others, adapters):
     folder = edit_config(adapters, base_fingerprint=None, target_fingerprint="")
     heard = []
     sink = logger.add(heard.append, level="WARNING", format="{message}")
     assert load(folder, others["seed"], ADAPTERS).config.base_fingerprint
     logger.remove(sink)
-    assert any(f"{folder} does not say which model it belongs to" in line for line in heard)
-    told = refused(folder, others["deeper"], ADAPTERS)
+    assert any(f"{folder} has no fingerprint of its base model" in line for line in heard)
+    message = refused(folder, others["deeper"], ADAPTERS)
     # 7 linear layers in the third layer, two matrices each
-    assert f"{folder / ADAPTER_FILE} does not fit the model here, '{others['deeper']}': 14 weights differ" in told
-    assert "layers.2.mlp.down_proj.lora_A.weight (missing there, (4, 128) here)" in told
-    assert f"the model that it was trained on, '{tiny_llama}'" in told
+    assert f"{folder / ADAPTER_FILE} does not fit the model here, '{others['deeper']}': 14 weights differ" in message
+    assert "layers.2.mlp.down_proj.lora_A.weight (missing there, (4, 128) here)" in message
+    assert f"the model that it was trained on, '{tiny_llama}'" in message
 
 
 @pytest.mark.parametrize(
-    "change, mend",
+    "change, fix",
     [
         ({"attention": "causal"}, "attention='hybrid'; this one has attention='causal'. Set spd.attention=hybrid."),
         ({"context_tokens": 8}, "context_tokens=0; this one has context_tokens=8. Set spd.context_tokens=0."),
@@ -157,16 +157,16 @@ def test_adapters_from_before_the_fingerprint_are_refused_by_their_shapes_alone(
         ({"head_inputs": "pair"}, "head_inputs='state'; this one has head_inputs='pair'. Set spd.head_inputs=state."),
     ],
 )
-def test_a_scorer_of_another_kind_is_refused(tiny_llama, kept, change, mend):
+def test_a_scorer_of_another_kind_is_refused(tiny_llama, kept, change, fix):
     folder = kept["adapters"]
-    assert refused(folder, tiny_llama, {**ADAPTERS, **change}) == f"{folder} holds a scorer with {mend}"
+    assert refused(folder, tiny_llama, {**ADAPTERS, **change}) == f"{folder} holds a scorer with {fix}"
 
 
 def test_other_target_modules_are_refused(tiny_llama, tmp_path):
     folder = save(tiny_llama, tmp_path, {**ADAPTERS, "lora_target_modules": ["q_proj", "v_proj"]})
-    told = refused(folder, tiny_llama, ADAPTERS)
-    assert "20 weights differ" in told  # 5 linear layers more in each of 2 layers
-    assert told.endswith("actor_rollout_ref.model.target_modules=['q_proj', 'v_proj'].")
+    message = refused(folder, tiny_llama, ADAPTERS)
+    assert "20 weights differ" in message  # 5 linear layers more in each of 2 layers
+    assert message.endswith("actor_rollout_ref.model.target_modules=['q_proj', 'v_proj'].")
 
 
 @pytest.mark.parametrize("kind, file", [("adapters", ADAPTER_FILE), ("whole", WHOLE_FILE)])
@@ -181,32 +181,32 @@ def test_a_weight_lost_added_or_of_another_shape_is_refused(tiny_llama, request,
     if change == "more":
         weights[name] = weight
     save_file(weights, folder / file, metadata={"format": "pt"})
-    told = refused(folder, tiny_llama, settings)
-    assert "1 weights differ, such as " + ("another.weight" if change == "more" else name) in told
-    assert str(folder) in told
+    message = refused(folder, tiny_llama, settings)
+    assert "1 weights differ, such as " + ("another.weight" if change == "more" else name) in message
+    assert str(folder) in message
 
 
-def test_a_renamed_weight_of_a_whole_backbone_is_refused_by_the_loader(tiny_llama, whole):
-    """As many numbers as needed: only loading tells that they are not the model's."""
+def test_a_renamed_weight_of_a_full_backbone_is_refused_by_the_loader(tiny_llama, whole):
+    """The number of elements is right: only loading shows that a name is wrong."""
     weights = load_file(whole / WHOLE_FILE)
     weights["layers.0.mlp.other.weight"] = weights.pop("layers.0.mlp.up_proj.weight")
     save_file(weights, whole / WHOLE_FILE, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="is no whole backbone: layers.0.mlp.other.weight is not on both sides"):
+    with pytest.raises(ValueError, match="not a complete backbone: layers.0.mlp.other.weight is missing"):
         load(whole, tiny_llama, WHOLE)
 
 
-def test_a_whole_backbone_of_another_depth_or_rope_is_refused(tiny_llama, others, whole):
-    told = refused(whole, others["deeper"], WHOLE)
-    assert told == (
+def test_a_full_backbone_of_another_depth_or_rope_is_refused(tiny_llama, others, whole):
+    message = refused(whole, others["deeper"], WHOLE)
+    assert message == (
         f"{whole / 'backbone'} has num_hidden_layers=2; the model here, '{others['deeper']}', has 3. Name the model "
         "that it was trained from, or another of the same config."
     )
     file = whole / "backbone" / "config.json"
     values = json.loads(file.read_text())
     file.write_text(json.dumps({**values, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}))
-    told = refused(whole, tiny_llama, WHOLE)
-    assert "has rope_parameters={'rope_theta': 500.0}; " in told and "has its default. " in told
-    # Another seed of the same shape is none of its business: it brings all of its weights along.
+    message = refused(whole, tiny_llama, WHOLE)
+    assert "has rope_parameters={'rope_theta': 500.0}; " in message and "has its default. " in message
+    # A model of the same shape with other weights is accepted: the backbone contains all weights.
     file.write_text(json.dumps(values))
     torch.testing.assert_close(
         scores(load(whole, others["seed"], WHOLE)), scores(AutoModelForSPDScoring.from_pretrained(whole)),
@@ -214,10 +214,10 @@ def test_a_whole_backbone_of_another_depth_or_rope_is_refused(tiny_llama, others
     )  # fmt: skip
 
 
-def test_a_head_from_before_the_fingerprint_is_loaded(tiny_llama, kept, tmp_path):
+def test_a_head_without_fingerprint_is_loaded(tiny_llama, kept, tmp_path):
     folder = Path(shutil.copytree(kept["head"], tmp_path / "head"))
     edit_config(folder, base_fingerprint=None, target_fingerprint="0123")
-    assert early(folder, tiny_llama, {}) is None
+    assert message_before_start(folder, tiny_llama, {}) is None
     loaded, meant = load(folder, tiny_llama, {}), AutoModelForSPDScoring.from_pretrained(kept["head"])
     assert torch.equal(scores(loaded), scores(meant))
 
@@ -238,13 +238,13 @@ def checkpoint(tiny_llama, tmp_path_factory):
     leave_group()
 
 
-def test_a_checkpoint_s_adapters_and_head_go_on_as_adapters(tiny_llama, checkpoint):
+def test_adapters_and_head_of_a_checkpoint_can_be_loaded(tiny_llama, checkpoint):
     z, folder = checkpoint
     adapters = folder / "lora_adapter"
     assert sorted(file.name for file in adapters.iterdir() if file.suffix != ".md") == [
         "adapter_config.json", "adapter_model.safetensors", "score_head.safetensors", "spd_config.json",
     ]  # fmt: skip
-    assert early(adapters, tiny_llama, PAIR) is None
+    assert message_before_start(adapters, tiny_llama, PAIR) is None
     again = load(adapters, tiny_llama, PAIR)
     torch.testing.assert_close(scores(again), z, rtol=0, atol=1e-6)
     trained = [name for name, p in again.named_parameters() if p.requires_grad]
@@ -252,19 +252,19 @@ def test_a_checkpoint_s_adapters_and_head_go_on_as_adapters(tiny_llama, checkpoi
     torch.testing.assert_close(scores(AutoModelForSPDScoring.from_pretrained(adapters)), z, rtol=0, atol=1e-6)
 
 
-def test_a_checkpoint_s_adapters_are_refused_beside_another_model(others, checkpoint):
+def test_adapters_of_a_checkpoint_are_refused_on_another_model(others, checkpoint):
     adapters = checkpoint[1] / "lora_adapter"
     for other in others.values():
         assert f"the adapters in {adapters} belong to the model " in refused(adapters, other, PAIR)
 
 
-def test_the_merged_export_stays_and_names_the_adapters_to_a_run_that_wants_them(tiny_llama, checkpoint):
+def test_the_merged_export_refers_a_run_with_adapters_to_their_folder(tiny_llama, checkpoint):
     z, folder = checkpoint
     merged = folder / "huggingface"
     torch.testing.assert_close(scores(AutoModelForSPDScoring.from_pretrained(merged)), z, rtol=0, atol=1e-5)
-    assert early(merged, tiny_llama, {**PAIR, "lora_rank": 0}) is None
-    told = refused(merged, tiny_llama, PAIR)
-    assert told == (
+    assert message_before_start(merged, tiny_llama, {**PAIR, "lora_rank": 0}) is None
+    message = refused(merged, tiny_llama, PAIR)
+    assert message == (
         f"{merged} holds a scorer with lora_rank=0; this one has lora_rank=4. Name {folder / 'lora_adapter'}, which "
         "holds the adapters that are merged in here."
     )

@@ -1,0 +1,190 @@
+"""Judged blocks of a batch: what the target has to complete, how the answers are graded, the metrics of all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from recipe.spd.answers import is_correct
+from recipe.spd.client import CompletionCounts
+from recipe.spd.hybrid import Hybrid, counted_positions, spd_segments
+from recipe.spd.reward import SCENARIOS, scenario_of
+from recipe.spd.rounds import Continuation
+from recipe.spd.store import Completion
+
+Completions = Mapping[tuple[int, ...], Completion]  # context -> its completion
+
+
+class LostCompletionsError(RuntimeError):
+    """More completions were lost than spd.rollout.lost_share_max allows."""
+
+
+@dataclass(frozen=True)
+class JudgedBlock:
+    """All samples of one prompt that have the same actions."""
+
+    info: dict[str, Any]  # the row's extra_info
+    actions: tuple[int, ...]  # 0/1, [R]
+    hybrid: Hybrid
+    follows_target: bool  # the answer is the target's own
+    unfinished: tuple[int, ...] | None  # the ids that the target must complete; None where no completion is needed
+    further: tuple[int, ...] = ()  # tokens that spd.rollout.rounds > 1 added after the hybrid context
+
+
+@dataclass(frozen=True)
+class GradedBlock:
+    """A judged block and its answer; lengths are tokens after the context, None where unknown."""
+
+    block: JudgedBlock
+    correct: bool | None = None  # S_h; None: a completion is lost
+    length: int | None = None  # of the hybrid answer
+    baseline: int | None = None  # of the target's own answer
+    completion: Completion = Completion((), hit_limit=False)
+
+    @property
+    def scenario(self) -> str:
+        """A, B, C, D or zero, as in the reward."""
+        return scenario_of(
+            self.block.hybrid.effective_len, bool(self.correct), bool(self.block.info["is_correct_baseline"])
+        )
+
+    def counted(self, loss_positions: str) -> list[int]:
+        """1 where a drafted position counts in the loss, [g]."""
+        info = self.block.info
+        return counted_positions(info["draft_ids"], info["target_ids"], self.block.hybrid.reached, loss_positions)
+
+    def extra_info(self) -> dict[str, Any]:
+        """The row's extra_info with the entries that the reward reads."""
+        return {
+            **self.block.info, "effective_len": self.block.hybrid.effective_len,
+            "is_correct_hybrid": None if self.correct is None else int(self.correct),
+            "hybrid_length": self.length, "baseline_length": self.baseline,
+            "hit_limit": self.completion.hit_limit, "asked": self.block.unfinished is not None,
+        }  # fmt: skip
+
+    def segments(self, tokenizer: Any) -> list[dict[str, str]]:
+        """The block with its answer as text for the report."""
+        block, added = self.block, (*self.block.further, *self.completion.token_ids)
+        drafted, chosen = block.info["draft_ids"], block.info["target_ids"]
+        return spd_segments(tokenizer, drafted, chosen, block.actions, block.hybrid, added)
+
+
+def judged_block(info: dict[str, Any], actions: tuple[int, ...], hybrid: Hybrid, rounds: int) -> JudgedBlock:
+    """A block before its completion. With L = 0 the answer is the target's own; else further rounds may deviate."""
+    own = hybrid.on_target_path and (hybrid.ended or rounds == 1 or hybrid.effective_len == 0)
+    unfinished = None if hybrid.ended or own else (*info["context_ids"], *hybrid.tokens)
+    return JudgedBlock(info, actions, hybrid, own, unfinished)
+
+
+def extended_blocks(blocks: Sequence[JudgedBlock], added: Mapping[tuple[int, ...], Continuation]) -> list[JudgedBlock]:
+    """The blocks with what further rounds added to their unfinished contexts."""
+    extended = []
+    for block in blocks:
+        if block.unfinished is not None:
+            more = added[block.unfinished]
+            unfinished = None if more.ended else (*block.unfinished, *more.tokens)
+            block = replace(block, further=more.tokens, unfinished=unfinished)
+        extended.append(block)
+    return extended
+
+
+def wanted_contexts(blocks: Sequence[JudgedBlock], with_baseline: bool) -> list[tuple[int, ...]]:
+    """Contexts that need a completion; `with_baseline`: also those whose own answer has an unknown length."""
+    wanted = [block.unfinished for block in blocks if block.unfinished is not None]
+    if with_baseline:
+        wanted += [tuple(b.info["context_ids"]) for b in blocks if b.info.get("baseline_length") is None]
+    return wanted
+
+
+def grade_blocks(
+    blocks: Sequence[JudgedBlock], completions: Completions, tokenizer: Any, with_baseline: bool
+) -> list[GradedBlock]:
+    """Grade each answer; `correct` stays None where a needed completion is missing.
+
+    The answer is searched after the first `question_len` tokens of the context, where that is known: worked examples in
+    a question contain answers too.
+    """
+
+    @functools.cache
+    def answers(ids: tuple[int, ...], ground_truth: str) -> bool:
+        return is_correct(tokenizer.decode(list(ids), skip_special_tokens=True), ground_truth)
+
+    def grade(block: JudgedBlock) -> GradedBlock:
+        info, baseline = block.info, block.info.get("baseline_length")
+        if with_baseline and baseline is None:
+            own = completions.get(tuple(info["context_ids"]))
+            if own is None:
+                return GradedBlock(block)
+            baseline = len(own.token_ids)
+        if block.unfinished is not None and block.unfinished not in completions:
+            return GradedBlock(block, baseline=baseline)
+        if block.follows_target:
+            return GradedBlock(block, bool(info["is_correct_baseline"]), baseline, baseline)
+        done = Completion((), False) if block.unfinished is None else completions[block.unfinished]
+        added = (*block.hybrid.tokens, *block.further, *done.token_ids)
+        answer = (*info["context_ids"][info.get("question_len") or 0 :], *added)
+        correct = answers(answer, str(info["ground_truth"])) and not done.hit_limit
+        return GradedBlock(block, correct, len(added), baseline, done)
+
+    return [grade(block) for block in blocks]
+
+
+@dataclass
+class RankTotals:
+    """Sums over one rank's samples, which its peers need for the metrics."""
+
+    values: dict[str, float]
+    longest: int  # largest effective length
+    store_bytes: int
+    lost_because: str = ""  # last error of a lost completion
+    failure: str = ""  # why the batch failed; raised on every rank
+    urls: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, samples: Sequence[GradedBlock], counts: CompletionCounts, **others: Any) -> RankTotals:
+        """The totals of the samples of one batch; `others` are the fields that do not follow from them."""
+        kept = [sample for sample in samples if sample.correct is not None]
+        lengths = [sample.block.hybrid.effective_len for sample in kept]
+        ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
+        scenarios = Counter(sample.scenario for sample in kept)
+        values = {
+            "samples": len(samples), "kept": len(kept), "accepted": sum(lengths), "ratios": len(ratios),
+            "ratio_sum": sum(ratios), "limit": sum(s.completion.hit_limit for s in kept),
+            **{f"completions/{name}": value for name, value in asdict(counts).items()},
+            **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
+        }  # fmt: skip
+        return cls({k: float(v) for k, v in values.items()}, max(lengths, default=0), **others)
+
+
+def batch_metrics(ranks: Sequence[RankTotals], lost_share_max: float) -> dict[str, float]:
+    """spd/* over all ranks, the same on each.
+
+    Raises RuntimeError where a rank failed, LostCompletionsError where too many samples have no completion.
+    """
+    total = {name: sum(rank.values[name] for rank in ranks) for name in ranks[0].values}
+    if failures := [rank.failure for rank in ranks if rank.failure]:
+        raise RuntimeError(f"spd rollout: {failures[0]}")
+    lost = total["samples"] - total["kept"]
+    if lost > lost_share_max * total["samples"]:
+        why = next((rank.lost_because for rank in ranks if rank.lost_because), "no completion came")
+        raise LostCompletionsError(
+            f"{lost:.0f} of {total['samples']:.0f} samples have no completion from the servers "
+            f"{', '.join(ranks[0].urls)} (last error: {why}); spd.rollout.lost_share_max={lost_share_max} allows "
+            "fewer. Check the servers, then start the run again: it resumes, and completions made so far are kept."
+        )
+    kept = max(1.0, total["kept"])
+    metrics = {f"spd/completions/{name}": total[f"completions/{name}"] for name in asdict(CompletionCounts())}
+    if total["completions/requested"]:
+        metrics["spd/completions/hit_rate"] = total["completions/stored"] / total["completions/requested"]
+    metrics |= {
+        "spd/store/mib": max(rank.store_bytes for rank in ranks) / 2**20,
+        "spd/dropped_samples": lost, "spd/accepted_len/mean": total["accepted"] / kept,
+        "spd/accepted_len/max": float(max(rank.longest for rank in ranks)), "spd/hit_limit": total["limit"] / kept,
+        **{f"spd/scenario/{name}": total[f"scenario/{name}"] / kept for name in SCENARIOS},
+    }  # fmt: skip
+    if total["ratios"]:
+        metrics["spd/output_length_ratio"] = total["ratio_sum"] / total["ratios"]
+    return metrics
