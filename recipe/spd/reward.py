@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
+from verl.config.fields import check_settings, setting
 from verl.utils.registry import nearest
 
-LENGTHS = ("effective", "gain")
-ZERO_LENGTHS = ("neutral", "mask")
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
     "REWARD_ALPHA": "alpha", "REWARD_PENALTY_BREAK": "penalty_break", "REWARD_USELESS": "useless",
@@ -23,26 +22,20 @@ SCENARIOS = ("A", "B", "C", "D", "zero")
 class SPDRewardConfig:
     """The coefficients; the recipe's yaml (group spd.reward) holds the same defaults."""
 
+    section: ClassVar[str] = "spd.reward"
     alpha: float = 0.125
     penalty_break: float = -16.0
     useless: float = 0.0
     correct_base: float = 1.0
     # effective: every leading accept counts; gain: only those beyond what exact match accepts anyway.
-    length: str = "effective"
+    length: str = setting("effective", choices=("effective", "gain"))
     # neutral: a block with nothing accepted stays in its group with reward 0; mask: the rollout drops it.
-    zero_length: str = "neutral"
+    zero_length: str = setting("neutral", choices=("neutral", "mask"))
     # Cost of a correct answer for each baseline length that it exceeds the baseline's.
-    length_penalty: float = 0.0
+    length_penalty: float = setting(0.0, low=0)
 
     def __post_init__(self) -> None:
-        for name, known in (("length", LENGTHS), ("zero_length", ZERO_LENGTHS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(
-                    f"spd.reward.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}."
-                )
-        if self.length_penalty < 0:
-            raise ValueError(f"spd.reward.length_penalty={self.length_penalty} is negative; use 0 or more.")
+        check_settings(self)
 
 
 def refuse_unknown(group: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:

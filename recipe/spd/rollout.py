@@ -17,12 +17,14 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
-from recipe.spd.client import Completer, CompletionCounts, VllmEngineServer, preferred_first, server_urls
+from recipe.spd.client import Completer, VllmEngineServer, preferred_first, server_urls
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
 from recipe.spd.decoder import end_ids
 from recipe.spd.hybrid import action_log_probs, hybrid_of, sample_actions, uniform_draws
 from recipe.spd.rounds import FurtherRounds
 from recipe.spd.samples import (
+    Completions,
+    CompletionStatus,
     GradedBlock,
     JudgedBlock,
     LostCompletionsError,
@@ -152,10 +154,12 @@ class SPDRollout(BaseRollout):
         log_probs = action_log_probs(z[:, None], actions, self.config.temperature)  # [B, n, R]
         keys = [(b, tuple(row)) for b, rows in enumerate(actions.tolist()) for row in rows]
         distinct = list(dict.fromkeys(keys))
-        graded, totals_of = self._outcomes([self._judged(infos[b], row) for b, row in distinct])
-        by_key = dict(zip(distinct, graded, strict=True))
-        samples = [by_key[key] for key in keys]
-        metrics = batch_metrics(_gather(totals_of(samples)), self.settings.rollout.lost_share_max)
+        blocks = self._extended([self._judged(infos[b], row) for b, row in distinct])
+        with_baseline = self.settings.reward.length_penalty > 0
+        completions, status = self._completed(wanted_contexts(blocks, with_baseline))
+        graded = dict(zip(distinct, grade_blocks(blocks, completions, self.tokenizer, with_baseline), strict=True))
+        samples = [graded[key] for key in keys]
+        metrics = batch_metrics(_gather(RankTotals.of(samples, status)), self.settings.rollout.lost_share_max)
         output = self._output(prompts, samples, actions, log_probs, drop_zero=not validate)
         output.meta_info["metrics"] = metrics
         return output
@@ -200,26 +204,24 @@ class SPDRollout(BaseRollout):
         hybrid = hybrid_of(info["draft_ids"], info["target_ids"], actions, self.eos)
         return judged_block(info, actions, hybrid, self.settings.rollout.rounds)
 
-    def _outcomes(self, blocks: Sequence[JudgedBlock]) -> tuple[list[GradedBlock], partial[RankTotals]]:
-        """The blocks graded by their completions, and what makes this rank's totals of a list of samples."""
-        if self.settings.rollout.rounds > 1:
-            with self.engine.eval_mode(), self.engine.autocast():
-                contexts = [block.unfinished for block in blocks if block.unfinished is not None]
-                blocks = extended_blocks(blocks, self._further_rounds.extend(contexts, self._forward))
-        with_baseline = self.settings.reward.length_penalty > 0
-        completions, counts, size, urls, lost_because, failure = {}, CompletionCounts(), 0, [], "", ""
+    def _extended(self, blocks: Sequence[JudgedBlock]) -> Sequence[JudgedBlock]:
+        """The blocks after the further rounds of spd.rollout.rounds."""
+        if self.settings.rollout.rounds == 1:
+            return blocks
+        contexts = [block.unfinished for block in blocks if block.unfinished is not None]
+        with self.engine.eval_mode(), self.engine.autocast():
+            return extended_blocks(blocks, self._further_rounds.extend(contexts, self._forward))
+
+    def _completed(self, contexts: Sequence[tuple[int, ...]]) -> tuple[Completions, CompletionStatus]:
+        """Completions of the contexts; a failure is recorded, since the ranks must still exchange their totals."""
         try:
-            completer = self.completer
-            completions, counts = completer.complete(wanted_contexts(blocks, with_baseline))
-            size, urls = completer.store.size, completer.client.urls
-            lost_because = completer.client.last_error if counts.failed else ""
-        except Exception as error:  # batch_metrics raises on every rank, after all ranks have exchanged their totals
+            completions, counts = self.completer.complete(contexts)
+        except Exception as error:
             logger.exception("the completions of this batch failed")
-            failure = f"{type(error).__name__}: {error}"
-        totals_of = partial(
-            RankTotals.of, counts=counts, store_bytes=size, urls=urls, lost_because=lost_because, failure=failure
-        )
-        return grade_blocks(blocks, completions, self.tokenizer, with_baseline), totals_of
+            return {}, CompletionStatus(failure=f"{type(error).__name__}: {error}")
+        client = self.completer.client
+        last_error = client.last_error if counts.failed else ""
+        return completions, CompletionStatus(counts, self.completer.store.size, client.urls, last_error)
 
     def _output(
         self, prompts: DataProto, samples: list[GradedBlock], actions: torch.Tensor, log_probs: torch.Tensor,
@@ -229,19 +231,16 @@ class SPDRollout(BaseRollout):
         _, n, width = actions.shape
         drop_zero &= self.settings.reward.zero_length == "mask"
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
-        counted, drafted = torch.zeros(2, len(samples), width, dtype=torch.int64)
+        distinct = {id(sample): sample for sample in samples}  # samples share their graded block
+        masks = {key: sample.masks(width, self.settings.loss_positions) for key, sample in distinct.items()}
+        texts = {key: sample.segments(self.tokenizer) for key, sample in distinct.items()}
+        counted, drafted = (torch.tensor([masks[id(sample)][kind] for sample in samples]) for kind in (0, 1))
         columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text", LOST)}
-        texts: dict[int, list] = {}  # samples share their graded block
-        for i, sample in enumerate(samples):
-            length = len(sample.block.info["draft_ids"])
-            drafted[i, :length] = 1
-            counted[i, :length] = torch.tensor(sample.counted(self.settings.loss_positions))
-            masked = drop_zero and sample.block.hybrid.effective_len == 0
-            columns[LOST][i] = "lost" if sample.correct is None else MASKED if masked else ""
-            columns["extra_info"][i] = sample.extra_info()
-            if id(sample) not in texts:
-                texts[id(sample)] = sample.segments(self.tokenizer)
-            columns["spd_text"][i] = texts[id(sample)]
+        columns["spd_text"][:] = [texts[id(sample)] for sample in samples]
+        columns["extra_info"][:] = [sample.extra_info() for sample in samples]
+        columns[LOST][:] = ""
+        columns[LOST][[drop_zero and s.block.hybrid.effective_len == 0 for s in samples]] = MASKED
+        columns[LOST][[s.correct is None for s in samples]] = "lost"
         positions = tensors["position_ids"]
         after = positions[:, -1:] + torch.arange(1, width + 1)
         tensors.update(

@@ -51,10 +51,12 @@ class GradedBlock:
             self.block.hybrid.effective_len, bool(self.correct), bool(self.block.info["is_correct_baseline"])
         )
 
-    def counted(self, loss_positions: str) -> list[int]:
-        """1 where a drafted position counts in the loss, [g]."""
-        info = self.block.info
-        return counted_positions(info["draft_ids"], info["target_ids"], self.block.hybrid.reached, loss_positions)
+    def masks(self, width: int, loss_positions: str) -> tuple[list[int], list[int]]:
+        """1 where a position counts in the loss, and where it is drafted; both [width]."""
+        draft, target = self.block.info["draft_ids"], self.block.info["target_ids"]
+        padding = [0] * (width - len(draft))
+        counted = counted_positions(draft, target, self.block.hybrid.reached, loss_positions)
+        return counted + padding, [1] * len(draft) + padding
 
     def extra_info(self) -> dict[str, Any]:
         """The row's extra_info with the entries that the reward reads."""
@@ -133,19 +135,27 @@ def grade_blocks(
 
 
 @dataclass
+class CompletionStatus:
+    """How the completions of one batch went on one rank."""
+
+    counts: CompletionCounts = field(default_factory=CompletionCounts)
+    store_bytes: int = 0
+    urls: list[str] = field(default_factory=list)
+    last_error: str = ""  # of a completion that was lost
+    failure: str = ""  # why there are no completions at all; raised on every rank
+
+
+@dataclass
 class RankTotals:
-    """Sums over one rank's samples, which its peers need for the metrics."""
+    """One rank's sums over its samples, from which all ranks make the same metrics."""
 
     values: dict[str, float]
     longest: int  # largest effective length
-    store_bytes: int
-    lost_because: str = ""  # last error of a lost completion
-    failure: str = ""  # why the batch failed; raised on every rank
-    urls: list[str] = field(default_factory=list)
+    status: CompletionStatus
 
     @classmethod
-    def of(cls, samples: Sequence[GradedBlock], counts: CompletionCounts, **others: Any) -> RankTotals:
-        """The totals of the samples of one batch; `others` are the fields that do not follow from them."""
+    def of(cls, samples: Sequence[GradedBlock], status: CompletionStatus) -> RankTotals:
+        """The totals of one batch."""
         kept = [sample for sample in samples if sample.correct is not None]
         lengths = [sample.block.hybrid.effective_len for sample in kept]
         ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
@@ -153,10 +163,10 @@ class RankTotals:
         values = {
             "samples": len(samples), "kept": len(kept), "accepted": sum(lengths), "ratios": len(ratios),
             "ratio_sum": sum(ratios), "limit": sum(s.completion.hit_limit for s in kept),
-            **{f"completions/{name}": value for name, value in asdict(counts).items()},
+            **{f"completions/{name}": value for name, value in asdict(status.counts).items()},
             **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
         }  # fmt: skip
-        return cls({k: float(v) for k, v in values.items()}, max(lengths, default=0), **others)
+        return cls({name: float(value) for name, value in values.items()}, max(lengths, default=0), status)
 
 
 def batch_metrics(ranks: Sequence[RankTotals], lost_share_max: float) -> dict[str, float]:
@@ -165,22 +175,23 @@ def batch_metrics(ranks: Sequence[RankTotals], lost_share_max: float) -> dict[st
     Raises RuntimeError where a rank failed, LostCompletionsError where too many samples have no completion.
     """
     total = {name: sum(rank.values[name] for rank in ranks) for name in ranks[0].values}
-    if failures := [rank.failure for rank in ranks if rank.failure]:
+    if failures := [rank.status.failure for rank in ranks if rank.status.failure]:
         raise RuntimeError(f"spd rollout: {failures[0]}")
     lost = total["samples"] - total["kept"]
     if lost > lost_share_max * total["samples"]:
-        why = next((rank.lost_because for rank in ranks if rank.lost_because), "no completion came")
+        why = next((rank.status.last_error for rank in ranks if rank.status.last_error), "no completion came")
         raise LostCompletionsError(
             f"{lost:.0f} of {total['samples']:.0f} samples have no completion from the servers "
-            f"{', '.join(ranks[0].urls)} (last error: {why}); spd.rollout.lost_share_max={lost_share_max} allows "
-            "fewer. Check the servers, then start the run again: it resumes, and completions made so far are kept."
+            f"{', '.join(ranks[0].status.urls)} (last error: {why}); spd.rollout.lost_share_max={lost_share_max} "
+            "allows fewer. Check the servers, then start the run again: it resumes, and completions made so far are "
+            "kept."
         )
     kept = max(1.0, total["kept"])
     metrics = {f"spd/completions/{name}": total[f"completions/{name}"] for name in asdict(CompletionCounts())}
     if total["completions/requested"]:
         metrics["spd/completions/hit_rate"] = total["completions/stored"] / total["completions/requested"]
     metrics |= {
-        "spd/store/mib": max(rank.store_bytes for rank in ranks) / 2**20,
+        "spd/store/mib": max(rank.status.store_bytes for rank in ranks) / 2**20,
         "spd/dropped_samples": lost, "spd/accepted_len/mean": total["accepted"] / kept,
         "spd/accepted_len/max": float(max(rank.longest for rank in ranks)), "spd/hit_limit": total["limit"] / kept,
         **{f"spd/scenario/{name}": total[f"scenario/{name}"] / kept for name in SCENARIOS},

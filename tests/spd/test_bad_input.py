@@ -6,12 +6,12 @@ Not covered: a run on a remote cluster (RAY_ADDRESS), whose files and servers ar
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +25,6 @@ from tests.helpers.configs import compose_ppo
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from verl.trainer import main_ppo
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Path(recipe.spd.config.__path__[0])
 VARIABLES = ("SPD_VLLM_URLS", "SPD_SEP_TOKEN_ID", "RAY_ADDRESS", "MODEL_PATH", "TOKENIZER_PATH", "ADAPTER_PATH")
 ROWS = 8
@@ -381,57 +380,44 @@ def test_batch_sizes_that_do_not_fit_ranks_or_rows_are_refused(bed, monkeypatch)
     assert "data.train_files has 8 prompts, which do not fill one batch of 9. Set data.train_batch_size=8 or" in error
 
 
-# ---- the commands themselves ----------------------------------------------------------------------------------
+# ---- the commands, from their arguments to the exit ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def output(bed, tmp_path_factory):
-    """Name -> (exit code, output, run folder) of commands as a user types them, run side by side."""
-    dead = {"SPD_VLLM_URLS": f"http://127.0.0.1:{free_port()}"}
-    out = {name: tmp_path_factory.mktemp(name) / "out" for name in ("scorer", "keys", "rows")}
-    blocks = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "--device", "cpu"]
-    train = ["train_spd_scorer.py", *blocks, "--batch-size", "4", "--output-dir"]
-    recipe = ["-m", "verl.trainer.main_ppo", "--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
-    offset = prepared(bed, out["rows"].parent, lambda row: row["extra_info"].update(draft_start=99))
-    sizes = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 3, "trainer__totl_epochs": 1}
-    commands = {
-        "scorer": ([*train, str(out["scorer"]), "--adapter", str(bed.directory / "foreign")], dead),
-        "keys": ([*recipe, *settings(bed, trainer__default_local_dir=out["keys"], spd__reward__alpa=1, **sizes)], {}),
-        "rows": ([*recipe, *settings(bed, trainer__default_local_dir=out["rows"], data__train_files=offset)], {}),
-    }
-    clean = {k: v for k, v in os.environ.items() if k not in VARIABLES}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, env={**clean, "LOGURU_LEVEL": "WARNING", **variables}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for name, (arguments, variables) in commands.items()
-    }  # fmt: skip
-    try:
-        texts = {name: process.communicate(timeout=300)[0] for name, process in running.items()}
-    finally:
-        for process in running.values():
-            process.kill()
-    assert not any("Traceback" in text for text in texts.values()), texts
-    return {name: (running[name].returncode, text, out[name]) for name, text in texts.items()}
+def ended(monkeypatch, main, *arguments):
+    """The error message with which a command exits; its environment is restored after the test."""
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    with patch.dict(os.environ), pytest.raises(SystemExit) as exit_of:
+        main()
+    assert isinstance(exit_of.value.code, str)  # Python prints it and exits with 1
+    return exit_of.value.code
 
 
-def test_the_training_command_reports_what_the_trainer_refuses(output):
-    code, text, out = output["scorer"]
-    assert code == 1 and "2 problems in the config:" in text
+RECIPE_OPTIONS = ["--config-path", "pkg://recipe.spd.config", "--config-name", "spd_trainer"]
+
+
+def test_the_training_command_reports_what_the_trainer_refuses(bed, monkeypatch, tmp_path):
+    monkeypatch.setenv("SPD_VLLM_URLS", f"http://127.0.0.1:{free_port()}")
+    arguments = ["--blocks", bed.blocks, "--metadata", bed.metadata, "--model", bed.target, "--device", "cpu"]
+    arguments += ["--batch-size", "4", "--output-dir", tmp_path / "out", "--adapter", bed.directory / "foreign"]
+    text = ended(monkeypatch, entry.main, *arguments)
+    assert "2 problems in the config:" in text
     assert "/v1/models does not answer from here" in text and "belongs to the target" in text
-    assert [path.name for path in out.iterdir()] == ["data"]  # no session, no server's log
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data"]  # no session, no server's log
 
 
-def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(output):
-    code, text, out = output["keys"]
-    assert code == 1 and "trainer.totl_epochs is no known key; did you mean trainer.total_epochs?" in text
+def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(bed, monkeypatch, tmp_path):
+    sizes = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 3, "trainer__totl_epochs": 1}
+    changes = settings(bed, trainer__default_local_dir=tmp_path / "out", spd__reward__alpa=1, **sizes)
+    text = ended(monkeypatch, main_ppo.main, *RECIPE_OPTIONS, *changes)
+    assert "trainer.totl_epochs is no known key; did you mean trainer.total_epochs?" in text
     assert "spd.reward.alpa is no known key; did you mean spd.reward.alpha?" in text
     assert "data.train_batch_size=4 prompts cannot be shared by 3 ranks evenly. Use a multiple of 3 (3 or 6)." in text
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_the_trainer_s_command_refuses_a_prepared_row(output):
-    code, text, out = output["rows"]
-    assert code == 1 and "row 3: extra_info.draft_start is 99; input_ids says 4." in text
-    assert not out.exists()
+def test_the_trainer_s_command_refuses_a_prepared_row(bed, monkeypatch, tmp_path):
+    path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_start=99))
+    changes = settings(bed, trainer__default_local_dir=tmp_path / "out", data__train_files=path)
+    text = ended(monkeypatch, main_ppo.main, *RECIPE_OPTIONS, *changes)
+    assert "row 3: extra_info.draft_start is 99; input_ids says 4." in text
+    assert not (tmp_path / "out").exists()

@@ -133,7 +133,7 @@ def test_labels_that_do_not_fit_are_named(house, tmp_path):
     with pytest.raises(ValueError, match="position 3 lies outside of the 3 draft tokens"):
         harm.read_labels(path)
     path.write_text('{"block_id": "b"}\n')
-    with pytest.raises(ValueError, match="line 1: no .'position', 'context_ids', 'draft_ids', 'harmful'"):
+    with pytest.raises(ValueError, match="line 1: lacks .'position', 'context_ids', 'draft_ids', 'harmful'"):
         harm.read_labels(path)
 
 
