@@ -47,8 +47,9 @@ def test_a_worker_killed_while_idle_is_replaced():
     os.kill(int(first), signal.SIGKILL)
     (second,) = pool.map(items("a"))
     assert second != first and pool.restarts == 0
-    del pool
-    assert not psutil.pid_exists(int(second))  # the pool was dropped
+    worker = psutil.Process(int(second))
+    del pool  # nobody closed it
+    assert psutil.wait_procs([worker], timeout=10)[1] == []
 
 
 def test_a_call_that_hangs_in_c_code_is_killed(tmp_path):
@@ -104,18 +105,18 @@ def test_no_worker_outlives_its_owner(tmp_path):
     file.write_text(
         "import multiprocessing\n"
         "from verl.grading.pool import ExternFunction, GradingPool\n"
-        f"pool = GradingPool(ExternFunction({HERE!r}, 'score'), 1, 60.0)\n"
+        f"pool = GradingPool(ExternFunction({HERE!r}, 'score'), 2, 60.0)\n"
         "item = {'data_source': 'x', 'solution_str': 'hang', 'ground_truth': ''}\n"
         "pool.map([dict(item, solution_str='a')])\n"
-        "print(multiprocessing.active_children()[0].pid, flush=True)\n"
-        "pool.map([item])\n"
+        "print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)\n"
+        "pool.map([item, item])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     owner = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True, env=environment)
-    worker = psutil.Process(int(owner.stdout.readline()))
-    family = [worker, *worker.parents()[:1]]  # the server it was forked from
+    workers = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+    family = [*workers, *workers[0].parents()[:1]]  # the server they were forked from
     time.sleep(0.2)
-    assert worker.is_running()
+    assert len(workers) == 2 and all(worker.is_running() for worker in workers)
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
     gone, alive = psutil.wait_procs(family, timeout=10)

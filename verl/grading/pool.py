@@ -145,7 +145,7 @@ class GradingPool:
     def __init__(self, function: Any, workers: int, seconds: float) -> None:
         self.function, self.workers, self.seconds = function, workers, seconds
         self.restarts = 0
-        self._life, self._alive = multiprocessing.Pipe(duplex=False)  # closed when this process ends, however it does
+        self._life, self._alive = multiprocessing.Pipe(duplex=False)  # closed when this object or process ends
         self._pool: ProcessPool | None = None
 
     def __reduce__(self) -> tuple:
@@ -168,14 +168,15 @@ class GradingPool:
     def close(self) -> None:
         """Stop the workers."""
         if self._pool is not None:
-            self._stop()
+            self._pool.stop()
+            self._pool.join()
             self._pool = None
 
     def _run(self, numbers: list[int], items: Sequence[dict[str, Any]]) -> dict[int, Any]:
         """Results by item number, without those that no worker started."""
         if self._pool is None or not self._pool.active:
             self._pool = self._new_pool()
-            self._stop = weakref.finalize(self, _stop, self._pool)  # also when nobody calls close
+            weakref.finalize(self, self._pool.stop)  # no worker replaces those that end with the pipe, see _start
         futures = {i: self._pool.schedule(_call, kwargs=items[i], timeout=self.seconds) for i in numbers}
         try:
             while wait(futures.values(), timeout=1.0).not_done and self._pool.active:
@@ -201,11 +202,6 @@ class GradingPool:
         context = _Context()
         context.set_forkserver_preload([*_PRELOAD, *_PRELOAD_FOR.get(self.function.__module__, [])])
         return ProcessPool(self.workers, initializer=_start, initargs=(self.function, self._life), context=context)
-
-
-def _stop(pool: ProcessPool) -> None:
-    pool.stop()
-    pool.join()
 
 
 def _is_lost(future: ProcessFuture) -> bool:
@@ -237,10 +233,12 @@ def _start(function: Any, life: Connection) -> None:
     """Prepare a worker process."""
     global _function
     _function = function
-    # The kernel kills this process when its owner is gone: a call without end may never run Python code again.
-    fcntl.fcntl(life.fileno(), fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life.fileno(), _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    # The kernel kills this process when its owner is gone: a call without end may never run Python code again. The
+    # settings belong to an open file: the pipe is opened anew, since all workers share the one that they were given.
+    own = os.open(f"/proc/self/fd/{life.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for Python code to run
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
