@@ -36,7 +36,8 @@ from examples.demo_runner import (
 from examples.dllm_arithmetic.acceptance import LOSSLESS, criteria_of, criteria_table
 from examples.dllm_arithmetic.curves import draw_curves
 from examples.dllm_arithmetic.evaluate import paired
-from verl.report.page import read_jsonl, write_report
+from verl.report.page import write_report
+from verl.utils.jsonl import read_objects
 
 BUDGET_S = {"set-up": 400.0, "base": 200.0, "training": 1000.0, "evaluation": 280.0}
 BLOCK, WINDOWS, ALIGNED = 8, 12, 0.5
@@ -94,7 +95,7 @@ def trained_model(run: Path) -> Path:
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """Complete rows of a run's metrics."""
-    return read_jsonl(run / "metrics.jsonl")
+    return [row for _, row in read_objects(run / "metrics.jsonl", growing=True)]
 
 
 def latest_row(run: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import rewards
-from verl.grading.pool import ExternFunction, FatalGradingError, GradingPool, Slots, TravellingTensor
+from verl.grading.pool import ExternFunction, FatalGradingError, GradingPool, PickledTensor, Slots
 
 HERE = "pkg://tests.helpers.rewards"
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_an_item_that_cannot_be_pickled_is_a_failure_of_its_own():
 
 def test_a_tensor_arrives_as_a_copy():
     for tensor in (torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)[:, 1:], torch.empty(0, 3), torch.tensor(2)):
-        build, arguments = TravellingTensor(tensor).__reduce__()
+        build, arguments = PickledTensor(tensor).__reduce__()
         copied = build(*arguments)
         assert torch.equal(copied, tensor) and copied.dtype == tensor.dtype
 

@@ -100,7 +100,7 @@ def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(tiny_llama, prom
     out = tmp_path / "out.parquet"
     with pytest.raises(ValueError, match="data.n_samples=5 answers of .* would be one text 5 times"):
         generate(prompts, tiny_llama, out, "rollout.temperature=0")
-    with pytest.raises(ValueError, match="absent.jsonl: no such file"):
+    with pytest.raises(ValueError, match="absent.jsonl: file does not exist"):
         generate(tmp_path / "absent.jsonl", tiny_llama, out)
     with pytest.raises(Exception, match="n_sample"):
         generate(prompts, tiny_llama, out, "+data.n_sample=1")
@@ -157,7 +157,7 @@ def test_what_cannot_be_scored_is_named_by_row(tmp_path):
     assert dropped == {"test_score/a": 0.5}
     with pytest.raises(ValueError, match="row 1: no column 'responses'.*Set data.response_key"):
         scored(tmp_path, [good, {k: v for k, v in good.items() if k != "responses"}])
-    with pytest.raises(ValueError, match="row 0: column 'responses' holds no answer"):
+    with pytest.raises(ValueError, match="row 0: column 'responses' must hold answers"):
         scored(tmp_path, [answer("a", "3", [])])
     with pytest.raises(ValueError, match="row 0: column 'reward_model' has no 'ground_truth'"):
         scored(tmp_path, [{**good, "reward_model": {}}])

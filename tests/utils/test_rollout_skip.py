@@ -1,4 +1,4 @@
-"""A kept generation answers later ones, validation excepted."""
+"""A stored generation answers later ones, except for validation and greedy baselines."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from verl.utils.rollout_skip import RolloutSkip
 def config(directory, n=2):
     return OmegaConf.create(
         {
-            "actor_rollout_ref": {"rollout": {"skip_dump_dir": str(directory), "n": n}},
+            "actor_rollout_ref": {"rollout": {"skip_dump_dir": str(directory), "n": n, "do_sample": True}},
             "data": {"train_batch_size": 2},
             "trainer": {"experiment_name": "e", "project_name": "p"},
         }
@@ -45,16 +45,19 @@ def test_the_first_generation_answers_all(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["e_p_GBS2__N2"]
 
 
-def test_validation_is_generated(tmp_path):
+@pytest.mark.parametrize("meta", [{"validate": True}, {"n": 1, "do_sample": False}])
+def test_validation_and_greedy_baselines_are_generated(meta, tmp_path):
     workers = group()
     RolloutSkip(config(tmp_path), workers).wrap_generate_sequences()
     for _ in range(2):
-        workers.generate_sequences(prompts(validate=True))
+        workers.generate_sequences(prompts(**meta))
     assert workers.calls == [2, 2] and not list(tmp_path.iterdir())
 
 
 def test_a_generation_of_another_size_is_refused(tmp_path):
-    skip = RolloutSkip(config(tmp_path), group())
+    workers = group()
+    skip = RolloutSkip(config(tmp_path), workers)
     skip.dump(DataProto.from_dict(tensors={"responses": torch.ones(3, 3)}))
+    skip.wrap_generate_sequences()
     with pytest.raises(ValueError, match="holds 3 samples; this run needs 4"):
-        skip.try_load()
+        workers.generate_sequences(prompts())

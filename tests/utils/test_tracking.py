@@ -1,4 +1,4 @@
-"""Loggers: lines on the console, a file that a resumed run goes on with, optional services."""
+"""Loggers: lines on the console, a file that a resumed run continues, optional services."""
 
 import json
 import sys

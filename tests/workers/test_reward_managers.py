@@ -355,11 +355,11 @@ def test_nothing_is_marked_where_every_row_has_a_score():
     assert "__lost__" not in manager(error="drop")(batch(), return_dict=True)["reward_extra_info"]
 
 
-def test_prime_grades_in_parallel_and_refuses_what_cannot_travel():
+def test_prime_grades_in_parallel_and_refuses_what_cannot_be_pickled():
     prime = PrimeRewardManager(TOKENIZER, 0, rewards.process)
     prime.config = RewardModelConfig(num_workers=4)
-    found = prime(batch(answers=("1",) * 8)).sum(-1).tolist()
-    assert len(set(found)) == 4
+    workers = prime(batch(answers=("1",) * 32)).sum(-1).tolist()
+    assert len(set(workers)) == 4
     assert PrimeRewardManager.workers(RewardModelConfig()) >= 1
     with pytest.raises(Exception, match="pickle"):
         PrimeRewardManager(TOKENIZER, 0, lambda **kw: 1.0)(batch())
@@ -383,7 +383,7 @@ def test_an_async_function_that_blocks_fails_alone(monkeypatch):
 
 def test_where_every_row_blocks_the_search_ends(monkeypatch):
     monkeypatch.setattr(naive, "_GRACE_S", 0.1)
-    monkeypatch.setattr(naive, "_MOST_GUILTY", 2)
+    monkeypatch.setattr(naive, "_MOST_FAILURES", 2)
     dropping = manager("blocking", error="drop", num_workers=1, item_timeout=0.2)
     assert dropping(truths(*["hang"] * 6), return_dict=True)["reward_extra_info"]["__lost__"] == ["timeout"] * 6
     assert dropping._pool.restarts == 3  # the share, then two rows

@@ -117,7 +117,7 @@ class FullBatch:
         return list(finished(self.function(**arguments)))
 
 
-class TravellingTensor:
+class PickledTensor:
     """Pickles a CPU tensor by value: multiprocessing would share its memory, which a killed process may keep."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Makes the self-contained offline report page (report.html) of a run from the files the run leaves behind.
+"""Makes the self-contained offline report page (report.html) of a run from the files in its folder.
 
     python -m verl.report RUN_DIR
 
-Reads, in RUN_DIR: `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`,
-`run_config.yaml` and `versions.json`; each but the first is optional, so that a page can be made while a run goes on.
+Reads `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`, `run_config.yaml` and
+`versions.json`; all but the first are optional, and the run need not have ended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 import jinja2
 
 from verl.report.plots import Curve, draw_panel
+from verl.utils.jsonl import read_objects
 
 TEMPLATE = Path(__file__).with_name("template.html.jinja")
 
 _DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
-# Panels shown first when the run has their metrics: (title, what it tells, names or prefixes ending in "/" or "_").
+# Panels shown first when the run has their metrics: (title, explanation, names or prefixes ending in "/" or "_").
 HEADLINES = (
     ("Reward", "mean score of a sample; GRPO raises it", ("critic/score/mean",)),
     ("Accepted length", "leading accepted draft tokens of a judged block", ("spd/accepted_len/mean",)),
@@ -38,7 +39,7 @@ HEADLINES = (
     ("Response length", "tokens", ("response_length/mean", "response_length/max")),
     ("Validation", "", ("val-core/", "val/loss")),
     ("Learning rate", "", ("actor/lr", "train/lr")),
-    ("Completions", "requested, asked of a server, found in the store, failed", ("spd/completions/",)),
+    ("Completions", "requested, computed by a server, read from the store, failed", ("spd/completions/",)),
 )
 TRENDS = {
     "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "loss",
@@ -53,26 +54,11 @@ COUNTERS = {
 
 @dataclass
 class Panel:
-    """One picture of the page: title, a line on what it tells, and the drawn SVG text."""
+    """One picture of the page: title, explanation, SVG text."""
 
     title: str
     note: str
     svg: str
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """Rows of a jsonl file; a last line cut off by a running writer is left out. A file that is not there has none."""
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also cut at a U+2028 within a text
-    for number, line in enumerate(lines, 1):
-        try:
-            rows += [json.loads(line)] if line else []
-        except json.JSONDecodeError as e:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: not JSON ({e.msg}); repair or remove the line") from e
-    return rows
 
 
 def collect_series(rows: list[dict]) -> dict[str, Curve]:
@@ -94,8 +80,8 @@ def _matching(series: dict[str, Curve], wanted: tuple[str, ...]) -> list[Curve]:
 
 def headline_panels(series: dict[str, Curve]) -> list[Panel]:
     """The panels of HEADLINES that this run has data for, and the stacked timings."""
-    found = ((title, note, _matching(series, wanted)) for title, note, wanted in HEADLINES)
-    panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in found if curves]
+    matches = ((title, note, _matching(series, wanted)) for title, note, wanted in HEADLINES)
+    panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in matches if curves]
     timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
     if timings:
         least = sum(sum(c.values) for c in timings) / 100
@@ -106,8 +92,8 @@ def headline_panels(series: dict[str, Curve]) -> list[Panel]:
 
 
 def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str, str]]]:
-    """Panels of every other metric, siblings (`a/b/x`, `a/b/y`) in one; and (name, value) of those with nothing to
-    draw: a curve that never moves, or that runs like one already drawn."""
+    """Panels of all other metrics, siblings (`a/b/x`, `a/b/y`) in one; and (name, note) of those that are not drawn:
+    a constant curve, or one equal to a curve already drawn."""
     shown = [c for _, _, wanted in HEADLINES for c in _matching(series, wanted)]
     drawn = {(tuple(c.steps), tuple(c.values)): c.name for c in shown}
     headlines = set(drawn.values()) | {c.name for c in shown}
@@ -120,7 +106,7 @@ def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str,
         if len(curve.steps) > 1 and len(set(curve.values)) == 1:
             flat.append((name, f"{curve.values[0]:g} at every step"))
         elif same != name:
-            flat.append((name, f"as {same}"))
+            flat.append((name, f"equal to {same}"))
         else:
             groups[name.rsplit("/", 1)[0] if name.count("/") > 1 else name].append(curve)
     titled = ((title if len(curves) > 1 else curves[0].name, curves) for title, curves in groups.items())
@@ -128,7 +114,7 @@ def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str,
 
 
 def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]:
-    """(label, value) pairs of the page's head: steps, first and last reward, sums of what was dropped or failed."""
+    """(label, value) pairs at the top of the page: steps, first and last reward, sums of dropped and failed items."""
     cards = [("steps", str(steps))]
     for name, label in TRENDS.items():
         if name in series:
@@ -145,13 +131,13 @@ def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]
 def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     """Write RUN_DIR/report.html and return its path.
 
-    Raises FileNotFoundError when RUN_DIR holds no metrics.jsonl. PNG pictures lying in RUN_DIR are shown as well.
+    Shows the PNG pictures in RUN_DIR as well. Raises FileNotFoundError when it has no metrics.jsonl.
     """
     run_dir = Path(run_dir)
     metrics_file = run_dir / "metrics.jsonl"
     if not metrics_file.exists():
         raise FileNotFoundError(f"{run_dir} holds no metrics.jsonl: name a run's folder (trainer.default_local_dir)")
-    rows = read_jsonl(metrics_file)
+    rows = _read(metrics_file)
     series = collect_series(rows)
     steps = max((int(r["step"]) for r in rows), default=0)
     config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
@@ -164,7 +150,7 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
         panels=headline_panels(series),
         others=others,
         flat=flat,
-        samples=last_samples(read_jsonl(run_dir / "samples.jsonl")),
+        samples=last_samples(_read(run_dir / "samples.jsonl")),
         pictures=[
             (picture.stem.capitalize(), base64.b64encode(picture.read_bytes()).decode())
             for picture in sorted(run_dir.glob("*.png"))
@@ -175,8 +161,11 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     out = run_dir / "report.html"
     partial = out.with_suffix(".html.tmp")
     partial.write_text(page, encoding="utf-8")
-    os.replace(partial, out)
-    return out
+    return partial.replace(out)
+
+
+def _read(path: Path) -> list[dict]:
+    return [row for _, row in read_objects(path, growing=True)]
 
 
 def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:
@@ -187,7 +176,7 @@ def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:
 
 
 def _notes(extras: dict[str, float | str | None]) -> list[str]:
-    """`name value` of each extra; of the scenarios, which are one-hot, only the one that holds."""
+    """`name value` of each extra; of the one-hot scenarios, only the one that is set."""
     notes = []
     for name, value in extras.items():
         if name.startswith("scenario_"):

@@ -21,19 +21,13 @@ class Curve:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """Centred running mean over at most `window` neighbours; NaN entries are left out of it."""
+    """Centred running mean over at most `window` neighbours, without NaN entries."""
     half = window // 2
     out = []
     for i in range(len(values)):
         near = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
         out.append(sum(near) / len(near) if near else math.nan)
     return out
-
-
-def _on_steps(curve: Curve, steps: list[int]) -> list[float]:
-    """Values of the curve at `steps`; a step without one counts as 0 (the phase did not run)."""
-    at = dict(zip(curve.steps, curve.values, strict=True))
-    return [at[s] if s in at else 0.0 for s in steps]
 
 
 def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
@@ -49,13 +43,14 @@ def draw_panel(curves: list[Curve], stacked: bool = False) -> str:
         axes = figure.add_subplot()
         if stacked:
             steps = sorted({s for c in curves for s in c.steps})
-            heights = [_on_steps(c, steps) for c in curves]
+            by_step = [dict(zip(c.steps, c.values, strict=True)) for c in curves]
+            heights = [[values.get(s, 0.0) for s in steps] for values in by_step]  # 0: the phase did not run
             axes.stackplot(steps, heights, labels=[c.name for c in curves], colors=COLOURS)
             totals = sorted(map(sum, zip(*heights, strict=True)))
             usual = totals[int(0.9 * (len(totals) - 1))]
-            if totals[-1] > 3 * usual:  # a start-up step would press all others flat
+            if totals[-1] > 3 * usual:  # a slow first step would flatten all others
                 axes.set_ylim(0, 1.9 * usual)
-                axes.set_title(f"highest step: {totals[-1]:.4g}, cut off", fontsize=7, loc="right", color="#667085")
+                axes.set_title(f"highest step: {totals[-1]:.4g}, clipped", fontsize=7, loc="right", color="#667085")
         else:
             for curve, colour in zip(curves, COLOURS * (1 + len(curves) // len(COLOURS)), strict=False):
                 style = {"color": colour, "linewidth": 1.4, "label": curve.name}

@@ -19,7 +19,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
 from verl.workers.config import RewardModelConfig
-from verl.workers.reward_manager.reward_rows import RewardError, Row, settle
+from verl.workers.reward_manager.reward_rows import RewardError, Row, parse_results
 
 
 @hydra_main(config_path="config", config_name="evaluation")
@@ -37,7 +37,7 @@ def main(config: DictConfig) -> None:
 def evaluate(config: DictConfig) -> dict[str, float]:
     """{"test_score/<data_source>": mean over rows of the mean over a row's answers}.
 
-    Answers are graded in processes that are killed when one takes too long. An answer that cannot be graded is a
+    Answers are graded in processes that are killed when one takes too long. An answer that cannot be graded raises a
     RewardError that names its row, or is left out (reward_model.error=drop).
     """
     settings = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
@@ -46,22 +46,18 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         {"data_source": r.data_source, "solution_str": text, "ground_truth": r.ground_truth, "extra_info": r.extra_info}
         for r, text in zip(rows, texts, strict=True)
     ]
-    workers = max(1, settings.num_workers)  # 0 means the trainer elsewhere; here nothing is trained
+    workers = max(1, settings.num_workers)  # 0 means the trainer's own process; there is none here
     function = get_custom_reward_fn(config) or rule_reward(settings, workers)
     pool = GradingPool(function, workers, settings.item_timeout)
     try:
-        settled = settle(rows, pool.map(items), drop=settings.error == "drop")
+        results = parse_results(rows, pool.map(items), drop=settings.error == "drop")
     finally:
         pool.close()
-    of_row: dict[int, list[float]] = defaultdict(list)
-    for row, found in zip(rows, settled, strict=True):
-        if not isinstance(found, Failure):
-            of_row[row.index].append(found[0])
-    sources = {row.index: row.data_source for row in rows}
-    means: dict[str, dict[int, float]] = defaultdict(dict)
-    for number, scores in of_row.items():
-        means[sources[number]][number] = fmean(scores)
-    return {f"test_score/{source}": fmean(found.values()) for source, found in sorted(means.items())}
+    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, result in zip(rows, results, strict=True):
+        if not isinstance(result, Failure):
+            scores[row.data_source][row.index].append(result[0])
+    return {f"test_score/{source}": fmean(map(fmean, of_row.values())) for source, of_row in sorted(scores.items())}
 
 
 def read_answers(config: DictConfig) -> tuple[list[Row], list[str]]:
@@ -71,8 +67,7 @@ def read_answers(config: DictConfig) -> tuple[list[Row], list[str]]:
     texts: list[str] = []
     for number, row in enumerate(read_rows(data.path)):
         source, truth, responses = _read(row, data, number)
-        extra = row["extra_info"] if "extra_info" in row else None
-        rows += [Row(number, source, [], [], truth, extra)] * len(responses)
+        rows += [Row(number, source, [], [], truth, row.get("extra_info"))] * len(responses)
         texts += responses
     return rows, texts
 
@@ -88,7 +83,7 @@ def _read(row: dict[str, Any], data: EvaluationDataConfig, number: int) -> tuple
         raise DatasetError(f"{data.path}, row {number}: column {data.reward_model_key!r} has no 'ground_truth'.")
     responses = [responses] if isinstance(responses, str) else responses
     if not responses or not all(isinstance(text, str) for text in responses):
-        raise DatasetError(f"{data.path}, row {number}: column {data.response_key!r} holds no answer, or not texts.")
+        raise DatasetError(f"{data.path}, row {number}: column {data.response_key!r} must hold answers as text.")
     return str(row[data.data_source_key]), judged["ground_truth"], list(responses)
 
 

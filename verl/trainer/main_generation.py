@@ -1,6 +1,6 @@
 """Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
 
-Under torchrun the ranks share the prompts.
+Under torchrun the prompts are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_generation(config: DictConfig) -> None:
     prompts = read_prompts(config, model.tokenizer)
     rank, ranks = _join(trainer)
     rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
-    share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # alike on all ranks: engines may step together
+    share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # equal on all ranks: engines may step together
     own = answers(rollout, prompts, [i % len(prompts) for i in share], data, model.tokenizer)
     parts: list[Any] = [None] * ranks
     dist.all_gather_object(parts, own)
@@ -86,10 +86,9 @@ def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
 
 
 def prompt_settings(data: GenerationDataConfig, rollout: RolloutConfig) -> DictConfig:
-    """The `data` section that the data set reads; it keeps every row."""
-    settings = {"prompt_key": data.prompt_key, "truncation": data.truncation, "filter_overlong_prompts": False,
-                "max_prompt_length": rollout.prompt_length,
-                "apply_chat_template_kwargs": dict(data.apply_chat_template_kwargs)}  # fmt: skip
+    """The `data` section of the data set, which keeps every row."""
+    settings = {name: data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
+    settings |= {"filter_overlong_prompts": False, "max_prompt_length": rollout.prompt_length}
     return OmegaConf.create(settings)
 
 
@@ -112,22 +111,22 @@ def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) 
 def answers(
     rollout: BaseRollout, prompts: RLHFDataset, share: list[int], data: GenerationDataConfig, tokenizer: Any
 ) -> list[list[str]]:
-    """data.n_samples texts for each prompt of the share."""
+    """data.n_samples texts for each prompt number in `share`."""
     meta = {"n": data.n_samples, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     texts: list[str] = []
     rollout.resume(["weights", "kv_cache"])
     for start in range(0, len(share), data.batch_size):
         batch = DataProto.from_single_dict(collate_fn([prompts[i] for i in share[start : start + data.batch_size]]))
         batch.meta_info.update(meta)
-        found = rollout.generate_sequences(batch).batch
-        rows = zip(found["responses"], found["response_mask"].bool(), strict=True)
+        outputs = rollout.generate_sequences(batch).batch
+        rows = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
         texts += tokenizer.batch_decode([ids[kept] for ids, kept in rows], skip_special_tokens=True)
         logger.info("{} of {} prompts answered on this rank", min(start + data.batch_size, len(share)), len(share))
     return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)]
 
 
 def write_responses(rows: list[dict[str, Any]], responses: list[list[str]], path: Path) -> None:
-    """The rows with a column `responses`, as parquet, whole or not at all."""
+    """Write the rows with a column `responses` as parquet, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,9 +139,9 @@ def write_responses(rows: list[dict[str, Any]], responses: list[list[str]], path
 
 
 def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:
-    """(rank, ranks) in the torchrun job that this process belongs to, or in a group of its own.
+    """(rank, ranks) in the torchrun job of this process, or in a group of its own.
 
-    Where several ranks are asked for and there is no such job, this process becomes one.
+    Without a job, but with trainer.n_gpus_per_node > 1, this process is replaced by torchrun.
     """
     if trainer.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda, but no GPU is here; set trainer.device=cpu and rollout.dtype=float32.")

@@ -1,4 +1,4 @@
-"""Helpers without Ray or process groups; the three names recipes import most are at hand here, loaded on demand."""
+"""Helpers without Ray or process groups; the three names that recipes import most are loaded on demand."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Bringing model and data files to this machine."""
+"""Copies model and data files to this machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def is_non_local(path: str | os.PathLike) -> bool:
 
 
 def md5_encode(path: str) -> str:
-    """Hexadecimal digest that tells one source path from another (not for security)."""
+    """Hexadecimal digest that identifies a source path (not for security)."""
     return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
 
 
 def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
-    """Where `hdfs_path` lies below `cache_dir`: a folder of its own, with its base name."""
+    """The path of `hdfs_path` in `cache_dir`: its base name in a folder of its own."""
     return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path.rstrip("/")))
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 def as_torch_index(index: Any, device: torch.device | str | None = None) -> torch.Tensor:
-    """Group labels of any kind -> int64 [N], equal labels having equal numbers 0..G-1 in order of first appearance."""
+    """Group labels [N] of any type -> int64 [N]: numbers 0..G-1 in order of first appearance."""
     if isinstance(index, torch.Tensor):
         index = index.detach().cpu().numpy()
     labels = np.asarray(index)
@@ -25,8 +25,8 @@ def group_mean_std(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, standard deviation and size of each group: scores [N], gidx [N] in 0..G-1 -> three of [G].
 
-    The deviation is the unbiased one, at least `eps`; a group of one has mean 0 and deviation 1, so that its sample
-    keeps its score.
+    The deviation is the unbiased one, at least `eps`. A group of one has mean 0 and deviation 1, which leaves its
+    score unchanged.
     """
     if scores.shape != gidx.shape or scores.ndim != 1:
         raise ValueError(f"scores {tuple(scores.shape)} and gidx {tuple(gidx.shape)} must be of one shape [N]")
@@ -44,7 +44,7 @@ def group_mean_std(
 
 
 def groups_of(group_index: torch.Tensor) -> list[list[int]]:
-    """Row numbers of each run of one group, in order. group_index [B]."""
+    """Row numbers of each run of equal labels in group_index [B], in order."""
     _, counts = torch.unique_consecutive(group_index, return_counts=True)
     ends = counts.cumsum(0).tolist()
     return [list(range(end - count, end)) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""Finding code by name: optional packages, modules by path, classes by dotted name."""
+"""Loads code by name: optional packages, modules by path, classes by dotted name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ is_trl_available = functools.partial(_installed, "trl")
 
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
-    """Import the named modules for what they register."""
+    """Import the named modules, which register their plug-ins."""
     for name in [external_libs] if isinstance(external_libs, str) else external_libs or []:
         importlib.import_module(name)
 

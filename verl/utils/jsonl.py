@@ -1,4 +1,4 @@
-"""Reads files of one JSON object a line."""
+"""Reads files with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from pathlib import Path
 from typing import Any
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line that is not empty; a ValueError names the file and a torn line."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+def read_objects(path: Path, growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number from 1, object) of each line that is not empty.
+
+    Raises ValueError, with file and line, for a line that is no JSON object. A `growing` file may be missing, and its
+    last line may be incomplete: it is left out.
+    """
+    if growing and not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split at a U+2028 within a text
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: no JSON ({error}).") from error
+            if growing and number == len(lines):
+                return
+            raise ValueError(f"{path}, line {number}: not JSON ({error}); correct or remove the line.") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: {line.strip()[:60]} is no object with names and values.")
+            raise ValueError(f"{path}, line {number}: {line.strip()[:60]} is not an object with names and values.")
         yield number, row

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as factors of the optimizer's own rate."""
+"""Learning-rate schedules: factors of the optimizer's initial rate."""
 
 from __future__ import annotations
 

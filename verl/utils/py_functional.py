@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.grading.time_limit import timeout_limit as timeout_limit  # importers know it here
+from verl.grading.time_limit import timeout_limit as timeout_limit  # upstream's path
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Equality that looks into arrays, tensors, dicts and lists, where NaN equals NaN."""
+    """Equality of nested arrays, tensors, dicts and lists, in which NaN equals NaN."""
     if a is b:
         return True
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """True when Ray was told not to hide accelerators from its actors, so that each must pick its own."""
+    """True when Ray does not hide accelerators from its actors, so that each must select its own."""
     kinds = ("CUDA", "ROCR", "HIP", "ASCEND_RT")
     return any(env_vars.get(f"RAY_EXPERIMENTAL_NOSET_{kind}_VISIBLE_DEVICES") for kind in kinds)
 

@@ -1,4 +1,4 @@
-"""Secrets out of whatever is printed, logged or stored."""
+"""Removes secrets from what is printed, logged or stored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 HIDDEN = "<redacted>"
-# A name is secret by one of its words; "token" and "key" also occur in harmless names, which end otherwise
-# (max_token_len, prompt_key, tokenizer), so these two count only where they stand last, and *_key only for known kinds.
+# A name is secret because of one of its words. "token" and "key" also occur in harmless names (max_token_len,
+# prompt_key, tokenizer), so "token" counts only at the end, and *_key only for known kinds.
 _SECRET_NAME = re.compile(
     r"(?i)(secret|passw(or)?d|passphrase|credential|authorization|bearer|private_?key|access_?key|api_?key|auth_?key"
     r"|(^|[_\-.])token$|(^|[_\-.])(auth|access|hf|hub|api|server|wandb)_?(key|token)s?$|^key$|^cookie$)"

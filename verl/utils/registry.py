@@ -1,4 +1,4 @@
-"""A table of named plug-ins that names the nearest entry when a name is unknown."""
+"""A registry of named plug-ins that suggests the nearest entry for an unknown name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """Names to plug-ins of one kind. A name is given once; an unknown one is an error that lists the known.
+    """Names to plug-ins of one kind. A name can be registered once; the error for an unknown one lists them.
 
     `key` is the config key that a user sets (`algorithm.adv_estimator`); `howto` says how to add an entry.
     """
@@ -56,5 +56,5 @@ def _origin(entry: object) -> str:
 
 
 def _same_origin(present: object, entry: object) -> bool:
-    """True when a module was imported twice: the very definition registers itself again."""
+    """True when a module was imported twice and registers the same definition again."""
     return present is entry or _origin(present) == _origin(entry) and "<locals>" not in _origin(entry)

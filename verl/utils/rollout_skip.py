@@ -1,4 +1,4 @@
-"""Answers every generation with the first one, kept on disk: for work on what comes after the rollout."""
+"""Answers every generation with the first one, kept on disk, to work on what follows the rollout."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from verl.protocol import DataProto
 
 
 class RolloutSkip:
-    """The first generation batch goes to `rollout.skip_dump_dir`; from then on, also in later runs, it is the answer.
+    """Stores the first generated batch in `rollout.skip_dump_dir` and returns it from then on, also in later runs.
 
-    Kept per experiment, project, number of prompts and samples: `<exp>_<project>_GBS<prompts>__N<samples>`.
+    One batch per experiment, project, number of prompts and of samples: `<exp>_<project>_GBS<prompts>__N<samples>`.
     """
 
     def __init__(self, config: Any, rollout_wg: Any) -> None:
-        rollout = config.actor_rollout_ref.rollout
+        self.rollout = config.actor_rollout_ref.rollout
         prompts = config.data.gen_batch_size if "gen_batch_size" in config.data else config.data.train_batch_size
-        name = f"{config.trainer.experiment_name}_{config.trainer.project_name}_GBS{prompts}__N{rollout.n}"
-        self.directory = Path(rollout.skip_dump_dir).expanduser() / name
-        self.rows = prompts * rollout.n
+        name = f"{config.trainer.experiment_name}_{config.trainer.project_name}_GBS{prompts}__N{self.rollout.n}"
+        self.directory = Path(self.rollout.skip_dump_dir).expanduser() / name
         self._rollout_wg = rollout_wg
 
     @property
@@ -30,38 +29,40 @@ class RolloutSkip:
         return self.directory / "generation.safetensors"
 
     def wrap_generate_sequences(self) -> None:
-        """Let the worker group answer training generations from the file."""
+        """Make `generate_sequences` of the worker group answer training batches from the file."""
         self._rollout_wg.generate_sequences = wrap_generate_sequences(self, self._rollout_wg)
 
     def try_load(self) -> DataProto | None:
-        """The kept generation; None when there is none yet."""
-        if not self.curr_path_dump.exists():
-            return None
-        data = DataProto.load_from_disk(self.curr_path_dump)
-        if len(data) != self.rows:
-            what = f"{self.curr_path_dump} holds {len(data)} samples; this run needs {self.rows}"
-            raise ValueError(f"{what}. Delete it, or set actor_rollout_ref.rollout.skip_rollout=false.")
-        return data
+        """The stored generation; None when there is none yet."""
+        return DataProto.load_from_disk(self.curr_path_dump) if self.curr_path_dump.exists() else None
 
     def dump(self, outputs: DataProto) -> None:
-        """Keep a generation."""
+        """Store a generation."""
         self.directory.mkdir(parents=True, exist_ok=True)
         outputs.save_to_disk(self.curr_path_dump)
 
 
 def wrap_generate_sequences(rolloutskip: RolloutSkip, rollout_wg: Any) -> Any:
-    """A `generate_sequences` that answers from the file, or generates once and keeps it; validation passes by."""
-    generate = rollout_wg.generate_sequences
+    """A `generate_sequences` that returns the stored generation, or generates once and stores it.
+
+    Prompts [B, P] give samples [B * n, T]. Validation and ReMax's greedy baseline are always generated. Raises
+    ValueError when the stored batch has another number of samples.
+    """
+    generate, rollout = rollout_wg.generate_sequences, rolloutskip.rollout
 
     def answer(batch: DataProto, *args: Any, **kwargs: Any) -> DataProto:
-        if "validate" in batch.meta_info and batch.meta_info["validate"]:
+        meta = {"validate": False, "n": rollout.n, "do_sample": rollout.do_sample, **batch.meta_info}
+        if meta["validate"] or (meta["n"], meta["do_sample"]) != (rollout.n, rollout.do_sample):
             return generate(batch, *args, **kwargs)
-        kept = rolloutskip.try_load()
-        if kept is not None:
-            logger.warning("rollout.skip_rollout: answered from {}, not by the model", rolloutskip.curr_path_dump)
-            return kept
-        outputs = generate(batch, *args, **kwargs)
-        rolloutskip.dump(outputs)
-        return outputs
+        stored = rolloutskip.try_load()
+        if stored is None:
+            stored = generate(batch, *args, **kwargs)
+            rolloutskip.dump(stored)
+        elif len(stored) != len(batch) * rollout.n:
+            what = f"{rolloutskip.curr_path_dump} holds {len(stored)} samples; this run needs {len(batch) * rollout.n}"
+            raise ValueError(f"{what}. Delete it, or set actor_rollout_ref.rollout.skip_rollout=false.")
+        else:
+            logger.warning("rollout.skip_rollout: samples come from {}, not the model", rolloutskip.curr_path_dump)
+        return stored
 
     return answer

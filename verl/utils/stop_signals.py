@@ -31,7 +31,7 @@ def stop_with_parent(number: int = signal.SIGTERM) -> None:
 class StopSignals:
     """Context manager. The first signal sets `asked`; a second one exits the process with code 143.
 
-    Signals within 2 s are one: a launcher signals every process of its tree, and a shell passes its own signal on.
+    Signals within 2 s are one: a launcher signals every process of its tree, and a shell forwards its own signal.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Loading a model's tokenizer or processor."""
+"""Loads a model's tokenizer or processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Where there is no pad token, pad with the end-of-text token."""
+    """Use the EOS token for padding when there is no pad token."""
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
             raise ValueError(

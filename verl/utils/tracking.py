@@ -1,4 +1,4 @@
-"""Sends metrics to the places that `trainer.logger` names."""
+"""Sends metrics to the backends that `trainer.logger` names."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from verl.utils.registry import nearest
 
 
 class Backend:
-    """One place for metrics."""
+    """A destination of metrics."""
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
         """Open it."""
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        """Take the metrics of one step."""
-        raise NotImplementedError(f"{type(self).__name__} has no log(data, step); a logger must have one.")
+        """Log the metrics of one step."""
+        raise NotImplementedError(f"{type(self).__name__} must define log(data, step).")
 
     def finish(self) -> None:
         """Flush, then close."""
 
 
 class Tracking:
-    """Metrics of a run to every backend in `default_backend` (a name or a list of names).
+    """Sends the metrics of a run to every backend in `default_backend` (a name or a list of names).
 
-    `logger` maps each name to its backend. An unknown name is refused; so is one whose package is not installed.
+    `logger` maps names to backends. Raises ValueError for an unknown name, ImportError for a package not installed.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class Tracking:
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
         """Send the metrics of `step` to all backends, or to the named ones only."""
-        wanted = None if backend is None else {backend} if isinstance(backend, str) else set(backend)
-        for name, sink in self.logger.items():
-            if wanted is None or name in wanted:
-                sink.log(data, step)
+        for name in self.logger if backend is None else {backend} if isinstance(backend, str) else set(backend):
+            if name in self.logger:
+                self.logger[name].log(data, step)
 
     def finish(self) -> None:
         """Flush and close every backend."""
@@ -92,8 +91,8 @@ class FileLogger(Backend):
     """JSON lines `{"step": N, "data": {...}}` in $VERL_FILE_LOGGER_PATH, or <root>/<project>/<experiment>.jsonl
     (root: $VERL_FILE_LOGGER_ROOT, else the working directory).
 
-    A resumed run goes on in the same file: with its first line, what an interrupted run wrote for later steps, or
-    wrote in the same form for that very step, is taken out (those steps are done again), a torn last line too.
+    A resumed run appends to the same file. Its first `log` removes the lines that it will write again: later steps
+    of the interrupted run, the same step with the same metrics, and an incomplete last line.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
@@ -106,16 +105,16 @@ class FileLogger(Backend):
     def log(self, data: dict[str, Any], step: int) -> None:
         numbers = _numbers(data)
         if self._file is None:
-            self._take_out_redone(step, set(numbers))
+            self._remove_repeated(step, set(numbers))
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps({"step": step, "data": numbers}) + "\n")
         self._file.flush()
 
-    def _take_out_redone(self, step: int, keys: set[str]) -> None:
+    def _remove_repeated(self, step: int, keys: set[str]) -> None:
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _stays(line, step, keys)]
+        kept = [line for line in lines if _is_earlier(line, step, keys)]
         if len(kept) < len(lines):
             log.info("{}: {} lines of step {} and later are replaced", self.path, len(lines) - len(kept), step)
             fresh = self.path.with_suffix(self.path.suffix + ".tmp")
@@ -128,11 +127,11 @@ class FileLogger(Backend):
             self._file = None
 
 
-def _stays(line: str, step: int, keys: set[str]) -> bool:
-    """Whether a line of an earlier run stays when the run goes on at `step` with metrics called `keys`."""
+def _is_earlier(line: str, step: int, keys: set[str]) -> bool:
+    """Whether a line is kept when the run resumes at `step` with metrics named `keys`."""
     try:
         entry = json.loads(line)
-    except ValueError:  # torn by a kill while it was written
+    except ValueError:  # the process was killed while it wrote the line
         return False
     return entry["step"] < step or entry["step"] == step and not set(entry["data"]) <= keys
 
@@ -153,7 +152,7 @@ class TensorboardLogger(Backend):
 
 def _tensorboard_writer(project_name: str, experiment_name: str) -> Any:
     folder = os.environ.get("TENSORBOARD_DIR") or os.path.join("tensorboard_log", project_name, experiment_name)
-    return _optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(folder)
+    return _optional("tensorboard", "torch.utils.tensorboard").SummaryWriter(folder)
 
 
 class RunLogger(Backend):
@@ -162,7 +161,7 @@ class RunLogger(Backend):
     def __init__(
         self, module: str, name_argument: str, project_name: str, experiment_name: str, config: dict[str, Any] | None
     ) -> None:
-        self.service = _optional(module, module)
+        self.service = _optional(module)
         self.service.init(**{"project": project_name, name_argument: experiment_name, "config": config})
 
     def log(self, data: dict[str, Any], step: int) -> None:
@@ -176,7 +175,7 @@ class MlflowLogger(Backend):
     """MLflow; $MLFLOW_TRACKING_URI names the store."""
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
-        self.mlflow = _optional("mlflow", "mlflow")
+        self.mlflow = _optional("mlflow")
         self.mlflow.set_experiment(project_name)
         self.mlflow.start_run(run_name=experiment_name)
         self.mlflow.log_dict(config or {}, "config.json")
@@ -189,10 +188,10 @@ class MlflowLogger(Backend):
         self.mlflow.end_run()
 
 
-def _optional(module: str, package: str) -> ModuleType:
-    """A module of an optional package; an error with the mend when it is not installed."""
+def _optional(package: str, module: str | None = None) -> ModuleType:
+    """A module (default: of the same name) of an optional package; ImportError says how to install it."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(module or package)
     except ImportError as error:
         raise ImportError(
             f"trainer.logger names {package!r}, but that package cannot be imported ({error}). "
@@ -209,21 +208,19 @@ _BACKENDS: dict[str, Callable[[str, str, dict[str, Any] | None], Backend]] = {
 
 @dataclass
 class ValidationGenerationsLogger:
-    """Shows validation samples where a backend can hold text: wandb (table `val/generations`), tensorboard, file."""
+    """Logs validation samples to backends that support text: wandb (table `val/generations`), tensorboard, file."""
 
     project_name: str | None = None
     experiment_name: str | None = None
 
     def log(self, loggers: Iterable[str], samples: list[list[Any]], step: int) -> None:
-        """`samples`: rows of [input, output, score]. Backends that hold no text are passed over."""
-        sinks = {"wandb": self.log_generations_to_wandb, "tensorboard": self.log_generations_to_tensorboard,
-                 "file": self.log_generations_to_file}
-        for name in set(loggers) & set(sinks):
-            sinks[name](samples, step)
+        """`samples`: rows of [input, output, score]. Backends without text support are skipped."""
+        for name in {"wandb", "tensorboard", "file"}.intersection(loggers):
+            getattr(self, f"log_generations_to_{name}")(samples, step)
 
     def log_generations_to_wandb(self, samples: list[list[Any]], step: int) -> None:
         """One table a step, in the run that Tracking opened."""
-        wandb = _optional("wandb", "wandb")
+        wandb = _optional("wandb")
         table = wandb.Table(columns=["input", "output", "score"], data=[list(row[:3]) for row in samples])
         wandb.log({"val/generations": table}, step=step)
 
@@ -236,9 +233,9 @@ class ValidationGenerationsLogger:
         writer.close()
 
     def log_generations_to_file(self, samples: list[list[Any]], step: int) -> None:
-        """JSON lines beside the metrics' file: <experiment>.generations.jsonl."""
-        metrics = FileLogger(self.project_name, self.experiment_name).path
-        with metrics.with_suffix(".generations.jsonl").open("a", encoding="utf-8") as file:
+        """JSON lines next to the metrics' file: <experiment>.generations.jsonl."""
+        metrics_file = FileLogger(self.project_name, self.experiment_name).path
+        with metrics_file.with_suffix(".generations.jsonl").open("a", encoding="utf-8") as file:
             for prompt, answer, score, *_ in samples:
                 entry = {"step": step, "input": prompt, "output": answer, "score": plain_number(score)}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")

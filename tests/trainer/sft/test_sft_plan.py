@@ -116,7 +116,7 @@ def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys
 @pytest.mark.parametrize(("more", "said"), [
     ({"model__partial_pretrain": "/no/such/folder"}, "model.partial_pretrain=/no/such/folder: no such folder"),
     ({"data__max_length": 4}, "row 0: the sample has 10 tokens, data.max_length=4"),
-    ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: no such file"),
+    ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: file does not exist"),
     ({"data__response_key": "reply"}, "row 0: has no column 'reply'"),
     ({"data__micro_batch_size_per_gpu": 0}, "data.micro_batch_size_per_gpu=0 is too small; use 1 or more"),
 ])  # fmt: skip

@@ -136,7 +136,7 @@ def test_tools_and_thinking_reach_the_template(tmp_path):
     keys = config(chat_template=template, max_length=8)
     data = MultiTurnSFTDataset(rows_of(tmp_path, rows), make_tokenizer(), keys)
     t, x = TOKENIZER.convert_tokens_to_ids(["t", "x"])
-    with pytest.raises(DatasetError, match="writes message 1 differently"):  # EOS stands behind the prompt as well
+    with pytest.raises(DatasetError, match="writes message 1 differently"):  # EOS follows the prompt as well
         data[0]
     data.tokenizer.chat_template = template.replace("<eos>", "")
     assert kept(data[0])[0] == [t, x, ONE, TWO, EOS] and kept(data[1])[0] == [ONE, TWO, EOS]

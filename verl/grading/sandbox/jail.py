@@ -1,4 +1,4 @@
-"""Starts one Python program without rights, kills it when it is due, reports how it ended.
+"""Starts one Python program without privileges, kills it at its time limit, reports how it ended.
 
 Run as a script by `verl.grading.sandbox.run`, with the standard library alone: `python -I -S jail.py CONTROL_FD`.
 CONTROL_FD is a socket: a request comes in (8 bytes of length, then JSON), a report goes out (JSON); when the other end
@@ -6,7 +6,7 @@ closes, the program is killed. Descriptors 0, 1, 2 are the program's.
 
 Layers: user, pid, mount, network, ipc, uts and cgroup namespaces; a root of read-only libraries and one small tmpfs;
 rlimits; no new privileges; Landlock; a filter of system calls (no fork, socket, ptrace, mount, ...). The program is
-process 1 of its pid namespace, hence nothing of it outlives it.
+process 1 of its pid namespace, so that nothing outlives it.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Refused(Exception):
-    """The kernel did not grant a layer; the text names it."""
+    """The kernel refused a layer; the message names it."""
 
 
 def call(what: str, name: str, *args) -> int:
@@ -58,7 +58,7 @@ def new_ids() -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        call("dumpable", "prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else /proc/self belongs to root
+        call("dumpable", "prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise /proc/self belongs to root
     uid, gid = os.getuid(), os.getgid()
     call("user namespace", "unshare", NEW_USER_AND_PID)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{INSIDE_ID} {uid} 1"), ("gid_map", f"{INSIDE_ID} {gid} 1")):
@@ -67,15 +67,15 @@ def new_ids() -> None:
 
 
 def clone_trees(paths: list[str]) -> list[tuple[str, str | int]]:
-    """(path, text of the link) or (path, handle on a detached copy of the mount) of each path that exists."""
-    found: list[tuple[str, str | int]] = []
+    """(path, target of the link) or (path, descriptor of a detached copy of the mount) of each path that exists."""
+    trees: list[tuple[str, str | int]] = []
     for path in filter(os.path.lexists, paths):
         if os.path.islink(path):
-            found.append((path, os.readlink(path)))
+            trees.append((path, os.readlink(path)))
         else:
             flags = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_RECURSIVE
-            found.append((path, call(f"copy of {path}", "syscall", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)))
-    return found
+            trees.append((path, call(f"copy of {path}", "syscall", SYS_OPEN_TREE, AT_FDCWD, path.encode(), flags)))
+    return trees
 
 
 def new_root(trees: list[tuple[str, str | int]], disk_mb: int) -> None:
@@ -166,7 +166,7 @@ def filter_calls() -> None:
 
 
 def start(request: dict, trees: list[tuple[str, str | int]], failure: int) -> None:
-    """The child: becomes the program, or says through `failure` why not."""
+    """The child: becomes the program, or writes the reason why not to `failure`."""
     try:
         os.setsid()
         if request["unconfined"]:
@@ -202,7 +202,7 @@ def supervise(pid: int, control: int, seconds: float) -> dict:
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # it ended in this moment
+            pass  # it has just ended
     _, status = os.waitpid(pid, 0)
     return {
         "exit": os.waitstatus_to_exitcode(status), "timeout": not seen, "seconds": time.monotonic() - began,
@@ -215,24 +215,24 @@ def serve(control: int) -> dict:
     while len(received) < 8 or len(received) < 8 + int.from_bytes(received[:8], "big"):
         part = os.read(control, 1 << 20)
         if not part:
-            raise Refused("the request broke off")
+            raise Refused("the request is incomplete")
         received += part
     request = json.loads(received[8:])
     trees = []
     if not request["unconfined"]:
         if os.uname().machine != MACHINE:
             raise Refused(f"system call filter: written for {MACHINE}, this is {os.uname().machine}")
-        if os.geteuid() == 0:  # nobody may not reach them any more
+        if os.geteuid() == 0:  # the user nobody may not have access
             trees = clone_trees(request["visible"])
         new_ids()
-    told, failure = os.pipe()
+    reasons, failure = os.pipe()
     pid = os.fork()
     if pid == 0:
         start(request, trees, failure)
     os.close(failure)
     for handle in (0, 1, 2):
-        os.close(handle)  # the program alone holds them: their end is its end
-    if reason := os.read(told, 4096):
+        os.close(handle)  # only the program keeps them open, until it ends
+    if reason := os.read(reasons, 4096):
         os.waitpid(pid, 0)
         raise Refused(reason.decode())
     return supervise(pid, control, request["seconds"])
@@ -248,4 +248,4 @@ if __name__ == "__main__":
     try:
         os.write(channel, json.dumps(report).encode())
     except OSError:
-        pass  # nobody is left to read it
+        pass  # the caller is gone

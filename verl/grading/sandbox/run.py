@@ -1,4 +1,4 @@
-"""Runs one Python program in the sandbox, from the outside."""
+"""Runs one Python program in the sandbox."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEPT_OF_STDERR = 16 << 10
 
 
 class SandboxUnavailable(FatalGradingError):
-    """This machine does not grant the confinement; the text says which part, and the mend."""
+    """This machine does not support the confinement; the message says which part, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit code 0. That says nothing of the output: a program picks its code."""
+        """Whether it ended by itself with exit code 0. Says nothing about the output: a program chooses its code."""
         return self.stopped is None and self.exit_code == 0
 
 
 def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = None) -> Outcome:
-    """Run the text of a Python program on `stdin`; the standard library is all that it can import.
+    """Run the source of a Python program on `stdin`; it can import the standard library only.
 
     It is killed after `limits.seconds`, or when it wrote more than `limits.output_kb` to stdout. Raises
     SandboxUnavailable when the kernel refuses a layer of the confinement and `limits.unconfined` is false.
@@ -85,7 +85,7 @@ def _end(process: subprocess.Popen, control: socket.socket) -> None:
 
 
 class _Exchange:
-    """Feeds stdin, takes the outputs up to their limits, waits for the report."""
+    """Writes stdin, reads the outputs up to their limits, waits for the report."""
 
     def __init__(
         self, process: subprocess.Popen, control: socket.socket, stdin: bytes, limits: SandboxConfig
@@ -108,12 +108,12 @@ class _Exchange:
             try:
                 self.control.sendall(len(encoded).to_bytes(8, "big") + encoded)
             except BrokenPipeError:
-                pass  # the jail did not start; its stderr is told below
+                pass  # the jail did not start; its stderr is reported below
             while self.report is None or self._pipes_open():
                 waited = max(0.0, deadline - time.monotonic()) if self.report is None else 0.0
                 ready = self.selector.select(waited)
                 if not ready:
-                    break  # no report in time, or one pipe is still held by somebody who writes nothing
+                    break  # no report in time, or another process keeps a pipe open and writes nothing
                 for key, _ in ready:
                     self._step(key.fileobj)
         return self._outcome()
@@ -137,13 +137,13 @@ class _Exchange:
         try:
             self.stdin = self.stdin[os.write(pipe.fileno(), self.stdin[: 1 << 16]) :]
         except BrokenPipeError:
-            self.stdin = self.stdin[:0]  # the program does not read on
+            self.stdin = self.stdin[:0]  # the program closed its stdin
         if not self.stdin:
             self.selector.unregister(pipe)
             pipe.close()
 
     def _take(self, pipe, part: bytes) -> None:
-        """Keep what fits; more of stdout than that ends the program, more of stderr is thrown away."""
+        """Keep what fits; further stdout ends the program, further stderr is discarded."""
         most = self.limits.output_kb << 10 if pipe is self.process.stdout else _KEPT_OF_STDERR
         room = most - len(self.taken[pipe])
         self.taken[pipe] += part[:room]
@@ -155,8 +155,8 @@ class _Exchange:
 
     def _outcome(self) -> Outcome:
         stdout, stderr = (bytes(kept) for kept in self.taken.values())
-        said = stderr.decode(errors="replace")
-        report = json.loads(self.report) if self.report else {"refused": f"no report; {said}"}
+        refused = {"refused": f"no report; {stderr.decode(errors='replace')}"}
+        report = json.loads(self.report) if self.report else refused
         if "refused" in report:
             raise SandboxUnavailable(
                 f"this machine cannot confine programs ({report['refused'].strip()}). Allow user namespaces and "

@@ -1,4 +1,4 @@
-"""Builds the reward manager that a configuration asks for, then scores batches with it."""
+"""Builds the reward manager of a configuration and scores batches with it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from verl.workers.reward_manager.reward_rows import LOST
 
 
 def _plain(mapping: Any) -> dict[str, Any]:
-    """A plain dict of a config mapping that may be absent."""
-    if mapping is None:
-        return {}
-    return OmegaConf.to_container(mapping, resolve=True) if OmegaConf.is_config(mapping) else dict(mapping)
+    """A plain dict of a config mapping that may be None."""
+    return OmegaConf.to_container(mapping, resolve=True) if OmegaConf.is_config(mapping) else dict(mapping or {})
 
 
 def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
@@ -38,13 +36,13 @@ def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
         return None
     function = ExternFunction(settings.path, settings.name, _plain(settings.get("reward_kwargs")))
     if not callable(function.function):
-        found = f"custom_reward_function.name={settings.name} in {settings.path} is {function.function!r}"
-        raise TypeError(f"{found}, no function.")
+        problem = f"custom_reward_function.name={settings.name} in {settings.path} is {function.function!r}"
+        raise TypeError(f"{problem}; name a function.")
     return function
 
 
 def rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
-    """`default_compute_score` with the sandboxes of the configuration; the processes share the service's slots."""
+    """`default_compute_score` with the configured sandboxes; the workers share the service's slots."""
     service = settings.sandbox_fusion
     bound = {
         "sandbox_fusion_url": service.url, "memory_limit_mb": service.memory_limit_mb, "sandbox": settings.sandbox,
@@ -66,16 +64,16 @@ def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
 
 
 def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:
-    """That manager around the custom or the default reward function."""
+    """The configured manager around the custom or the default reward function."""
     manager_cls = get_manager_class(config)
     reward_config = omega_conf_to_dataclass(config.reward_model, RewardModelConfig)
-    graded_here = isinstance(manager_cls, type) and issubclass(manager_cls, NaiveRewardManager)
-    workers = manager_cls.workers(reward_config) if graded_here else 1
+    is_ours = isinstance(manager_cls, type) and issubclass(manager_cls, NaiveRewardManager)
+    workers = manager_cls.workers(reward_config) if is_ours else 1
     compute_score = get_custom_reward_fn(config) or rule_reward(reward_config, workers)
     kwargs = {**_length_kwargs(config, manager_cls), **kwargs}
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
     manager = manager_cls(tokenizer=tokenizer, **settings, **kwargs)
-    if graded_here:
+    if is_ours:
         manager.config = reward_config
     return manager
 
@@ -88,17 +86,17 @@ def _length_kwargs(config: DictConfig, manager_cls: type) -> dict[str, Any]:
     if "overlong_buffer_cfg" not in inspect.signature(manager_cls).parameters:
         if buffer.enable:
             raise ValueError(
-                f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} knows no such "
-                "buffer; set reward_model.reward_manager=dapo."
+                f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} does not support "
+                "it; set reward_model.reward_manager=dapo."
             )
         return {}
     return {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": _plain(buffer)}
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Token-level scores [B, R] with the extras of each row (lists of B values by name). Errors are not caught.
+    """Token-level scores [B, R] float32 and extras {name: list of B values}. Errors are not caught.
 
-    Under `reward_model.error=drop` an extra `__lost__` marks rows that have no score: see `drop_failed`.
+    With `reward_model.error=drop` an extra `__lost__` marks rows without a score: see `drop_failed`.
     """
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result["reward_extra_info"]
@@ -107,7 +105,7 @@ def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[t
 def drop_failed(
     data: DataProto, scores: torch.Tensor, extras: dict[str, Any]
 ) -> tuple[DataProto, torch.Tensor, dict[str, Any], Counter[str]]:
-    """What `compute_reward` gave for `data` without the rows that have no score, and how many failed in which way."""
+    """The batch, scores [B', R] and extras without the rows that have no score, and the number of failures by kind."""
     extras = dict(extras)
     if LOST not in extras:
         return data, scores, extras, Counter()

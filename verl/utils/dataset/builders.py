@@ -1,4 +1,4 @@
-"""Builds data set and sampler of RL training from the `data` section."""
+"""Builds the data set and the sampler of RL training from the `data` section."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def create_rl_sampler(data_config: DictConfig, dataset: Dataset) -> Sampler:
         if data_config.dataloader_num_workers:
             raise ValueError(
                 f"data.dataloader_num_workers={data_config.dataloader_num_workers} with data.sampler.class_path: its "
-                "processes draw ahead of what the sampler has learned. Set data.dataloader_num_workers=0."
+                "processes draw samples before the sampler is updated. Set data.dataloader_num_workers=0."
             )
         sampler_class = load_extern_object(data_config.sampler.class_path, data_config.sampler.class_name)
         return sampler_class(data_source=dataset, data_config=data_config)

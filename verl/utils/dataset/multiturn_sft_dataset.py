@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning: every assistant turn is learned."""
+"""Conversations for supervised fine-tuning, in which every assistant turn is learned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.utils.dataset.sft_dataset import Segment, SFTDataset
 
 
 def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
-    """Plain lists and dicts of what parquet readers give (arrays within arrays)."""
+    """Nested arrays, as parquet readers return them, to plain lists and dicts."""
     if isinstance(data_item, dict):
         return {key: convert_nested_value_to_list_recursive(value) for key, value in data_item.items()}
     if isinstance(data_item, list | tuple | np.ndarray):
@@ -35,15 +35,15 @@ class MultiTurnSFTDataset(SFTDataset):
         self.keys = self.setting("multiturn")
 
     def segments(self, item: int) -> list[Segment]:
-        """Alternately what the assistant is told and what it says: prefixes of the conversation, through the template.
+        """Alternately the assistant's input and its answers, cut from the rendered conversation.
 
-        A template that writes a turn differently once others follow (some drop earlier thoughts) has no such
-        prefixes: the row is refused.
+        The text up to each turn must be a prefix of the full text. A template that renders a turn differently once
+        others follow (some drop earlier thoughts) is refused.
         """
-        told = self.chat(item, self.keys["messages_key"], "data.multiturn.messages_key")
-        messages = [_without_nulls(message) for message in told]
+        chat = self.chat(item, self.keys["messages_key"], "data.multiturn.messages_key")
+        messages = [_without_nulls(message) for message in chat]
         settings = self._row_settings(item)
-        whole = self.render(item, messages, **settings)
+        full = self.render(item, messages, **settings)
         pieces: list[Segment] = []
         done = 0
         for number, message in enumerate(messages):
@@ -51,32 +51,30 @@ class MultiTurnSFTDataset(SFTDataset):
                 continue
             before = self.render(item, messages[:number], add_generation_prompt=True, **settings) if number else ""
             after = self.render(item, messages[: number + 1], **settings)
-            if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
-                raise self.error(item, _not_a_prefix(number))
-            pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            if not (full.startswith(after) and after.startswith(before) and done <= len(before)):
+                raise self.error(
+                    item,
+                    f"the chat template writes message {number} differently once other messages follow, so that the "
+                    "assistant's tokens cannot be identified. Set data.chat_template to one that does not, or split "
+                    "the row into one row per answer.",
+                )
+            pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
             done = len(after)
         if not pieces:
             raise self.error(item, "no message has the role 'assistant': nothing can be learned from it. Drop the row.")
-        return [*pieces, (whole[done:], False)] if whole[done:] else pieces
+        return [*pieces, (full[done:], False)] if full[done:] else pieces
 
     def _row_settings(self, item: int) -> dict[str, Any]:
-        """What the row itself tells the template."""
-        row, found = self.rows[item], {}
+        """Template settings of the row itself."""
+        row, settings = self.rows[item], {}
         if (tools := row.get(self.keys["tools_key"])) is not None:
-            found["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+            settings["tools"] = json.loads(tools) if isinstance(tools, str) else tools
         if (thinking := row.get(self.keys["enable_thinking_key"])) is not None:
-            found["enable_thinking"] = thinking
-        return found
+            settings["enable_thinking"] = thinking
+        return settings
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the keys that only other rows' messages have, which parquet fills with nulls."""
+    """A message without the nulls by which parquet fills keys that only other messages have."""
     plain = convert_nested_value_to_list_recursive(message)
     return {key: value for key, value in plain.items() if value is not None or key == "content"}
-
-
-def _not_a_prefix(number: int) -> str:
-    return (
-        f"the chat template writes message {number} differently once other messages follow, so that the assistant's "
-        "tokens cannot be told. Set data.chat_template to one that does not, or cut the row into one per answer."
-    )

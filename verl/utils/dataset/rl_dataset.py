@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: rows of parquet or JSON files, templated and tokenised."""
+"""Prompts for reinforcement learning: rows of parquet or JSON files, rendered and tokenised."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from verl.config.data import DataConfig
 from verl.planning.problems import one_line
 from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.import_utils import load_extern_object
+from verl.utils.jsonl import read_objects
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 class DatasetError(ValueError):
-    """A data file or a row of it cannot be used; the text names the file, the row and the mend."""
+    """A data file or one of its rows cannot be used; the message names the file, the row and the solution."""
 
 
 class MissingColumn(DatasetError):
-    """A row lacks a column, as the other rows of its file do, most likely."""
+    """A row lacks a column, most likely as all rows of its file do."""
 
 
 def no_chat_template(tokenizer: Any) -> str:
-    """The sentence about a tokenizer that cannot turn messages into a prompt."""
+    """The error message for a tokenizer without a chat template."""
     return (
-        f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which makes prompts of messages. Set "
+        f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which turns messages into prompts. Set "
         "actor_rollout_ref.model.custom_chat_template, or name a tokenizer that has one in "
         "actor_rollout_ref.model.tokenizer_path."
     )
 
 
 def data_setting(config: Mapping[str, Any], name: str, section: type = DataConfig) -> Any:
-    """A setting of the `data` section, plain Python; a section that leaves it out gets the dataclass's value."""
+    """A setting of the `data` section as plain Python; the dataclass's default when the section lacks it."""
     value = config[name] if name in config else getattr(section(), name)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
@@ -69,14 +70,13 @@ def collate_fn(data_list: list[dict]) -> dict:
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object a line) as plain Python.
 
-    A file that cannot be read is a DatasetError, as is a parquet page that its checksum (where it has one) belies.
+    Raises DatasetError for a file that cannot be read, also when the checksum of a parquet page does not match.
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise DatasetError(f"{path}: no such file. Set data.train_files / data.val_files to existing files.")
+        raise DatasetError(f"{path}: file does not exist. Set data.train_files / data.val_files to existing files.")
     if path.suffix not in (".parquet", ".json", ".jsonl"):
         raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
-    number = None
     try:
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -85,16 +85,12 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         elif (text := path.read_text(encoding="utf-8")).lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            rows = []
-            for number, line in enumerate(text.split("\n"), start=1):  # noqa: B007 (splitlines cuts at U+2028 too)
-                if line.strip():
-                    rows.append(json.loads(line))
-    except Exception as error:  # a torn file makes its reader raise almost anything; the text is the finding
-        where = "" if number is None else f"line {number}: "
-        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {where}{one_line(error)}") from error
+            rows = [row for _, row in read_objects(path)]
+    except Exception as error:  # a truncated file makes its reader raise almost anything
+        raise DatasetError(f"{path}: cannot be read as {path.suffix[1:]}: {one_line(error)}") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DatasetError(f"{path}, row {number}: {one_line(row)} is no object of column: value pairs.")
+            raise DatasetError(f"{path}, row {number}: {one_line(row)} is not an object of column: value pairs.")
     return rows
 
 
@@ -108,7 +104,7 @@ def truncate_ids(ids: list[int], limit: int, how: str) -> list[int]:
         return ids[:limit]
     if how == "middle":
         return ids[: limit // 2] + ids[len(ids) - (limit - limit // 2) :]
-    raise ValueError(f"{len(ids)} tokens exceed the limit of {limit} and data.truncation={how!r} cuts nothing.")
+    raise ValueError(f"{len(ids)} tokens exceed the limit of {limit} and data.truncation={how!r} does not truncate.")
 
 
 def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,12 +116,12 @@ def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, to
 
 
 class FileRows(Dataset):
-    """The rows of data files, each with the place it came from; a subclass makes samples of them."""
+    """The rows of data files, each with its origin; a subclass turns them into samples."""
 
     def __init__(self, data_files: str | Sequence[str]) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self.rows: list[dict[str, Any]] = []
-        self.origins: list[tuple[str, int]] = []  # file and row (from 0) that each sample came from
+        self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         for file in self.data_files:
             rows = read_rows(file)
             self.rows += rows
@@ -138,7 +134,7 @@ class FileRows(Dataset):
         self.origins = [self.origins[i] for i in numbers]
 
     def column(self, item: int, name: str, setting: str) -> Any:
-        """A column of a row; `setting` is the key to change where there is none."""
+        """A column of a row; `setting` is the key to change when there is none."""
         row = self.rows[item]
         if name not in row:
             what = f"has no column '{name}' (columns: {', '.join(row)}). Set {setting}."
@@ -157,7 +153,7 @@ class FileRows(Dataset):
         return messages
 
     def error(self, item: int, what: str) -> DatasetError:
-        """An error about one row, with the file it came from."""
+        """An error about one row, with its file."""
         file, number = self.origins[item]
         return DatasetError(f"{file}, row {number}: {what}")
 
@@ -170,7 +166,8 @@ class RLHFDataset(FileRows):
     raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column.
 
     Settings are those of the `data` section: prompt_key, max_prompt_length, truncation, filter_overlong_prompts,
-    apply_chat_template_kwargs, shuffle, seed.
+    apply_chat_template_kwargs, shuffle, seed. `max_samples` keeps that many rows, drawn by data.seed with data.shuffle,
+    else the first ones; -1 keeps all.
     """
 
     def __init__(
@@ -188,17 +185,12 @@ class RLHFDataset(FileRows):
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
         self.dropped_overlong = 0
-        self._subset(max_samples)
+        if 0 <= max_samples < len(self.rows):
+            order = range(len(self.rows))
+            if data_setting(config, "shuffle"):
+                order = np.random.default_rng(data_setting(config, "seed")).permutation(len(self.rows)).tolist()
+            self._keep(order[:max_samples])
         self.maybe_filter_out_long_prompts()
-
-    def _subset(self, max_samples: int) -> None:
-        """Keep `max_samples` rows: drawn by data.seed if data.shuffle, else the first ones. -1 keeps all."""
-        if max_samples < 0 or max_samples >= len(self.rows):
-            return
-        keep = np.arange(max_samples)
-        if data_setting(self.config, "shuffle"):
-            keep = np.random.default_rng(data_setting(self.config, "seed")).permutation(len(self.rows))[:max_samples]
-        self._keep(keep.tolist())
 
     def maybe_filter_out_long_prompts(self) -> None:
         """With data.filter_overlong_prompts, drop rows whose templated prompt exceeds max_prompt_length; count them."""
@@ -231,9 +223,11 @@ class RLHFDataset(FileRows):
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids = self.prompt_ids(item)
         if len(ids) > self.max_prompt_length and self.truncation == "error":
-            what = f"the prompt has {len(ids)} tokens, data.max_prompt_length={self.max_prompt_length}. Raise it, "
-            mend = "set data.filter_overlong_prompts=true, or data.truncation to left, right or middle."
-            raise self.error(item, what + mend)
+            raise self.error(
+                item,
+                f"the prompt has {len(ids)} tokens, data.max_prompt_length={self.max_prompt_length}. Raise it, set "
+                "data.filter_overlong_prompts=true, or data.truncation to left, right or middle.",
+            )
         ids = truncate_ids(ids, self.max_prompt_length, self.truncation)
         pad_id = self.tokenizer.pad_token_id
         if pad_id is None:
@@ -256,7 +250,7 @@ class RLHFDataset(FileRows):
         }
 
     def resume_dataset_state(self) -> None:
-        """Nothing to restore: rows are read again when a run starts."""
+        """Nothing to restore: a run reads the rows again when it starts."""
 
 
 def get_dataset_class(data_config: DictConfig) -> type[Dataset]:
@@ -269,11 +263,11 @@ def custom_dataset_class(data_config: DictConfig) -> type[Dataset] | None:
     custom = data_setting(data_config, "custom_cls")
     if custom["path"] is None:
         return None
-    found = load_extern_object(custom["path"], custom["name"])
-    if not (isinstance(found, type) and issubclass(found, Dataset)):
-        what = f"data.custom_cls.name={custom['name']!r} in {custom['path']} is {found!r}"
+    loaded = load_extern_object(custom["path"], custom["name"])
+    if not (isinstance(loaded, type) and issubclass(loaded, Dataset)):
+        what = f"data.custom_cls.name={custom['name']!r} in {custom['path']} is {loaded!r}"
         raise TypeError(f"{what}; a subclass of torch.utils.data.Dataset is needed.")
-    return found
+    return loaded
 
 
 def _kind(value: Any) -> str:

@@ -15,15 +15,15 @@ from verl.utils.dataset.rl_dataset import FileRows, custom_dataset_class, data_s
 from verl.utils.tokenizer import hf_tokenizer
 
 Segment = tuple[str, bool]
-"""A piece of a sample's text, and whether its tokens are learned."""
+"""Part of a sample's text, and whether its tokens count in the loss."""
 
 
 def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
-    """(ids, learned) of the pieces one after the other; learned 1 means that the token counts in the loss.
+    """(ids, learned) of the concatenated pieces, each of length T; learned 1 means that the token counts in the loss.
 
-    Each piece is tokenised by itself, so that a prompt gets the very tokens that generation would start from. A
-    learned piece counts up to its last special token, its end of turn; what a template writes behind that (a line
-    break) does not. The EOS token is added to a sample that ends in a learned piece without any.
+    Each piece is tokenised by itself, so that a prompt has the same tokens as in generation. A learned piece counts up
+    to its last special token, the end of turn, without what a template writes after it (a line break). The EOS token
+    is added to a sample that ends in a learned piece without any special token.
     """
     ids: list[int] = []
     learned: list[int] = []
@@ -42,7 +42,7 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[i
 class SFTDataset(FileRows):
     """One sample a row: input_ids, attention_mask, position_ids, loss_mask, each int64 [max_length], right-padded.
 
-    loss_mask is 1 on the tokens that are learned (targets): the answer and the EOS behind it. The question is a user's
+    loss_mask is 1 on the tokens that are learned (targets): the answer and its EOS. The question is a user's
     turn in the chat template. Settings are those of the `data` section: prompt_key, prompt_dict_keys, response_key,
     response_dict_keys, max_length, truncation, chat_template, apply_chat_template_kwargs. `max_samples` keeps the
     first rows; -1 keeps all.
@@ -103,7 +103,7 @@ class SFTDataset(FileRows):
 
 
 def right_padded(ids: list[int], learned: list[int], length: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """A sample of at most `length` tokens as tensors, each int64 [length]; positions of padding are 0."""
+    """A sample of at most `length` tokens as tensors, each int64 [length]; position_ids of padding are 0."""
     missing = length - len(ids)
     columns = {
         "input_ids": ids + [pad_id] * missing,

@@ -1,4 +1,4 @@
-"""Reducing what the workers measured."""
+"""Reduction of the workers' metrics."""
 
 from verl.utils.metric.utils import reduce_metrics
 

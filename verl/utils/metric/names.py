@@ -1,4 +1,4 @@
-"""Every metric that a run logs: its name (a pattern, * for a part that varies) and what it says."""
+"""Every metric that a run logs: its name (a pattern, * for a variable part) and its meaning."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
     "global_seqlen/*": "Tokens of the ranks' shares before balancing, and after it (balanced_*).",
     "rollout/weight_syncs": "How often the step sent weights to the rollout, for its samples and its validation.",
     "training/global_step": "Number of the step.",
-    "training/epoch": "Whole passes over the data that are done.",
+    "training/epoch": "Completed passes over the data.",
     "training/weights_version": "Number of the last update in the weights that made the samples.",
     "training/requested_samples": "Samples asked for: scored + dropped.",
     "training/scored_samples": "Samples that are trained on.",
@@ -49,14 +49,14 @@ METRICS: dict[str, str] = {
     "rollout_corr/rollout_is_*": "Weights pi_old / pi_rollout before truncation, of tokens and sequences (seq_).",
     "rollout_corr/rollout_rs_*": "Ratios that rejection looks at, and the shares of tokens and sequences it masked.",
     "rollout_corr/*": "Distance of rollout and trained model: perplexities, kl, k3_kl, chi2.",
-    "reward/*/mean": "Mean of a number that the reward function gave beside its score.",
+    "reward/*/mean": "Mean of a number that the reward function returned in addition to its score.",
     "reward/errors": "Samples left out because their reward raised (reward_model.error=drop).",
     "reward/timeouts": "Samples left out because their reward took longer than reward_model.item_timeout.",
     "train/loss": "SFT: minus the log-prob of a learned token, mean over the step's batch.",
-    "train/loss_s*": "Iterative refinement: the loss of a round, from 0 on, over the places that it counts.",
+    "train/loss_s*": "Iterative refinement: the loss of a round, from 0 on, over the positions that it counts.",
     "train/loss_ar": "Iterative refinement: the next-token loss of the clean text.",
     "train/loss_total": "Iterative refinement: the weighted sum of the rounds' losses and the clean text's.",
-    "train/noise_mean": "Iterative refinement: noise tokens over the places that a round's loss counts.",
+    "train/noise_mean": "Iterative refinement: noise tokens over the positions that a round's loss counts.",
     "val/loss_*": "The same four over the validation set, whose noise is the same each time.",
     "val/noise_mean": "The same as in training.",
     "train/lr": "Learning rate of this step.",
@@ -65,17 +65,17 @@ METRICS: dict[str, str] = {
     "train/global_tokens": "Tokens of the step's batch on all ranks, without padding.",
     "train/skipped_steps": "1 where loss or gradient was not finite, or nothing was learned, and no weight changed.",
     "train/time(s)": "Seconds of the training step.",
-    "val/loss": "SFT: the loss over the learned tokens of the whole validation set.",
+    "val/loss": "SFT: the loss over the learned tokens of the full validation set.",
     "train/num_gen_batches": "Generations that one DAPO batch took.",
     "spd/accepted_len/*": "Draft tokens accepted of a block.",
     "spd/scenario/*": "Share of samples by scenario of the SPD reward: A, B, C, D, zero.",
-    "spd/completions/*": "Completions of hybrid contexts: requested, asked of a server, found in the store, failed.",
+    "spd/completions/*": "Completions of hybrid contexts: requested, computed, read from the store, failed.",
     "spd/completions/hit_rate": "Share of the requested completions that the store had.",
     "spd/store/mib": "Size of the completion store's file, MiB.",
     "spd/drift/*": "actor/logprob_drift of accept/reject decisions.",
     "spd/dropped_samples": "Samples whose completion failed.",
     "spd/hit_limit": "Share of completions cut at the token limit.",
-    "spd/output_length_ratio": "Length of the answer behind a hybrid context over the target's own.",
+    "spd/output_length_ratio": "Length of the answer after a hybrid context over the target's own.",
     "timing_s/*": "Seconds of a phase of the step.",
     "timing_per_token_ms/*": "Milliseconds of a phase over the tokens it worked on.",
     "perf/throughput": "Tokens a second and rank.",
@@ -84,7 +84,7 @@ METRICS: dict[str, str] = {
     "perf/max_memory_*_gb": "Largest memory of a GPU so far, GiB.",
     "perf/cpu_memory_used_gb": "Memory in use on the driver's machine, GiB.",
     "val-core/*": "Validation: <data source>/<variable>/<mean@N, best@N/mean ...> of the main variable, largest N.",
-    "val-aux/*": "Validation: all other figures, and counts of requested and dropped samples.",
+    "val-aux/*": "Validation: all other statistics, and counts of requested and dropped samples.",
 }  # fmt: skip
 
 

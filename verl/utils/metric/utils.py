@@ -1,4 +1,4 @@
-"""One number per metric from the lists that ranks and micro-batches left."""
+"""Reduces the lists of values that ranks and micro-batches collect to one number per metric."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-# As words: "timing" and "terminated" hold the letters m, i, n and are means all the same.
+# Full words only: "timing" and "terminated" contain "min" but are averaged.
 _MAX = re.compile(r"(?<![a-z])max(?![a-z])|maximum|minmax")
 _MIN = re.compile(r"(?<![a-z])min(?![a-z])|minimum")
 
 
 def reduce_metrics(metrics: dict[str, list[Any]]) -> dict[str, Any]:
-    """Reduce every list, in place: the largest for a name with "max", the least for one with "min", else the mean."""
+    """Reduce every list in place: the maximum for a name with "max", the minimum for one with "min", else the mean."""
     for key, values in metrics.items():
         flat = np.asarray(_flatten(values), dtype=np.float64)
         if flat.size == 0:

@@ -39,8 +39,8 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
 
-    Programs run at `sandbox_fusion_url`, else in the local sandbox, both within `sandbox` (a SandboxConfig; the service
-    minds its seconds). Hostile text may crash or fill its process: `verl.grading.pool` calls it where that is caught.
+    Programs run at `sandbox_fusion_url`, else in the local sandbox, both limited by `sandbox` (a SandboxConfig; the
+    service takes its `seconds`). Hostile text may crash the process: `verl.grading.pool` calls it where that is caught.
     """
     sandbox = kwargs.pop("sandbox", None)
     if data_source in _CODE:

@@ -1,7 +1,7 @@
 """Test cases of programming problems: from data to programs, from outputs to verdicts.
 
-What a program is told is its input alone; expected outputs stay outside, and a verdict is a comparison made here of
-what the program wrote. A program can therefore lie about its result only by knowing the right one.
+A program gets its input only. Expected outputs stay outside, and its output is compared here: a program can only fake a
+result by knowing the right one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 _FENCED = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _DECIMAL = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _TOLERANCE = 1e-6
-# Solutions of function-call problems are written for a judge that has these names at hand.
+# Solutions of function-call problems are written for a judge that imports these names.
 _PRELUDE = """\
 import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
 from bisect import *; from collections import *; from functools import *; from heapq import *; from itertools import *
@@ -38,7 +39,7 @@ _sys.__stdout__.flush()
 
 @dataclass(frozen=True)
 class Case:
-    """One run: the program text, its stdin, the output that is right; `is_call` when that is a function's result."""
+    """One run: the program text, its stdin, the expected output; `is_call` when that is a function's result."""
 
     program: str
     stdin: str
@@ -46,7 +47,7 @@ class Case:
     is_call: bool
 
     def passes(self, stdout: str) -> bool:
-        """Whether what the program wrote is right."""
+        """Whether the program's output is right."""
         if not self.is_call:
             return same_output(stdout, self.expected)
         lines = stdout.rstrip().splitlines()
@@ -61,8 +62,8 @@ class Case:
 
 def extract_code(completion: str) -> str | None:
     """The last fenced block of an answer, closed or not; None without one."""
-    found = _FENCED.findall(completion)
-    return found[-1] if found else None
+    blocks = _FENCED.findall(completion)
+    return blocks[-1] if blocks else None
 
 
 def cases_of(code: str, test_cases: Any) -> list[Case]:
@@ -72,7 +73,7 @@ def cases_of(code: str, test_cases: Any) -> list[Case]:
     """
     tests = json.loads(test_cases) if isinstance(test_cases, str | bytes) else test_cases
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= set(tests):
-        raise ValueError(f"test cases need 'inputs' and 'outputs'; found {str(tests)[:200]!r}.")
+        raise ValueError(f"test cases need 'inputs' and 'outputs'; got {str(tests)[:200]!r}.")
     inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"test cases have {len(inputs)} inputs and {len(outputs)} outputs; one of each is needed.")
@@ -96,33 +97,31 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Equal line by line but for space at the ends; numbers with a decimal point within 1e-6."""
-    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (found, expected))
-    return len(ours) == len(theirs) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
-    )
+def same_output(output: str, expected: str) -> bool:
+    """Equal line by line, whitespace aside; numbers with a decimal point within 1e-6."""
+    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
+    return list(map(len, ours)) == list(map(len, theirs)) and all(map(_same_word, chain(*ours), chain(*theirs)))
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    numbers = _DECIMAL.fullmatch(found) and _DECIMAL.fullmatch(expected) and ("." in expected or "e" in expected)
-    return bool(numbers) and math.isclose(float(found), float(expected), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    numbers = _DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(expected) and ("." in expected or "e" in expected)
+    return bool(numbers) and math.isclose(float(word), float(expected), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(value: Any, expected: Any) -> bool:
     """Equality of JSON values: true is not 1, floats within 1e-6."""
-    if isinstance(found, bool) or isinstance(expected, bool):
-        return found is expected
-    if isinstance(found, float) or isinstance(expected, float):
-        numbers = isinstance(found, int | float) and isinstance(expected, int | float)
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = isinstance(value, int | float) and isinstance(expected, int | float)
         try:
-            return numbers and math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+            return numbers and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         except OverflowError:  # a whole number beyond every float
             return False
-    if isinstance(found, list) and isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same_value, found, expected))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same_value(found[k], expected[k]) for k in found)
-    return type(found) is type(expected) and found == expected
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same_value(value[k], expected[k]) for k in value)
+    return type(value) is type(expected) and value == expected

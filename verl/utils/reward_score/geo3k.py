@@ -9,17 +9,17 @@ _FORMAT = ("<think>", "</think>", "\\boxed{", "}")
 
 
 def format_reward(predict_str: str) -> float:
-    """1.0 when a <think> part and a boxed answer behind it are all there is."""
+    """1.0 for a text that starts with a <think> part and has a boxed answer after it."""
     rest = predict_str
-    for mark in _FORMAT:  # not a pattern: with four gaps it takes minutes on a text of tags
-        _, found, rest = rest.partition(mark)
-        if not found:
+    for mark in _FORMAT:  # a regular expression with four gaps takes minutes on a text of tags
+        _, separator, rest = rest.partition(mark)
+        if not separator:
             return 0.0
     return float(predict_str.startswith(_FORMAT[0]))
 
 
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
-    """1.0 when the boxed answer (or the whole text) equals the ground truth."""
+    """1.0 when the boxed answer (or the full text) equals the ground truth."""
     answer = boxed_answer(predict_str) if use_boxed else predict_str
     return float(answer is not None and is_equal(answer, ground_truth))
 

@@ -14,12 +14,12 @@ _TAIL = 300
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """The final number as text, without thousands separators; None when there is none.
 
-    `strict`: the last number behind '####'; `flexible`: the last number in the text.
+    `strict`: the last number after '####'; `flexible`: the last number in the text.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r} is unknown. Known: strict, flexible.")
-    found = (_FINAL if method == "strict" else _ANY).findall(solution_str[-_TAIL:])
-    return found[-1].replace(",", "") if found else None
+    numbers = (_FINAL if method == "strict" else _ANY).findall(solution_str[-_TAIL:])
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def compute_score(

@@ -28,17 +28,17 @@ _MATH = re.compile(r"\$([^$]*)\$")
 
 def last_boxed_only_string(string: str) -> str | None:
     """The last `\\boxed{...}` with its braces; None without one."""
-    found = _last_box(string)
-    return found if found is not None and found.startswith("\\boxed{") else None
+    box = _last_box(string)
+    return box if box is not None and box.startswith("\\boxed{") else None
 
 
 def remove_boxed(s: str) -> str:
-    """What stands in `\\boxed{...}`."""
+    """The content of `\\boxed{...}`."""
     return _unboxed(s)
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """One spelling of a final answer: behind the last `=`, without units, words and LaTeX decoration."""
+    """One spelling of a final answer: the part after the last `=`, without units, words and LaTeX decoration."""
     answer = final_answer.rsplit("=", 1)[-1]
     if in_dollars := _MATH.search(answer):
         answer = in_dollars[1]
@@ -53,8 +53,8 @@ def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
     """(whether the last 'Answer: ...' is the ground truth, that answer normalised); '[INVALID]' without one."""
-    found = re.findall(answer_pattern, solution_str)
-    predicted = normalize_final_answer(found[-1] if found else "[INVALID]")
+    answers = re.findall(answer_pattern, solution_str)
+    predicted = normalize_final_answer(answers[-1] if answers else "[INVALID]")
     truth = str(gt)
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or truth)
@@ -62,17 +62,14 @@ def is_correct_minerva(
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
-    """(1 or -1, what stands in the last box of the answer's last 100 characters, None without a box).
+    """(1 or -1, the content of the last box in the answer's last 100 characters, None without a box).
 
-    `pause_tokens_index`: four places in the text; the part looked at then starts 100 characters before the last.
+    `pause_tokens_index`: four positions in the text; the part that counts then starts 100 characters before the last.
     """
-    if pause_tokens_index is not None:
-        if len(pause_tokens_index) != 4:
-            raise ValueError(f"pause_tokens_index={pause_tokens_index} needs four places.")
-        tail = pred[max(0, pause_tokens_index[-1] - _BOX_TAIL) :]
-    else:
-        tail = pred[-_BOX_TAIL:]
-    boxed = last_boxed_only_string(tail)
+    if pause_tokens_index is not None and len(pause_tokens_index) != 4:
+        raise ValueError(f"pause_tokens_index={pause_tokens_index} needs four positions.")
+    end = len(pred) if pause_tokens_index is None else pause_tokens_index[-1]
+    boxed = last_boxed_only_string(pred[max(0, end - _BOX_TAIL) :])
     content = None if boxed is None else remove_boxed(boxed)
     return (1 if content == gt else -1), content
 
@@ -80,7 +77,7 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
 def verify(
     solution_str: str, answer: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> tuple[bool, str | None]:
-    """(whether the answer is right, what was taken for it)."""
+    """(whether the answer is right, the extracted answer)."""
     if strict_box_verify:
         correct, predicted = is_correct_strict_box(solution_str, answer, pause_tokens_index)
         return correct == 1, predicted
@@ -90,7 +87,7 @@ def verify(
 def compute_score(
     solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
-    """{score: 1.0 or -1.0, acc: whether it is right, pred: what was taken for the answer}."""
+    """{score: 1.0 or -1.0, acc: whether it is right, pred: the extracted answer}."""
     if not strict_box_verify:
         solution_str = solution_str[-_TAIL:]
     correct, predicted = verify(solution_str, ground_truth, strict_box_verify, pause_tokens_index)

@@ -11,10 +11,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*(?=\{)| )")
 _FRACTION = re.compile(r"\\frac\s*(\{[^{}]*\}|[^\s{\\])\s*(\{[^{}]*\}|[^\s{\\])")
 _ROOT = re.compile(r"\\sqrt\s*([^\s{\[\\])")
 _QUOTIENT = re.compile(r"(-?\d{1,100})/(-?\d{1,100})")  # Python makes no number of thousands of digits
-# Words at the very end, perhaps to a power; before more of an answer, or with digits, they may part two answers.
+# Words at the very end, perhaps to a power; elsewhere, or with digits, they may separate two answers.
 _UNIT = re.compile(r"\\text\{ (?=[^{}]*[^\W\d])[^{}\d=]*\}(?:\^(?:\d|\{-?\d\}))?[\s$.]*$")
 _NAME = re.compile(r"^[^\W\d]\w?=")
-# Marks that change how an answer looks and not what it says.
+# Decoration without a meaning.
 _DROPPED = re.compile(r"\\!|\\,|\\;|\\left|\\right|\^\{?\\circ\}?|\\\$|\$|\\?%|\s+")
 _SPELLINGS = (("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"))
 
@@ -26,7 +26,7 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 
 
 def boxed_answer(text: str) -> str | None:
-    """What stands in the last box of a text; None where there is no box, or the last one cannot be read."""
+    """The content of the last box of a text; None without a box, or when the last one cannot be parsed."""
     box = last_boxed_only_string(text)
     return None if box is None else remove_boxed(box)
 
@@ -44,7 +44,7 @@ def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
 def last_boxed_only_string(string: str) -> str | None:
     """The last `\\boxed{...}` or `\\fbox{...}` (or `\\boxed x`, up to a `$`), braces included.
 
-    None without one, and where the last one has no end or holds what LaTeX reads in another way (`\\boxed\\frac12`).
+    None without one, and when the last one is not closed or LaTeX would parse it differently (`\\boxed\\frac12`).
     """
     start = max(string.rfind("\\boxed"), string.rfind("\\fbox"))
     opened = _BOX.match(string, start) if start >= 0 else None
@@ -61,7 +61,7 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    """What stands in the box of `last_boxed_only_string`; ValueError where `s` is no box."""
+    """The content of the box of `last_boxed_only_string`; ValueError when `s` is no box."""
     opened = _BOX.match(s)
     if opened is not None and s[opened.end() : opened.end() + 1] != "{":
         return s[opened.end() :]
@@ -76,13 +76,13 @@ def fix_fracs(string: str) -> str:
 
 
 def fix_a_slash_b(string: str) -> str:
-    """A quotient of two whole numbers as a fraction: `3/4` -> `\\frac{3}{4}`; anything else stays."""
-    found = _QUOTIENT.fullmatch(string)
-    return f"\\frac{{{int(found[1])}}}{{{int(found[2])}}}" if found else string
+    """A quotient of two integers as a fraction: `3/4` -> `\\frac{3}{4}`; anything else stays."""
+    match = _QUOTIENT.fullmatch(string)
+    return f"\\frac{{{int(match[1])}}}{{{int(match[2])}}}" if match else string
 
 
 def remove_right_units(string: str) -> str:
-    """The answer without the unit behind it: `5\\text{ cm}` -> `5`."""
+    """The answer without the unit after it: `5\\text{ cm}` -> `5`."""
     return _UNIT.sub("", string)
 
 

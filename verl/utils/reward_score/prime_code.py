@@ -15,24 +15,23 @@ CASES_BUDGET = 10
 def compute_score(
     completion: str, test_cases: Any, continuous: bool = False, sandbox: SandboxConfig | None = None
 ) -> tuple[float, list[dict[str, Any]]]:
-    """(score, what became of each case that was run).
+    """(score, the report of each case that was run).
 
-    The score is the share of cases passed (`continuous`), else 1.0 for all of them. A program that once took too long
-    is not run again, nor is one that failed a case where all must pass; the cases left out count as failed.
+    The score is the share of cases passed (`continuous`), else 1.0 when all did. A program that timed out is not run
+    again, nor is one that failed a case when all must pass; the remaining cases count as failed.
     """
     code = extract_code(completion)
     if code is None:
         return 0.0, [{"error": "no fenced code block in the answer"}]
     limits = sandbox or SandboxConfig()
     cases = cases_of(code, test_cases)
-    passed, told = [], []
+    reports = []
     deadline = time.monotonic() + CASES_BUDGET * limits.seconds
     for case in cases:
         outcome = run_python(case.program, case.stdin.encode(), limits)
         good = outcome.ok and case.passes(outcome.stdout.decode(errors="replace"))
-        passed.append(good)
         stderr = outcome.stderr.decode(errors="replace")
-        told.append({"passed": good, "stopped": outcome.stopped, "exit_code": outcome.exit_code, "stderr": stderr})
+        reports.append({"passed": good, "stopped": outcome.stopped, "exit_code": outcome.exit_code, "stderr": stderr})
         if outcome.stopped == "time" or time.monotonic() > deadline or not (good or continuous):
             break
-    return share_passed(passed, len(cases), continuous), told
+    return share_passed([report["passed"] for report in reports], len(cases), continuous), reports

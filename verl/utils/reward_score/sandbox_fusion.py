@@ -15,7 +15,7 @@ _BUSY = (429, 500, 502, 503, 504)
 
 
 class SandboxServiceError(RuntimeError):
-    """The service gave no verdict after several attempts, or refused the request; the text says what it said."""
+    """The service gave no verdict after several attempts, or refused the request."""
 
 
 class _TryAgain(SandboxServiceError):
@@ -26,10 +26,10 @@ def compute_score(
     sandbox_fusion_url: str, concurrent_semaphore: Any, memory_limit_mb: int | None, completion: str, test_cases: Any,
     continuous: bool = False, timeout: float = 10,
 ) -> tuple[float, list[dict[str, Any]]]:  # fmt: skip
-    """(score, what became of each case): the cases run at the service at once, scored as by `prime_code`.
+    """(score, the report of each case): the cases run at the service concurrently, scored as by `prime_code`.
 
     `concurrent_semaphore` (acquire and release, or None) bounds the requests. The service gets programs and inputs,
-    never expected outputs. Raises SandboxServiceError where it gives no answer: that is no fault of the program.
+    never expected outputs. Raises SandboxServiceError when it gives no verdict, which says nothing about the program.
     """
     code = extract_code(completion)
     if code is None:
@@ -38,23 +38,23 @@ def compute_score(
     settings = {"run_timeout": timeout, "compile_timeout": timeout, "language": "python", "files": {}}
     if memory_limit_mb is not None:
         settings["memory_limit_MB"] = memory_limit_mb
-    told = asyncio.run(_run_all(sandbox_fusion_url, concurrent_semaphore, cases, settings, timeout))
-    return share_passed([t["passed"] for t in told], len(cases), continuous), told
+    reports = asyncio.run(_run_all(sandbox_fusion_url, concurrent_semaphore, cases, settings, timeout))
+    return share_passed([report["passed"] for report in reports], len(cases), continuous), reports
 
 
 async def _run_all(url: str, semaphore: Any, cases: list[Case], settings: dict, timeout: float) -> list[dict[str, Any]]:
-    patience = aiohttp.ClientTimeout(total=2 * timeout + 30)  # a queue at the service is no failure
+    patience = aiohttp.ClientTimeout(total=2 * timeout + 30)  # requests may wait in the service's queue
     async with aiohttp.ClientSession(timeout=patience, trust_env=False) as session:
 
         async def run(case: Case) -> dict[str, Any]:
             if semaphore is not None:
                 await asyncio.to_thread(semaphore.acquire)
             try:
-                found = await _ask(session, url, {**settings, "code": case.program, "stdin": case.stdin})
+                reply = await _ask(session, url, {**settings, "code": case.program, "stdin": case.stdin})
             finally:
                 if semaphore is not None:
                     semaphore.release()
-            status, ran = found["status"], found.get("run_result") or {}
+            status, ran = reply["status"], reply.get("run_result") or {}
             good = status == "Success" and ran.get("return_code") == 0 and case.passes(ran.get("stdout") or "")
             return {"passed": good, "status": status, "run_status": ran.get("status"), "stderr": ran.get("stderr")}
 
@@ -71,12 +71,12 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
         if response.status != 200:
             kind = _TryAgain if response.status in _BUSY else SandboxServiceError
             raise kind(f"{url} answered {response.status}: {(await response.text())[:200]}")
-        found = await response.json()
-    if not isinstance(found, dict) or "status" not in found:
-        raise SandboxServiceError(f"{url} answered no verdict: {str(found)[:200]}")
-    if found["status"] == "SandboxError":
-        raise _TryAgain(f"{url} failed itself: {str(found.get('message'))[:200]}")
-    return found
+        reply = await response.json()
+    if not isinstance(reply, dict) or "status" not in reply:
+        raise SandboxServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
+    if reply["status"] == "SandboxError":
+        raise _TryAgain(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
+    return reply
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +84,6 @@ async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
         return await _post(session, url, body)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise SandboxServiceError(
-            f"the sandbox service {url} gave no answer in {_ATTEMPTS} attempts: {type(error).__name__}: {error}. Look "
-            "whether it runs, or unset reward_model.sandbox_fusion.url to run programs here."
+            f"the sandbox service {url} gave no answer in {_ATTEMPTS} attempts: {type(error).__name__}: {error}. Check "
+            "that it runs, or unset reward_model.sandbox_fusion.url to run programs here."
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-# A right answer that is tagged more often than this was fished for: it gets a quarter.
+# A right answer in a text with more tags than this was guessed: it gets a quarter of the score.
 _MOST_TAGS = 10
 
 
@@ -25,7 +25,7 @@ def em_check(prediction: str, golden_answers: str | Iterable[str]) -> int:
 
 
 def subem_check(prediction: str, golden_answers: str | Iterable[str]) -> int:
-    """1 when one of the answers stands somewhere in the prediction."""
+    """1 when the prediction contains one of the answers."""
     text = normalize_answer(prediction)
     return int(any(answer in text for answer in _normalized(golden_answers)))
 
@@ -35,10 +35,10 @@ def _normalized(golden_answers: str | Iterable[str]) -> list[str]:
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What the last pair of <answer> tags holds; None without one."""
-    closed, _, _ = solution_str.rpartition("</answer>")  # tags that nothing closes would each search to the end
-    found = _ANSWER.findall(f"{closed}</answer>")
-    return found[-1].strip() if found else None
+    """The content of the last pair of <answer> tags; None without one."""
+    closed, _, _ = solution_str.rpartition("</answer>")  # each unclosed tag would search to the end
+    answers = _ANSWER.findall(f"{closed}</answer>")
+    return answers[-1].strip() if answers else None
 
 
 def count_answer_tags(text: str) -> tuple[int, int]:

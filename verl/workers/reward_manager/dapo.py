@@ -1,4 +1,4 @@
-"""The naive manager with DAPO's soft punishment of overlong answers."""
+"""The naive manager with DAPO's soft penalty for overlong answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.workers.reward_manager.reward_rows import Row
 class DAPORewardManager(NaiveRewardManager):
     """score - penalty_factor * max(0, length - (max_resp_len - buffer)) / buffer (DAPO, arXiv 2503.14476, eq. 13).
 
-    Extras: acc (the score before that, where the reward gives no acc), and with `log` overlong_reward and overlong.
+    Extras: acc (the score without the penalty, unless the reward returns acc); with `log` overlong_reward, overlong.
     """
 
     def __init__(
@@ -36,17 +36,16 @@ class DAPORewardManager(NaiveRewardManager):
                 )
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
-        results = super().results(data, rows)
-        pairs = zip(results, rows, strict=True)
-        return [found if isinstance(found, Failure) else self._with_penalty(found, row) for found, row in pairs]
+        pairs = zip(super().results(data, rows), rows, strict=True)
+        return [result if isinstance(result, Failure) else self._with_penalty(result, row) for result, row in pairs]
 
     def _with_penalty(self, result: Any, row: Row) -> dict[str, Any]:
-        found = dict(result) if isinstance(result, dict) else {"score": result}
-        found.setdefault("acc", found["score"])
+        extras = dict(result) if isinstance(result, dict) else {"score": result}
+        extras.setdefault("acc", extras["score"])
         if self.buffer is not None:
             over = len(row.response_ids) - (self.max_resp_len - self.buffer["len"])
             penalty = -max(0, over) / self.buffer["len"] * self.buffer["penalty_factor"]
-            found["score"] = found["score"] + penalty
+            extras["score"] = extras["score"] + penalty
             if self.buffer["log"]:
-                found |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return found
+                extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return extras

@@ -1,4 +1,4 @@
-"""Scores the answers of a batch one after the other."""
+"""Scores the answers of a batch one by one."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from verl.grading.pool import ExternFunction, Failure, GradingPool, Together
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import Row, given_scores, log_examples, place_results, rows_of, settle
+from verl.workers.reward_manager.reward_rows import (
+    Row,
+    given_scores,
+    log_examples,
+    parse_results,
+    place_results,
+    rows_of,
+)  # fmt: skip
 
-# Beyond the limit of a row: for a share of rows whose coroutines keep their limits themselves.
-_GRACE_S = 5.0
-# Rows of failed shares that are found to fail alone before the search ends: each may take the whole limit.
-_MOST_GUILTY = 8
+_GRACE_S = 5.0  # beyond the limit of a row, for a share of coroutines that limit themselves
+_MOST_FAILURES = 8  # rows of a failed share that fail alone before the rest is given up: each may take its full limit
 
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
     """Calls `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)` for each row.
 
-    A function known by file and name (`custom_reward_function`, the rule rewards) runs in `reward_model.num_workers`
-    processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other one, or any with
-    `reward_model.num_workers=0`, runs here, without a limit. A coroutine function is awaited for all rows at once, and
-    for each alone where one of them blocks or ends its process. A row whose function raises or hangs ends the call with
-    a RewardError that names it, or is marked as lost (`reward_model.error`); nothing is scored 0 for it.
+    A function given by file and name (`custom_reward_function`, the rule rewards) runs in `reward_model.num_workers`
+    processes, which are killed when a row takes longer than `reward_model.item_timeout`; any other, or any with
+    `reward_model.num_workers=0`, runs here without a limit. A coroutine function is awaited for all rows concurrently,
+    and for each row alone when one of them blocks or ends its process. A row whose function raises or hangs ends the
+    call with a RewardError that names it, or is marked as lost (`reward_model.error`); it is never scored 0.
     """
 
-    # Whether functions that are not known by file and name go to processes as well.
-    always_in_processes = False
+    always_in_processes = False  # also functions that are not given by file and name
 
     def __init__(
         self, tokenizer: Any, num_examine: int, compute_score: RawRewardFn | None = None,
@@ -54,7 +58,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
     @property
     def in_processes(self) -> bool:
-        """Whether grading leaves this process."""
+        """Whether the function runs in worker processes."""
         by_name = isinstance(self.compute_score, ExternFunction) and self.config.num_workers > 0
         return self.always_in_processes or by_name
 
@@ -62,13 +66,13 @@ class NaiveRewardManager(AbstractRewardManager):
         given = given_scores(data)
         if given is None:
             rows = rows_of(data, self.reward_fn_key)
-            results = settle(rows, self.results(data, rows), drop=self.config.error == "drop")
+            results = parse_results(rows, self.results(data, rows), drop=self.config.error == "drop")
             given = place_results(data, results)
             log_examples(self.tokenizer, rows, results, self.num_examine)
         return given if return_dict else given["reward_tensor"]
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
-        """What the reward function gives for each row: a number, or a dict with 'score'; a Failure where it fails."""
+        """The reward function's result for each row: a number, a dict with 'score', or a Failure."""
         items = [
             {
                 "data_source": row.data_source, "solution_str": self.text(row), "ground_truth": row.ground_truth,
@@ -90,22 +94,18 @@ class NaiveRewardManager(AbstractRewardManager):
             return self._pool.map(items)
         shares = [items[i::workers] for i in range(workers)]
         results: list[Any] = [None] * len(items)
-        blamed: list[int] = []
-        for i, found in enumerate(self._pool.map([{"items": share} for share in shares])):
-            failed = isinstance(found, Failure)
-            results[i::workers] = [found] * len(shares[i]) if failed else found
-            blamed += range(i, len(items), workers) if failed and len(shares[i]) > 1 else []
-        self._ask_alone(items, results, sorted(blamed))
+        suspects: list[int] = []
+        for i, result in enumerate(self._pool.map([{"items": share} for share in shares])):
+            failed = isinstance(result, Failure)
+            results[i::workers] = [result] * len(shares[i]) if failed else result
+            suspects += range(i, len(items), workers) if failed and len(shares[i]) > 1 else []
+        suspects, failures = sorted(suspects), 0
+        while suspects and failures < _MOST_FAILURES:  # each row by itself, to find those that fail
+            rows, suspects = suspects[:workers], suspects[workers:]
+            for row, result in zip(rows, self._pool.map([{"items": [items[row]]} for row in rows]), strict=True):
+                results[row] = result if isinstance(result, Failure) else result[0]
+                failures += isinstance(results[row], Failure)
         return results
-
-    def _ask_alone(self, items: list[dict[str, Any]], results: list[Any], blamed: list[int]) -> None:
-        """Put what each row gives by itself in place of the failure of its share; many guilty ones end that."""
-        guilty = 0
-        while blamed and guilty < _MOST_GUILTY:
-            asked, blamed = blamed[: self._pool.workers], blamed[self._pool.workers :]
-            for row, found in zip(asked, self._pool.map([{"items": [items[row]]} for row in asked]), strict=True):
-                results[row] = found if isinstance(found, Failure) else found[0]
-                guilty += isinstance(results[row], Failure)
 
     def text(self, row: Row) -> str:
         """The answer of a row."""

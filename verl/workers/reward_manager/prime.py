@@ -15,7 +15,7 @@ _MOST = 64
 class PrimeRewardManager(NaiveRewardManager):
     """The naive manager with a process a core (at most 64, at least `reward_model.num_workers`).
 
-    Every function goes to processes; one that is not known by file and name must be importable by its name.
+    Every function goes to processes; one that is not given by file and name must be importable by its name.
     """
 
     always_in_processes = True

@@ -1,4 +1,4 @@
-"""A batch of answers seen as rows of text, with the way back from one score a row to token-level scores."""
+"""Converts a batch to rows that a reward function can score, and scores of rows to token-level scores."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from loguru import logger
 from verl.grading.pool import Failure
 from verl.protocol import DataProto
 
-# Column of rows that nothing can be learnt from: a rollout marks them, or a reward (with how it failed).
+# Column that marks rows without a usable sample: set by a rollout, or by a reward (with the kind of failure).
 LOST = "__lost__"
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or gave something that is no score; the text names the row."""
+    """A reward function failed or returned something that is no score; the message names the row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One answer: its position in the batch, ids without padding, what the data set says about it."""
+    """One answer: its position in the batch, ids without padding, columns of the data set."""
 
     index: int
     data_source: str
@@ -39,9 +39,9 @@ class Row:
 
 
 def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
-    """The rows of a batch with prompts [B, P], responses [B, R], attention_mask [B, P+R].
+    """The rows of a batch with prompts [B, P], responses [B, R] and attention_mask [B, P+R], 1 on real tokens.
 
-    `reward_model` is needed for its ground truth; `extra_info` and `__num_turns__` are taken where present.
+    `reward_model` is needed for its ground truth; `extra_info` and `__num_turns__` are used when present.
     """
     extras = data.non_tensor_batch
     for key in (reward_fn_key, "reward_model"):
@@ -67,21 +67,21 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     return rows
 
 
-def settle(rows: list[Row], results: list[Any], drop: bool) -> list[tuple[float, dict[str, Any]] | Failure]:
-    """(score, extras) of what the reward function gave for each row: a number, or a dict with 'score'.
+def parse_results(rows: list[Row], results: list[Any], drop: bool) -> list[tuple[float, dict[str, Any]] | Failure]:
+    """(score, extras) of each row from the reward function's result: a number, or a dict with 'score'.
 
-    A dict is an extra as a whole, its score included; a plain number has none. Rows without a score stay Failures when
-    `drop`, logged with their names; otherwise a RewardError names the first and counts the others.
+    All items of a dict are extras, its score included; a number has none. Rows without a score stay Failures, which are
+    logged, when `drop`; otherwise a RewardError names the first and counts the others.
     """
-    settled = [result if isinstance(result, Failure) else _split(result) for result in results]
-    failed = [(row, found) for row, found in zip(rows, settled, strict=True) if isinstance(found, Failure)]
+    parsed = [result if isinstance(result, Failure) else _split(result) for result in results]
+    failed = [(row, result) for row, result in zip(rows, parsed, strict=True) if isinstance(result, Failure)]
     if not failed:
-        return settled
+        return parsed
     row, first = next((pair for pair in failed if pair[1].fatal), failed[0])
     if drop and not first.fatal:
         for row, failure in failed:
             logger.warning("{} is left out: the reward function {}", row, failure.text)
-        return settled
+        return parsed
     timeouts = sum(failure.kind == "timeout" for _, failure in failed)
     raise RewardError(
         f"{row}: the reward function {first.text.rstrip('.')}. {len(failed)} of {len(rows)} rows have no score "
@@ -92,21 +92,21 @@ def settle(rows: list[Row], results: list[Any], drop: bool) -> list[tuple[float,
 def _split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
-        return Failure("error", f"gave a dict without 'score': {sorted(result)}")
+        return Failure("error", f"returned a dict without 'score': {sorted(result)}")
     try:
         number = float(extras["score"])
     except (TypeError, ValueError):
-        return Failure("error", f"gave {extras['score']!r} as a score; a number is needed")
+        return Failure("error", f"returned {extras['score']!r} as a score; a number is needed")
     if not math.isfinite(number):
-        return Failure("error", f"gave the score {number}; a finite number is needed")
+        return Failure("error", f"returned the score {number}; a finite number is needed")
     return number, extras if isinstance(result, dict) else {}
 
 
 def place_scores(data: DataProto, scores: list[float]) -> torch.Tensor:
-    """One score a row, on the row's last counted position. [B] -> [B, R] float32.
+    """Token-level scores [B, R] float32 with the B scores on the last trained position of their rows, 0 elsewhere.
 
-    Counted by `response_mask` [B, R] when the batch has one, else by the response part of `attention_mask`. A row
-    in which the mask counts nothing falls back to its last valid token, or to position 0 of an empty response.
+    The last 1 of `response_mask` [B, R] when the batch has one, else of the response part of `attention_mask`. A row
+    whose mask is all 0 falls back to its last real token, or to position 0 of an empty response.
     """
     responses = data.batch["responses"]
     last = _last_set(data.batch["attention_mask"][:, -responses.shape[-1] :].bool())
@@ -119,38 +119,36 @@ def place_scores(data: DataProto, scores: list[float]) -> torch.Tensor:
 
 
 def _last_set(mask: torch.Tensor) -> torch.Tensor:
-    """Index of the last True of each row; 0 where there is none. [B, R] -> [B]."""
+    """Index of the last True of each row, 0 without one: bool [B, R] -> int64 [B]."""
     positions = torch.arange(mask.shape[-1], device=mask.device)
     return torch.where(mask, positions, 0).amax(-1)
 
 
-def place_results(data: DataProto, settled: list[tuple[float, dict[str, Any]] | Failure]) -> dict[str, Any]:
-    """Scores [B, R] and extras: {name: list of B}, None where a row lacks the name.
+def place_results(data: DataProto, results: list[tuple[float, dict[str, Any]] | Failure]) -> dict[str, Any]:
+    """Scores [B, R] and extras {name: list of B values, None where a row lacks the name}.
 
-    Where rows failed, their score is 0 and the extra `__lost__` says of each row how it failed ('' for the others).
+    Failed rows have score 0, and the extra `__lost__` holds the kind of failure of each row ('' for the others).
     """
-    pairs = [(0.0, {}) if isinstance(found, Failure) else found for found in settled]
-    extras = [extra for _, extra in pairs]
-    names = dict.fromkeys(name for extra in extras for name in extra)
-    columns = {name: [extra[name] if name in extra else None for extra in extras] for name in names}
-    if any(isinstance(found, Failure) for found in settled):
-        columns[LOST] = [found.kind if isinstance(found, Failure) else "" for found in settled]
+    pairs = [(0.0, {}) if isinstance(result, Failure) else result for result in results]
+    names = dict.fromkeys(name for _, extras in pairs for name in extras)
+    columns = {name: [extras.get(name) for _, extras in pairs] for name in names}
+    if any(isinstance(result, Failure) for result in results):
+        columns[LOST] = [result.kind if isinstance(result, Failure) else "" for result in results]
     return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
 
 
 def given_scores(data: DataProto) -> dict[str, Any] | None:
-    """The scores that came with the batch as `rm_scores` [B, R], with their extras; None without them."""
+    """The scores that the batch holds as `rm_scores` [B, R], with their extras; None without them."""
     if "rm_scores" not in data.batch:
         return None
-    names = data.meta_info["reward_extra_keys"] if "reward_extra_keys" in data.meta_info else []
-    extras = {name: data.non_tensor_batch[name] for name in names}
+    extras = {name: data.non_tensor_batch[name] for name in data.meta_info.get("reward_extra_keys", [])}
     return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
 
 
-def log_examples(tokenizer: Any, rows: list[Row], settled: list[Any], num_examine: int) -> None:
+def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examine: int) -> None:
     """Log the first `num_examine` rows of each data source as readable text."""
     shown: Counter[str] = Counter()
-    for row, result in zip(rows, settled, strict=True):
+    for row, result in zip(rows, results, strict=True):
         if shown[row.data_source] >= num_examine:
             continue
         shown[row.data_source] += 1
