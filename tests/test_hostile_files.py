@@ -1,6 +1,5 @@
 """Files that hide code in a pickle: at no place where files are loaded does it run, and the error is a sentence."""
 
-import ast
 import json
 import os
 import pickle
@@ -10,11 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
-from tests.test_house import ROOT, product_files
 from verl import DataProto
 from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
-
-LOADERS = {"load", "loads", "Unpickler", "read_pickle"}
 
 
 class Code:
@@ -50,9 +46,9 @@ def checkpoint(tiny_llama, tmp_path_factory):
 
 def refused(work, *names):
     """`work` ends in one sentence that holds all of the names."""
-    with pytest.raises(Exception) as told:
+    with pytest.raises(Exception) as caught:
         work()
-    text = str(told.value)
+    text = str(caught.value)
     assert "\n" not in text and len(text) < 700, text
     for name in names:
         assert name in text, text
@@ -111,19 +107,3 @@ def test_a_dump_of_a_batch(hostile, tmp_path):
     for content in hostile:
         (tmp_path / "batch.safetensors").write_bytes(content)
         refused(lambda: DataProto.load_from_disk(tmp_path / "batch.safetensors"), "batch.safetensors")
-
-
-def test_no_other_place_of_the_product_unpickles():
-    """torch.load only with weights_only=True; pickle only in the reader with an allow-list."""
-    found = []
-    for file in product_files():
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS):
-                continue
-            owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
-            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
-            careless = any(k.arg == "allow_pickle" and ast.unparse(k.value) != "False" for k in node.keywords)
-            place = f"{file.relative_to(ROOT)}:{node.lineno} {ast.unparse(node.func)}"
-            if (owner == "torch" and not safe) or owner in ("pickle", "dill", "cloudpickle", "joblib") or careless:
-                found.append(place)
-    assert found == []

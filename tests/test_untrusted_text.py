@@ -90,24 +90,24 @@ def guarded(node, names):
     return []
 
 
-def findings(source):
+def problems_of(source):
     """Names of what the source does that it must not."""
     tree = ast.parse(source)
     names = Names(tree)
     safe = {part for node in ast.walk(tree) for part in guarded(node, names)}
-    found = []
+    problems = []
     for node in (node for node in ast.walk(tree) if node not in safe):
         taken = isinstance(node, ast.ImportFrom)
-        told = imported(node) if taken else names.full(node)
+        full_names = imported(node) if taken else names.full(node)
         forbidden = FORBIDDEN if taken else (*FORBIDDEN, *TORCH_LOAD)
-        found += [name for name in told if any(fnmatchcase(name, pattern) for pattern in forbidden)]
-        found += careless(node, names.full(node.func)) if isinstance(node, ast.Call) else []
-    return found
+        problems += [name for name in full_names if any(fnmatchcase(name, pattern) for pattern in forbidden)]
+        problems += careless(node, names.full(node.func)) if isinstance(node, ast.Call) else []
+    return problems
 
 
 @pytest.mark.parametrize("path", [f.relative_to(ROOT).as_posix() for f in PRODUCT])
 def test_no_text_is_run_and_no_pickle_is_loaded(path):
-    assert findings((ROOT / path).read_text()) == []
+    assert problems_of((ROOT / path).read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_no_text_is_run_and_no_pickle_is_loaded(path):
     ],
 )  # fmt: skip
 def test_the_search_finds_each_of_them(source):
-    assert findings(source) != []
+    assert problems_of(source) != []
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_the_search_finds_each_of_them(source):
     ],
 )  # fmt: skip
 def test_the_search_leaves_the_harmless_alone(source):
-    assert findings(source) == []
+    assert problems_of(source) == []
 
 
-def test_the_search_reads_the_whole_product():
+def test_the_search_covers_the_full_product():
     assert len(PRODUCT) > 200

@@ -45,9 +45,9 @@ def test_a_worker_killed_while_idle_is_replaced():
     pool = GradingPool(rewards.process, workers=1, seconds=30)
     (first,) = pool.map(items("a"))
     os.kill(int(first), signal.SIGKILL)
-    (second,) = pool.map(items("a"))
-    assert second != first and pool.restarts == 0
-    worker = psutil.Process(int(second))
+    results = pool.map(items("a", "a"))
+    assert results[0].text == "ended its process with exit code -9" and results[1] != first and pool.restarts == 1
+    worker = psutil.Process(int(results[1]))
     del pool  # nobody closed it
     assert psutil.wait_procs([worker], timeout=10)[1] == []
 
@@ -107,7 +107,7 @@ def test_no_worker_outlives_its_owner(tmp_path):
         "from verl.grading.pool import ExternFunction, GradingPool\n"
         f"pool = GradingPool(ExternFunction({HERE!r}, 'score'), 2, 60.0)\n"
         "item = {'data_source': 'x', 'solution_str': 'hang', 'ground_truth': ''}\n"
-        "pool.map([dict(item, solution_str='a')])\n"
+        "pool.map([dict(item, solution_str='a')] * 2)\n"
         "print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)\n"
         "pool.map([item, item])\n"
     )

@@ -1,6 +1,7 @@
-"""Time limits: in a process that is killed, in place by a signal; nothing outlives its caller."""
+"""Forked processes that serve calls: they are reused, killed at the limit, and do not outlive their caller."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -8,43 +9,56 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pebble import ProcessExpired
 
-from verl.grading.time_limit import timeout_limit
+from verl.grading.time_limit import Child, ChildDied, timeout_limit
 
 ROOT = Path(__file__).parents[2]
+asked = []
 
 
 def work(what):
-    """The process id; or what the text says."""
+    """Process and number of calls; or what the text says."""
+    asked.append(what)
     if what == "hang":
         while True:
             pass
-    if what == "C code":
-        10 ** 10**9 % 7
     if what == "die":
         os._exit(3)
     if what == "raise":
         raise KeyError("boom")
-    return os.getpid()
+    return os.getpid(), len(asked)
 
 
-def test_a_call_in_a_process_returns_raises_and_dies():
-    limited = timeout_limit(5.0)(work)
-    assert limited("a") != os.getpid() and limited.__name__ == "work"
+def test_a_child_stays_until_a_call_takes_too_long():
+    child = Child(work)
+    pid, count = child.call(5.0, "a")
+    assert pid != os.getpid() and child.call(5.0, what="b") == (pid, count + 1) and not asked
     with pytest.raises(KeyError, match="boom"):
-        limited("raise")
-    with pytest.raises(ProcessExpired, match="^work: its process ended with exit code 3$"):
-        limited("die")
-    assert timeout_limit(5.0)(lambda function: function())(lambda: 7) == 7  # arguments need not be picklable
-
-
-@pytest.mark.parametrize("what, use_signals", [("hang", False), ("C code", False), ("hang", True)])
-def test_a_call_that_takes_too_long_is_stopped(what, use_signals):
-    before, began = psutil.Process().children(), time.monotonic()
+        child.call(5.0, "raise")
+    assert child.call(5.0, "c") == (pid, count + 3) and not child.gone
     with pytest.raises(TimeoutError, match="work took longer than 0.3 s"):
-        timeout_limit(0.3, use_signals)(work)(what)
-    assert time.monotonic() - began < 3 and psutil.Process().children() == before
+        child.call(0.3, "hang")
+    assert child.gone and not psutil.pid_exists(pid) and child.end() is None
+
+
+def test_a_child_that_dies_is_reported_with_its_exit_code():
+    for call in (lambda: Child(work).call(5.0, "die"), lambda: timeout_limit(5.0)(work)("die")):
+        with pytest.raises(ChildDied, match="^work: its process ended with exit code 3$"):
+            call()
+
+
+def test_a_child_that_died_idle_is_reported_too():
+    child = Child(work)
+    os.kill(child.call(5.0, "a")[0], signal.SIGKILL)
+    with pytest.raises(ChildDied, match="exit code -9"):
+        child.call(5.0, "b")
+
+
+def test_an_answer_that_was_not_waited_for_is_not_that_of_the_next_call():
+    child = Child(work)
+    with pytest.raises(TimeoutError, match="took longer than 0.2 s"):
+        timeout_limit(0.2, use_signals=True)(child.call)(30.0, "hang")
+    assert child.gone
 
 
 def test_a_call_cannot_swallow_the_signal():
@@ -59,15 +73,18 @@ def test_a_call_cannot_swallow_the_signal():
         timeout_limit(0.2, use_signals=True)(stubborn)()
 
 
-def test_no_process_outlives_a_caller_that_is_killed():
+def test_no_child_outlives_a_caller_that_is_killed():
     script = (
         "import os\n"
         "from tests.grading.test_time_limit import work\n"
-        "from verl.grading.time_limit import timeout_limit\n"
-        "timeout_limit(600)(lambda: (print(os.getpid(), flush=True), work('hang')))()\n"
+        "from verl.grading.time_limit import Child\n"
+        "child = Child(work)\n"
+        "print(child.call(5.0, 'a')[0], flush=True)\n"
+        "child.call(600.0, 'hang')\n"
     )
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     child = psutil.Process(int(owner.stdout.readline()))
+    time.sleep(0.2)
     assert child.is_running()
     owner.kill()
     owner.communicate()

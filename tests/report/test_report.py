@@ -53,7 +53,7 @@ def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_p
     page = write_report(_run_dir(tmp_path)).read_text()
     assert page.count("<svg") == 4  # reward, scenarios, timings; below: actor/odd
     assert "<td>training/dropped_samples</td><td>1 at every step</td>" in page
-    assert "<td>reward/again</td><td>as actor/odd</td>" in page
+    assert "<td>reward/again</td><td>equal to actor/odd</td>" in page
     for text in ("Scenario shares", "Seconds per phase", "actor/odd", "nnodes: 1", "2.13.0", "tok rejected", "pears"):
         assert text in page
     assert "· L 3 · scenario B</header>" in page  # the score stands before them

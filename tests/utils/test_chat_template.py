@@ -74,22 +74,21 @@ def short_limit(monkeypatch):
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_every_template_ends_within_two_seconds(template, short_limit):
-    began = time.monotonic()
+def test_every_template_ends_within_two_seconds_of_work(template, short_limit):
+    began = time.process_time()
     with pytest.raises(ChatTemplateError, match="chat template (raised|did not end within 0.3 s)"):
         render_chat(with_template(template), CHAT)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
     assert render_chat(with_template("{{ messages[1].content }}"), CHAT) == "2"
 
 
-def test_a_template_is_stopped_outside_the_main_thread_too(short_limit):
-    def render(name):
-        return render_chat(with_template({**ENDLESS, "plain": PLAIN[0]}[name]), CHAT)
-
+def test_a_template_is_stopped_outside_the_main_thread_too(monkeypatch):
+    plain = with_template(PLAIN[0])
     with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(render_chat, plain, CHAT).result() == render_chat(plain, CHAT)
+        monkeypatch.setattr(chat_template, "LIMIT_S", 0.3)
         with pytest.raises(ChatTemplateError, match="did not end within 0.3 s"):
-            threads.submit(render, "nested loops").result()
-        assert threads.submit(render, "plain").result() == render("plain")
+            threads.submit(render_chat, with_template(ENDLESS["nested loops"]), CHAT).result()
 
 
 def test_a_wrong_template_and_a_missing_one_are_reported():

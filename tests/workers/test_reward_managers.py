@@ -358,7 +358,7 @@ def test_nothing_is_marked_where_every_row_has_a_score():
 def test_prime_grades_in_parallel_and_refuses_what_cannot_be_pickled():
     prime = PrimeRewardManager(TOKENIZER, 0, rewards.process)
     prime.config = RewardModelConfig(num_workers=4)
-    workers = prime(batch(answers=("1",) * 32)).sum(-1).tolist()
+    workers = prime(batch(answers=("1",) * 8)).sum(-1).tolist()
     assert len(set(workers)) == 4
     assert PrimeRewardManager.workers(RewardModelConfig()) >= 1
     with pytest.raises(Exception, match="pickle"):

@@ -7,22 +7,18 @@ import fcntl
 import functools
 import inspect
 import multiprocessing
-import multiprocessing.context
 import os
 import resource
 import signal
 import sys
 import threading
-import weakref
-from collections.abc import Sequence
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from verl.utils.import_utils import load_extern_object
 
@@ -144,114 +140,125 @@ class GradingPool:
 
     def __init__(self, function: Any, workers: int, seconds: float) -> None:
         self.function, self.workers, self.seconds = function, workers, seconds
+        self._idle: list[_Worker] = []
         self.restarts = 0
-        self._life, self._alive = multiprocessing.Pipe(duplex=False)  # closed when this object or process ends
-        self._pool: ProcessPool | None = None
 
     def __reduce__(self) -> tuple:
         return GradingPool, (self.function, self.workers, self.seconds)
 
     def map(self, items: Sequence[dict[str, Any]]) -> list[Any]:
-        """`function(**item)` of each item, in order; a Failure where it raised or took longer than `seconds`.
-
-        Raises FatalGradingError when the workers end without having started an item.
-        """
-        results: dict[int, Any] = {}
-        for _ in range(2):  # again when idle workers were killed from outside
-            missing = [i for i in range(len(items)) if i not in results]
-            results.update(self._run(missing, items))
-            if len(results) == len(items):
-                return [results[i] for i in range(len(items))]
-            self.close()
-        raise FatalGradingError(f"the grading processes could not load {self.function!r}; the error is logged above.")
+        """`function(**item)` of each item, in order; a Failure when it raised or took longer than `seconds`."""
+        results: list[Any] = [None] * len(items)
+        waiting = list(range(len(items)))[::-1]
+        busy: dict[_Worker, int] = {}
+        while waiting or busy:
+            while waiting and len(busy) < self.workers:
+                worker = self._idle.pop() if self._idle else _Worker(self.function)
+                number = waiting.pop()
+                if failure := worker.send(items[number], self.seconds):
+                    results[number] = failure
+                    self._idle.append(worker)
+                else:
+                    busy[worker] = number
+            for worker in _ready(busy):
+                number = busy.pop(worker)
+                results[number] = worker.take()
+                if worker.alive:
+                    self._idle.append(worker)
+                else:
+                    self.restarts += 1
+        return results
 
     def close(self) -> None:
         """Stop the workers."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
+        for worker in self._idle:
+            worker.kill()
+        self._idle = []
 
-    def _run(self, numbers: list[int], items: Sequence[dict[str, Any]]) -> dict[int, Any]:
-        """Results by item number, without those that no worker started."""
-        if self._pool is None or not self._pool.active:
-            self._pool = self._new_pool()
-            weakref.finalize(self, self._pool.stop)  # no worker replaces those that end with the pipe, see _start
-        futures = {i: self._pool.schedule(_call, kwargs=items[i], timeout=self.seconds) for i in numbers}
-        try:
-            while wait(futures.values(), timeout=1.0).not_done and self._pool.active:
-                pass
-        except BaseException:  # interrupted: the next map must not wait for these items
-            self.close()
-            raise
-        return {i: self._result(future) for i, future in futures.items() if not _is_lost(future)}
 
-    def _result(self, future: ProcessFuture) -> Any:
+class _Worker:
+    def __init__(self, function: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOAD, *_PRELOAD_FOR.get(function.__module__, [])])
+        self.connection, other = context.Pipe()
+        life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
+        self.process = context.Process(target=_work, args=(other, life, function), daemon=True)
+        with _without_main():
+            self.process.start()
+        other.close()
+        life.close()
+        self.alive = True
         try:
-            return future.result()
-        except TimeoutError:
-            self.restarts += 1
-            return Failure("timeout", f"took longer than {self.seconds:g} s and was killed")
-        except ProcessExpired as error:
-            self.restarts += 1
-            return Failure("error", f"ended its process with exit code {error.exitcode}")
-        except Exception as error:  # the item or its result cannot be pickled
+            self.connection.recv()  # the function is loaded: imports do not count for the time of an item
+        except EOFError as error:
+            self.kill()
+            raise FatalGradingError(f"a grading process could not load {function!r}; its error is above.") from error
+
+    def send(self, item: dict[str, Any], seconds: float) -> Failure | None:
+        self.seconds, self.deadline = seconds, time.monotonic() + seconds
+        try:
+            self.connection.send(item)
+        except OSError:
+            pass  # it died while idle; `take` reports it
+        except Exception as error:  # the item cannot be pickled
             return Failure.of(error)
+        return None
 
-    def _new_pool(self) -> ProcessPool:
-        context = _Context()
-        context.set_forkserver_preload([*_PRELOAD, *_PRELOAD_FOR.get(self.function.__module__, [])])
-        return ProcessPool(self.workers, initializer=_start, initargs=(self.function, self._life), context=context)
+    def take(self) -> Any:
+        """The result, or a Failure; after a timeout or a dead process the worker is not `alive`."""
+        if not self.connection.poll():
+            self.kill()
+            return Failure("timeout", f"took longer than {self.seconds:g} s and was killed")
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.kill()
+            return Failure("error", f"ended its process with exit code {self.process.exitcode}")
 
-
-def _is_lost(future: ProcessFuture) -> bool:
-    return not future.done() or isinstance(future.exception(), BrokenProcessPool)
-
-
-class _Process(multiprocessing.context.ForkServerProcess):
-    """Imports nothing of the script that was started, which may have no `if __name__ == "__main__"`."""
-
-    _lock = threading.Lock()
-
-    def start(self) -> None:
-        with self._lock:
-            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-            try:
-                super().start()
-            finally:
-                sys.modules["__main__"] = main
+    def kill(self) -> None:
+        self.alive = False
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self._alive.close()
 
 
-class _Context(multiprocessing.context.ForkServerContext):
-    Process = _Process
-
-
-_function: Any = None  # what this worker process calls; set once, by _start
-
-
-def _start(function: Any, life: Connection) -> None:
-    """Prepare a worker process."""
-    global _function
-    _function = function
-    # The kernel kills this process when its owner is gone: a call without end may never run Python code again. The
-    # settings belong to an open file: the pipe is opened anew, since all workers share the one that they were given.
-    own = os.open(f"/proc/self/fd/{life.fileno()}", os.O_RDONLY | os.O_NONBLOCK)
-    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(own, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(own, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for Python code to run
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = size + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-
-
-def _call(**item: Any) -> Any:
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Workers import nothing of the script that was started, which may have no `if __name__ == "__main__"`."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
-        return finished(_function(**item))
-    except Exception as error:
-        return replace(Failure.of(error), cause=None)  # the exception itself may not be picklable
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
+    """Waits until a busy worker answers, dies or exceeds its time; returns those."""
+    if not busy:
+        return []
+    left = min(worker.deadline for worker in busy) - time.monotonic()
+    answered = wait([worker.connection for worker in busy], timeout=max(0.0, left))
+    return [w for w in busy if w.connection in answered or w.deadline <= time.monotonic()]
+
+
+def _work(connection: Connection, life: Connection, function: Any) -> None:
+    # The kernel kills this process when the owner is gone: a call without end may never run Python code again.
+    fcntl.fcntl(life.fileno(), fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life.fileno(), _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
+    _bound_memory()
+    connection.send("ready")
+    while True:
+        try:
+            item = connection.recv()
+        except (EOFError, OSError):
+            return  # the owner is gone
+        try:
+            connection.send(finished(function(**item)))
+        except Exception as error:
+            connection.send(replace(Failure.of(error), cause=None))  # the exception itself may not be picklable
 
 
 def finished(result: Any) -> Any:
@@ -261,3 +268,11 @@ def finished(result: Any) -> Any:
         return await result
 
     return asyncio.run(run()) if inspect.isawaitable(result) else result
+
+
+def _bound_memory() -> None:
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    wanted = size + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -1,30 +1,100 @@
-"""Limits the time of a call."""
+"""Limits the time of a call, in place or in a process that can be killed."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.connection import Connection
 from typing import Any
 
-import pebble
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # Linux
 
-from verl.utils.stop_signals import stop_with_parent
+
+class ChildDied(RuntimeError):
+    """A process ended without a result; the message has its exit code."""
 
 
 class _Alarm(BaseException):
-    """The time is up. No `except Exception` of the function that is interrupted may swallow it."""
+    """The time is up. No `except Exception` of the interrupted function may swallow it."""
+
+
+class Child:
+    """A forked process that calls `function` repeatedly, until a call takes too long.
+
+    Arguments and results are pickled; `function` is not. Also for daemonic processes, and for one thread at a time. It
+    dies with the thread that created it.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self.name, caller = function.__qualname__, os.getpid()
+        self._connection, theirs = multiprocessing.Pipe()
+        self._pid: int | None = os.fork()  # multiprocessing refuses a child to daemonic grading workers
+        if self._pid == 0:
+            self._connection.close()
+            _serve(function, theirs, caller)
+        theirs.close()
+
+    def call(self, seconds: float, *args: Any, **kwargs: Any) -> Any:
+        """The result of a call, or its exception. After TimeoutError or ChildDied it is `gone`: create another."""
+        try:
+            self._connection.send((args, kwargs))
+            answer = self._connection.recv() if self._connection.poll(seconds) else None
+        except (EOFError, ConnectionError) as error:
+            raise ChildDied(f"{self.name}: its process ended with exit code {self.end()}") from error
+        except BaseException:  # a result left in the pipe would be taken for that of the next call
+            self.end()
+            raise
+        if answer is None:
+            self.end()
+            raise TimeoutError(f"{self.name} took longer than {seconds} s")
+        returned, value = answer
+        if not returned:
+            raise value
+        return value
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was ended."""
+        return self._pid is None
+
+    def end(self) -> int | None:
+        """Kill it and return its exit code; None a second time, or if this process does not wait for its children."""
+        self._connection.close()
+        pid, self._pid = self._pid, None
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return None
+
+
+def _serve(function: Callable, connection: Connection, caller: int) -> None:
+    """Run the child's loop; does not return."""
+    try:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # an endless call must not outlive its caller
+        while os.getppid() == caller:
+            args, kwargs = connection.recv()
+            try:
+                connection.send((True, function(*args, **kwargs)))
+            except Exception as error:
+                connection.send((False, error))
+    finally:
+        os._exit(0)
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
     """Decorator: TimeoutError when the call takes longer than `seconds`.
 
     use_signals=False runs the call in a forked process that is killed at the limit: this also stops C code, but side
-    effects stay in that process, and pebble.ProcessExpired is raised when it ends early. use_signals=True interrupts
-    Python code in place and needs the main thread.
+    effects stay in that process, and ChildDied is raised when it ends early. use_signals=True interrupts Python code
+    in place and needs the main thread.
     """
     if seconds <= 0:
         raise ValueError(f"timeout_limit: seconds={seconds} must be positive")
@@ -58,24 +128,13 @@ def _run_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -
         signal.signal(signal.SIGALRM, previous)
 
 
-def prepare_child() -> None:
-    """In a process that pebble forked: end at once on SIGTERM or when the caller is gone, also in C code."""
-    stop_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for Python code to run
-
-
 def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
-    @pebble.concurrent.process(timeout=seconds, context=multiprocessing.get_context("fork"))
-    def call() -> Any:  # the arguments are inherited by the fork, so they need not be picklable
-        prepare_child()
-        result = func(*args, **kwargs)
-        ForkingPickler.dumps(result)  # raises here what would end pebble's process without a message
-        return result
+    @functools.wraps(func)
+    def call() -> Any:  # the fork inherits the arguments, which need not be picklable
+        return func(*args, **kwargs)
 
+    child = Child(call)
     try:
-        return call().result()
-    except TimeoutError as error:
-        raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s") from error
-    except pebble.ProcessExpired as error:
-        code = error.exitcode
-        raise pebble.ProcessExpired(f"{func.__qualname__}: its process ended with exit code {code}", code) from error
+        return child.call(seconds)
+    finally:
+        child.end()

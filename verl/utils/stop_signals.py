@@ -16,16 +16,16 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 
 
-def stop_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the kernel send this signal when the thread that started this process is gone, however it ended (Linux).
+def stop_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that started this one is gone, however it ended (Linux).
 
     torchrun starts its ranks in sessions of their own: without this they would train on when it is killed.
     """
     if sys.platform == "linux":
         parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the call
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class StopSignals:

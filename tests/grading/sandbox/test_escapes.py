@@ -60,7 +60,7 @@ ATTEMPTS = {
     "symlink out": ("os.symlink('/etc/passwd', 'x')", True),
     "write to the library": ("open('/usr/lib/verl_x', 'w')", False),
     "write to the root": ("os.mkdir('/verl_x')", False),
-    "write beside the tests": ("open(FOLDER + '/written', 'w')", True),
+    "write next to the tests": ("open(FOLDER + '/written', 'w')", True),
     "make the root writable": ("syscall(165, 0, id(b'/') + 32, 0, 32, 0)", False),
     "mount": ("assert libc.mount(b'proc', b'/tmp', b'proc', 0, None) == 0 or os.stat('/no')", False),
     "change the root": ("os.chroot('.')", False),
@@ -194,18 +194,18 @@ def test_nothing_is_alive_afterwards(request):
         except OSError: pass
         os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "verl-survivor"])
     """
-    found, ended = [], threading.Event()
+    survivors, ended = [], threading.Event()
 
     def watch():
-        while not found and not ended.wait(0.05):
-            found.extend(marked("verl-survivor"))
+        while not survivors and not ended.wait(0.05):
+            survivors.extend(marked("verl-survivor"))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     outcome = run_python(textwrap.dedent(code), limits=SandboxConfig(seconds=2))
     ended.set()
     watcher.join()
-    assert outcome.stopped == "time" and len(found) == 1 and marked("verl-survivor") == []
+    assert outcome.stopped == "time" and len(survivors) == 1 and marked("verl-survivor") == []
 
 
 @pytest.mark.parametrize("victim", ["caller", "jail"])

@@ -52,8 +52,8 @@ def test_share_of_cases_passed(code, cases, share, request):
 def test_all_or_nothing_stops_at_the_first_failure(request):
     if refused(request):
         return
-    result, told = prime_code.compute_score(answer("print(42)"), SUMS)
-    assert result == 0.0 and len(told) == 1
+    result, reports = prime_code.compute_score(answer("print(42)"), SUMS)
+    assert result == 0.0 and len(reports) == 1
     assert prime_code.compute_score(answer(ADD), SUMS)[0] == 1.0
     assert default_compute_score("taco", answer("input()\nprint(42)"), SUMS) == 0.5
 
@@ -62,8 +62,8 @@ def test_a_program_that_hangs_is_not_run_again(request):
     if refused(request):
         return
     limits = SandboxConfig(seconds=0.3)
-    result, told = prime_code.compute_score(answer("while True: pass"), SUMS, continuous=True, sandbox=limits)
-    assert result == 0.0 and [t["stopped"] for t in told] == ["time"]
+    result, reports = prime_code.compute_score(answer("while True: pass"), SUMS, continuous=True, sandbox=limits)
+    assert result == 0.0 and [t["stopped"] for t in reports] == ["time"]
 
 
 CHEATS = {
@@ -159,8 +159,8 @@ def test_no_verdict_is_won_without_the_right_output(name, kind, request):
     if kind == "call":
         cases = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [expected]}
     started = time.process_time()
-    result, told = prime_code.compute_score(answer(CHEATS[name]), cases, continuous=True)
-    assert result == 0.0, told
+    result, reports = prime_code.compute_score(answer(CHEATS[name]), cases, continuous=True)
+    assert result == 0.0, reports
     assert time.process_time() - started < 1.0  # the judge's own; the program has processes of its own
 
 
@@ -208,7 +208,7 @@ def test_expected_outputs_stay_outside():
 
 
 @pytest.mark.parametrize(
-    "found, expected, same",
+    "output, expected, same",
     [
         ("1 2 \n3\n\n", "1 2\n3", True),
         ("0.3333333", "0.33333333", True),
@@ -225,16 +225,16 @@ def test_expected_outputs_stay_outside():
         pytest.param("9" * 400_000 + "x", "0.5", False, id="nearly a long number"),
     ],
 )
-def test_outputs_are_compared_by_lines_and_words(found, expected, same):
+def test_outputs_are_compared_by_lines_and_words(output, expected, same):
     started = time.process_time()
-    assert same_output(found, expected) is same
+    assert same_output(output, expected) is same
     assert time.process_time() - started < 1.0
 
 
 def test_values_are_compared_as_json():
     assert same_value([1, {"a": 0.1 + 0.2}], [1, {"a": 0.3}]) and same_value(1.0, 1)
-    for found, expected in ((True, 1), (1, True), ("1", 1), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (None, 0), (0.5, "x")):
-        assert not same_value(found, expected)
+    for value, expected in ((True, 1), (1, True), ("1", 1), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (None, 0), (0.5, "x")):
+        assert not same_value(value, expected)
     beyond = 10**400  # every float
     assert not same_value(beyond, 0.5) and not same_value(0.5, beyond) and same_value(beyond, beyond)
     assert not Case("", "", 0.5, True).passes("9" * 400)
@@ -286,8 +286,8 @@ def service(monkeypatch):
 
 def test_the_service_runs_programs_and_learns_no_expected_output(service):
     code = "a, b = map(int, input().split())\nprint(a + b if a < 9 else 0)"
-    share, told = sandbox_fusion.compute_score(service.url, Slots(1), 256, answer(code), SUMS, continuous=True)
-    assert share == 0.5 and [t["passed"] for t in told] == [True, False]
+    share, reports = sandbox_fusion.compute_score(service.url, Slots(1), 256, answer(code), SUMS, continuous=True)
+    assert share == 0.5 and [t["passed"] for t in reports] == [True, False]
     assert service.most == 1 and len(service.bodies) == 2
     assert all("42" not in json.dumps(body["code"]) for body in service.bodies)
     assert service.bodies[0]["memory_limit_MB"] == 256 and service.bodies[0]["language"] == "python"

@@ -43,7 +43,7 @@ def test_another_source_is_refused_with_the_mend():
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, box",
     [
         ("a \\boxed{1} b \\boxed{\\frac{1}{2}} c", "\\boxed{\\frac{1}{2}}"),
         ("\\fbox{3}", "\\fbox{3}"),
@@ -58,8 +58,8 @@ def test_another_source_is_refused_with_the_mend():
         ("no box", None),
     ],
 )
-def test_last_box(text, found):
-    assert math_reward.last_boxed_only_string(text) == found
+def test_last_box(text, box):
+    assert math_reward.last_boxed_only_string(text) == box
 
 
 def test_what_stands_in_a_box():
@@ -184,22 +184,16 @@ def test_what_never_ends_has_the_time_out_score_and_the_next_answer_its_own():
     assert math_verify.compute_score("\\boxed{1+3}", "4") == 1.0
 
 
-def dies_of_13(answer, truth):
-    return os.getpid() if answer != "13" else os._exit(9)
-
-
 def test_a_comparison_that_dies_is_wrong_and_one_that_died_idle_is_made_again(monkeypatch):
     assert not math_verify.is_equal("7", "4")
-    with monkeypatch.context() as patched:
-        patched.setattr(math_verify, "_compare", dies_of_13)
-        os.kill(math_verify._run_compare("7", "4", 5.0), signal.SIGKILL)
+    comparer = math_verify._comparer(os.getpid())
+    os.kill(comparer.child._pid, signal.SIGKILL)
     assert math_verify.is_equal("\\frac{28}{4}", "7")
-    monkeypatch.setattr(math_verify, "_compare", dies_of_13)
+    comparer.child.end()
+    monkeypatch.setattr(math_verify, "_compare", lambda answer, truth: answer != "13" or os._exit(9))
     assert math_verify.compute_score("\\boxed{13}", "4", timeout_score=0.5) == 0.5
-    assert math_verify.compute_score("\\boxed{14}", "4") > 1  # the next one has a new process
-    pool = math_verify._pool(os.getpid())  # its process has the patched function
-    pool.stop()
-    pool.join()
+    assert math_verify.compute_score("\\boxed{14}", "4") == 1.0
+    comparer.child.end()
 
 
 def test_a_ground_truth_that_cannot_be_read_is_named(monkeypatch):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import multiprocessing
 import os
-from concurrent.futures.process import BrokenProcessPool
+import threading
 
-import pebble
 from loguru import logger
 
-from verl.grading.pool import FatalGradingError
-from verl.grading.time_limit import prepare_child
+from verl.grading.time_limit import Child, ChildDied
 from verl.utils.reward_score.math_reward import boxed_answer, is_equiv
 
 _SECONDS = 10.0
@@ -43,45 +40,51 @@ def _verdict(answer: str, truth: str, seconds: float) -> bool | None:
     """Whether they are equal; None when that cannot be decided in time."""
     if is_equiv(answer, truth):
         return True
-    return len(answer) <= _LONGEST and _equal_expressions(answer, truth, seconds)
+    return len(answer) <= _LONGEST and _as_expressions(answer, truth, seconds)
 
 
 @functools.lru_cache(maxsize=4096)  # samples of one prompt often give the same wrong answer
-def _equal_expressions(answer: str, truth: str, seconds: float) -> bool | None:
-    verdict = _run_compare(answer, truth, seconds)
-    if verdict is None and _run_compare(truth, truth, _SECONDS) is None:
+def _as_expressions(answer: str, truth: str, seconds: float) -> bool | None:
+    comparer = _comparer(os.getpid())
+    verdict = comparer.ask(answer, truth, seconds)
+    if verdict is None and comparer.ask(truth, truth, _SECONDS) is None:
         raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics within {_SECONDS:g} s.")
     return verdict
 
 
-def _run_compare(answer: str, truth: str, seconds: float) -> bool | None:
-    """`_compare` in a process that is killed after `seconds`; None when it took too long or too much memory."""
-    import math_verify  # noqa: F401 - before the fork, which then starts at once
-
-    for _ in range(2):
-        pool = _pool(os.getpid())
-        try:
-            if pool.active:
-                return pool.schedule(_compare, (answer, truth), timeout=seconds).result()
-        except TimeoutError:
-            return None
-        except pebble.ProcessExpired as error:
-            logger.warning("the answer {!r} cannot be compared: exit code {}", answer[:100], error.exitcode)
-            return None
-        except BrokenProcessPool:  # the process was killed while it had nothing to do
-            pass
-        _pool.cache_clear()
-    raise FatalGradingError("the process that compares mathematics ends at once; is the machine out of memory?")
-
-
 @functools.cache
-def _pool(process: int) -> pebble.ProcessPool:
-    """The pool of the process with this id: a fork must not use the one of its parent."""
-    return pebble.ProcessPool(1, initializer=prepare_child, context=multiprocessing.get_context("fork"))
+def _comparer(process: int) -> _Comparer:
+    """The comparer of the process with this id: a fork must not use the child of its parent."""
+    return _Comparer()
+
+
+class _Comparer:
+    """Compares expressions in a child that is kept: a fork for each answer would cost more than the comparison."""
+
+    def __init__(self) -> None:
+        self.child: Child | None = None
+        self.lock = threading.Lock()
+
+    def ask(self, answer: str, truth: str, seconds: float) -> bool | None:
+        """Whether they are equal; None when that takes too long or too much memory."""
+        import math_verify  # noqa: F401 - before the fork, which is then ready at once
+
+        with self.lock:
+            while True:  # one that died idle is replaced; only in a fresh one is the answer to blame
+                fresh = self.child is None or self.child.gone
+                self.child = Child(_compare) if fresh else self.child
+                try:
+                    return self.child.call(seconds, answer, truth)
+                except TimeoutError:
+                    return None
+                except ChildDied as error:
+                    if fresh:
+                        logger.warning("the answer {!r} cannot be compared: {}", answer[:100], error)
+                        return None
 
 
 def _compare(answer: str, truth: str) -> bool:
-    """Whether they are equal expressions; runs in the child process."""
+    """Whether they are equal expressions; runs in the child."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about parsing_timeout=None
