@@ -16,7 +16,7 @@ REPETITIONS = 5
 
 
 def verbs() -> dict[str, Callable[[], object]]:
-    """What is measured; the tensors are float32, a column of texts lies beside them."""
+    """What is measured; the tensors are float32, with a column of texts."""
     tensors = {f"t{i}": torch.zeros(ROWS, WIDTH) for i in range(COLUMNS)}
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array([str(i) for i in range(ROWS)], object)})
     other = DataProto.from_dict(tensors={"more": torch.zeros(ROWS, WIDTH)})
@@ -40,12 +40,12 @@ def new_bytes(work: Callable[[], object]) -> float:
 
 
 def run() -> list[Row]:
-    """dataproto_* in milliseconds, dataproto_*_bytes beside it; the length of the pickle over the arrays in it."""
+    """dataproto_* in milliseconds, dataproto_*_bytes; the length of the pickle over the arrays in it."""
     works = verbs()
     rows = []
     for name, seconds in alternate(works, REPETITIONS).items():
         rows.append(row(f"dataproto_{name}", [1000 * s for s in seconds], "ms"))
-        found = [new_bytes(works[name]) for _ in range(REPETITIONS)]
-        rows.append(row(f"dataproto_{name}_bytes", found, "bytes, peak"))
+        peaks = [new_bytes(works[name]) for _ in range(REPETITIONS)]
+        rows.append(row(f"dataproto_{name}_bytes", peaks, "bytes, peak"))
     arrays = ROWS * WIDTH * COLUMNS * torch.float32.itemsize
     return [*rows, row("dataproto_pickle_length", [len(works["pickle"]()) / arrays], "of its arrays")]

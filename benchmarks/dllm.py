@@ -103,16 +103,16 @@ def memory_rows(made: LlamaForCausalLM) -> list[Row]:
 
 def sharing_rows(made: LlamaForCausalLM) -> list[Row]:
     """Speed of rounds that share the instruction over rounds that repeat it, and the gradients' distance."""
-    found = []
+    results = []
     whole, split = (layout(INSTRUCTION, RESPONSE, ROWS, split=s) for s in (False, True))
     for k in (2, 4):
         plain, shared = Rounds(made, whole, k, share=False), Rounds(made, split, k, share=True)
         seconds = alternate({"plain": plain, "shared": shared}, REPETITIONS)
         speedup = ratios(seconds["plain"], seconds["shared"])
-        found.append(row(f"kv_share_speedup_k{k}", speedup, f"times, instruction {INSTRUCTION}, response {RESPONSE}"))
+        results.append(row(f"kv_share_speedup_k{k}", speedup, f"times, instruction {INSTRUCTION}, response {RESPONSE}"))
         difference = furthest(plain.gradients(), shared.gradients())
-        found.append(row(f"kv_share_gradient_difference_k{k}", [difference], "absolute"))
-    return found
+        results.append(row(f"kv_share_gradient_difference_k{k}", [difference], "absolute"))
+    return results
 
 
 def generation_rows(made: LlamaForCausalLM) -> list[Row]:
@@ -147,21 +147,21 @@ def wall_rows() -> list[Row]:
     made, tokenizer = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval(), AutoTokenizer.from_pretrained(DEMO_MODEL)
     questions = draw({"train": 0, "val": 0, "test": WALL_PROMPTS}, seed=99)["test"]["instruction"]
     prompts = [tokenizer(q, add_special_tokens=False)["input_ids"] for q in questions]
-    eos, pad, found = tokenizer.eos_token_id, tokenizer.pad_token_id, {}
+    eos, pad, results = tokenizer.eos_token_id, tokenizer.pad_token_id, {}
 
     def greedy() -> None:
-        found["greedy"] = [
+        results["greedy"] = [
             made.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.int64), do_sample=False,
                           max_new_tokens=128, pad_token_id=pad)[0, len(p) :].tolist() for p in prompts
         ]  # fmt: skip
 
     def lossless(mode: str) -> None:
-        found[mode] = [iterative_generate(made, [p], eos, pad, refine_iter=mode, max_new_tokens=128).tokens[0]
+        results[mode] = [iterative_generate(made, [p], eos, pad, refine_iter=mode, max_new_tokens=128).tokens[0]
                        for p in prompts]  # fmt: skip
 
     modes = ("slide", "verify")
     seconds = alternate({"greedy": greedy, **{m: lambda m=m: lossless(m) for m in modes}}, 3)
-    same = [float(found[m] == found["greedy"]) for m in modes]
+    same = [float(results[m] == results["greedy"]) for m in modes]
     speed = {m: ratios(seconds["greedy"], seconds[m]) for m in modes}
     best = max(modes, key=lambda m: sorted(speed[m])[1])
     return [

@@ -22,7 +22,7 @@ def run() -> list[Row]:
         say(f"seed {seed}, {seconds[-1]:.0f} s")
         console.print(criteria_table(values))
     rows = [row(f"dllm_demo_{name}", values, MINIMUM[name][1]) for name, values in shown.items()]
-    for found in rows:
-        if found.name.endswith("_same_as_greedy"):
-            found.value, found.unit = found.low, f"{found.unit}, least of the seeds"
+    for result in rows:
+        if result.name.endswith("_same_as_greedy"):
+            result.value, result.unit = result.low, f"{result.unit}, least of the seeds"
     return [*rows, row("dllm_demo_seconds", seconds, "s")]

@@ -14,8 +14,8 @@ def run() -> list[Row]:
     starts, ends, controls, seconds = [], [], [], []
     for seed, out, took in demo_runs("examples.grpo_arithmetic.demo", "grpo"):
         seconds.append(took)
-        found = json.loads((out / "result.json").read_text())
-        trained, control = (list(found[name].values()) for name in ("grpo", "control"))
+        result = json.loads((out / "result.json").read_text())
+        trained, control = (list(result[name].values()) for name in ("grpo", "control"))
         starts.append(100 * trained[0])
         ends.append(100 * trained[-1])
         controls.append(100 * control[-1])

@@ -108,8 +108,8 @@ def machine() -> str:
 
 def commit() -> str:
     """The short hash of the tree, with + where it is changed."""
-    told = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True)
-    return told.stdout.strip() or "unknown"
+    described = subprocess.run(["git", "describe", "--always", "--dirty=+"], capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
 
 
 def say(text: str) -> None:
@@ -126,7 +126,7 @@ def verdict(value: float, bound: Bound | None) -> str:
 
 
 def save(name: str, rows: list[Row], wanted: Mapping[str, Bound]) -> None:
-    """Print the rows, each beside the bound of its name, and write benchmarks/results/<name>.json."""
+    """Print the rows, each next to the bound of its name, and write benchmarks/results/<name>.json."""
     RESULTS.mkdir(exist_ok=True)
     record = {"machine": machine(), "rows": [asdict(r) for r in rows]}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The hybrid engine: handing weights to vLLM, and its rollouts beside those of transformers' forward."""
+"""The hybrid engine: sending weights to vLLM, and its rollouts compared with generation by transformers."""
 
 from __future__ import annotations
 

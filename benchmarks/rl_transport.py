@@ -123,7 +123,7 @@ def dispatch() -> Row:
     step = step_dispatches()
     arrays = sum(tensor.numel() * tensor.element_size() for sent in step for tensor in sent.batch.values())
     pool = RayResourcePool([RANKS], use_gpu=False, name_prefix=f"bench{os.getpid()}")
-    found = []
+    measured = []
     try:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Taker)), device_name="cpu")
         group.take(step[0])  # the ranks' first call also asks for their places
@@ -131,10 +131,10 @@ def dispatch() -> Row:
             before = put_bytes()
             for sent in step:
                 group.take(sent)
-            found.append((put_bytes() - before) / arrays)
+            measured.append((put_bytes() - before) / arrays)
     finally:
         pool.release()
-    return row("dispatch_bytes_ratio", found, "put / bytes of the arrays")
+    return row("dispatch_bytes_ratio", measured, "put / bytes of the arrays")
 
 
 def validation() -> Row:

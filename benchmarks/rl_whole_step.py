@@ -182,7 +182,7 @@ def run() -> list[Row]:
     """All rows."""
     rows, driver = [], []
     for case in CASES:
-        found, seconds = compare(case)
-        rows += [*found, row(f"driver_seconds_per_step_{case.name}", seconds, "s, without the workers' work")]
+        compared, seconds = compare(case)
+        rows += [*compared, row(f"driver_seconds_per_step_{case.name}", seconds, "s, without the workers' work")]
         driver += seconds
     return [*rows, row("driver_seconds_per_step", driver, "s, without the workers' work, all cases")]

@@ -18,7 +18,7 @@ SEEDS = (0, 1, 2)
 def demo_runs(module: str, name: str) -> Iterator[tuple[int, Path, float]]:
     """Run `python -m MODULE` on each seed: gives the seed, the folder of its results and the seconds it took.
 
-    A seed whose folder holds measured.json (seconds, tree) is taken from there, which is said.
+    A seed whose folder holds measured.json (seconds, tree) is taken from there, which is logged.
     """
     for seed in SEEDS:
         out = ROOT / "outputs" / "benchmarks" / f"{name}{seed}"

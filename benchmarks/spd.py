@@ -1,4 +1,4 @@
-"""The speculative-decoding scorer's figures: a training step, judging beside decoding, completions of two epochs."""
+"""Benchmarks of the speculative-decoding scorer: a training step, judging during decoding, completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost of judging a drafted block, beside the target's own forward that verifies it."""
+"""Cost of judging a drafted block, compared with the target's forward that verifies it."""
 
 from __future__ import annotations
 

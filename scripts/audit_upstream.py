@@ -37,10 +37,10 @@ def audit(release: dict[str, str], reasons: Reasons) -> dict[str, list[page.Row]
         raise FileNotFoundError(f"the release has no {absent[0]}, which scripts/audit/reasons.yaml lists")
     parts = {"names importers rely on": relied, "names of other modules": other}
     for file, tree in keys.TREES.items():
-        found = keys.compare_keys(release, file, tree)
-        parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f), True) for f in found]
-    found = keys.compare_metrics(release)
-    parts["metrics"] = [page.Row(f, reasons.of(f), True) for f in found]
+        findings = keys.compare_keys(release, file, tree)
+        parts[f"keys of {tree}"] = [page.Row(f, reasons.of(f), True) for f in findings]
+    findings = keys.compare_metrics(release)
+    parts["metrics"] = [page.Row(f, reasons.of(f), True) for f in findings]
     return parts
 
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     for rows in parts.values() if args.show else ():
         for row in rows:
             f = row.finding
-            if f.status in ("missing", "differs") and (row.required or f.detail != "no such module"):
+            if f.status in ("missing", "differs") and (row.required or f.detail != "no module"):
                 print(f"{f.status:8s} {f.module}:{f.name}  {f.detail}  [{row.reason}]")
     for row in bad:
         f = row.finding

@@ -140,10 +140,10 @@ def one_kill(runs: SPDRuns, number: int, kill: Kill) -> str:
         kill = replace(kill, after_step=max(0, kill.after_step - 1), delay_s=kill.delay_s / 2)
     while codes[-1] != 0 and len(codes) <= ATTEMPTS:
         codes.append(runs.start(name, store=f"{name}.sqlite3").wait(300))
-    told = "nothing was hit" if not hit else "the last start failed" if codes[-1] else same_end(runs, name)
+    error = "nothing was hit" if not hit else "the last start failed" if codes[-1] else same_end(runs, name)
     moment = "inside a save" if kill.in_save else f"{kill.delay_s:.1f} s after step {kill.after_step}"
-    print(f"{number:3d}  {kill.victim:7s} {moment:22s} hit: {hit:38s} exits {codes}  {told or 'same end'}", flush=True)
-    return told
+    print(f"{number:3d}  {kill.victim:7s} {moment:22s} hit: {hit:38s} exits {codes}  {error or 'same end'}", flush=True)
+    return error
 
 
 def main(argv: list[str] | None = None) -> int:

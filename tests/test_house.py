@@ -138,10 +138,10 @@ def options_of(words):
 @functools.cache
 def parser_options(target, *operation):
     """The options that a script or module, or one of its operations, tells in its help."""
-    told = io.StringIO()
+    output = io.StringIO()
     argv, sys.argv = sys.argv, [target, *operation, "--help"]
     try:
-        with contextlib.redirect_stdout(told), pytest.raises(SystemExit) as ended:
+        with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as ended:
             if target.endswith(".py"):
                 runpy.run_path(str(ROOT / target), run_name="__main__")
             else:
@@ -149,7 +149,7 @@ def parser_options(target, *operation):
     finally:
         sys.argv = argv
     assert ended.value.code in (0, None)
-    return set(re.findall(r"(?<![\w-])--[\w-]+", told.getvalue()))
+    return set(re.findall(r"(?<![\w-])--[\w-]+", output.getvalue()))
 
 
 #: program -> the tree whose keys its key=value words name

@@ -22,11 +22,11 @@ AUDIT, LEFT_OUT = "### The audit", "### Left out on purpose"
 
 def named(text: str) -> list[str]:
     """Every piece of code in backticks, braces spelt out: `a.{b,c}` is a.b and a.c."""
-    found: list[str] = []
+    expanded: list[str] = []
     for piece in CODE.findall(text):
         match = re.fullmatch(r"(.*)\{([\w,]+)\}(.*)", piece)
-        found += [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [piece]
-    return list(dict.fromkeys(found))
+        expanded += [f"{match[1]}{part}{match[3]}" for part in match[2].split(",")] if match else [piece]
+    return list(dict.fromkeys(expanded))
 
 
 def section(text: str, heading: str) -> str:
@@ -36,8 +36,8 @@ def section(text: str, heading: str) -> str:
 
 def tables(text: str) -> list[list[list[str]]]:
     """Of each table the cells of each row, without its head."""
-    found = re.findall(r"(?:^\|.*\n)+", f"{text}\n", re.M)
-    return [[[cell.strip() for cell in row.strip("|").split(" | ")] for row in t.splitlines()[2:]] for t in found]
+    expanded = re.findall(r"(?:^\|.*\n)+", f"{text}\n", re.M)
+    return [[[cell.strip() for cell in row.strip("|").split(" | ")] for row in t.splitlines()[2:]] for t in expanded]
 
 
 class Tree:
@@ -60,17 +60,17 @@ class Tree:
         """What is wrong with a piece of code; empty where it is there."""
         name, _, value = piece.partition("=")
         if piece.startswith("make "):
-            return "" if piece.split()[1] in self.targets else "the Makefile has no such target"
+            return "" if piece.split()[1] in self.targets else "the Makefile does not have this target"
         if piece.startswith("python -m "):
             place = self.root / piece.split()[2].replace(".", "/")
-            return "" if place.is_dir() or place.with_suffix(".py").is_file() else "no such module"
+            return "" if place.is_dir() or place.with_suffix(".py").is_file() else "the module does not exist"
         if METRIC.fullmatch(metric := piece.replace("...", "*")):
-            return "no such metric" if unknown_metrics([metric]) else ""
+            return "the metric does not exist" if unknown_metrics([metric]) else ""
         if FILE.fullmatch(piece):
             there = (self.root / piece).exists() or piece in self.files | self.words  # a run writes the last kind
-            return "" if there else "no such file"
+            return "" if there else "the file does not exist"
         if KEY.fullmatch(name) and name.split(".")[0] in self.sections and tuple(name.split(".")) not in self.runs:
-            return "no such key"
+            return "the key does not exist"
         return self._strange(name, value)
 
     def _strange(self, name: str, value: str) -> str:

@@ -40,15 +40,16 @@ METRIC = re.compile(rf"(?:{'|'.join(FAMILIES)})/[\w@./()*\-]+")
 def compare_keys(release: dict[str, str], file: str, tree: str) -> list[Finding]:
     """Keys of one tree: same default, another default, missing, ours alone."""
     theirs, ours = upstream_keys(release, file), our_keys(tree)
-    found = []
+    findings = []
     for key, value in theirs.items():
         if key not in ours:
-            found.append(Finding(tree, key, "missing", f"default {shown(value)}"))
+            findings.append(Finding(tree, key, "missing", f"default {shown(value)}"))
         elif not _equal(value, ours[key]):
-            found.append(Finding(tree, key, "differs", f"default {shown(value)}, ours {shown(ours[key])}"))
+            findings.append(Finding(tree, key, "differs", f"default {shown(value)}, ours {shown(ours[key])}"))
         else:
-            found.append(Finding(tree, key, "same"))
-    return found + [Finding(tree, k, "ours alone", f"default {shown(v)}") for k, v in ours.items() if k not in theirs]
+            findings.append(Finding(tree, key, "same"))
+    own = [Finding(tree, k, "ours alone", f"default {shown(v)}") for k, v in ours.items() if k not in theirs]
+    return findings + own
 
 
 def upstream_keys(release: dict[str, str], file: str) -> dict[str, object]:
@@ -92,23 +93,23 @@ def _resolved_leaf(config: DictConfig, path: str, value: object) -> object:
     if isinstance(value, dict):
         return {k: _resolved_leaf(config, f"{path}.{k}", v) for k, v in value.items()}
     try:
-        found = OmegaConf.select(config, path)
+        findings = OmegaConf.select(config, path)
     except OmegaConfBaseException:
         return value
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    return OmegaConf.to_container(findings) if OmegaConf.is_config(findings) else findings
 
 
 def metric_names(text: str) -> set[str]:
     """Texts of a module that look like a metric's name; a part that is filled in is *."""
-    found = set()
+    findings = set()
     tree = ast.parse(text)
     inside = {id(v) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for v in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found.add("".join(str(v.value) if isinstance(v, ast.Constant) else "*" for v in node.values))
+            findings.add("".join(str(v.value) if isinstance(v, ast.Constant) else "*" for v in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            found.add(node.value)
-    return {name for name in found if METRIC.fullmatch(name)}
+            findings.add(node.value)
+    return {name for name in findings if METRIC.fullmatch(name)}
 
 
 def compare_metrics(release: dict[str, str]) -> list[Finding]:
@@ -117,9 +118,9 @@ def compare_metrics(release: dict[str, str]) -> list[Finding]:
     for path, text in release.items():
         if path.endswith(".py") and path.startswith(("verl/trainer/", "verl/workers/", "verl/utils/")):
             theirs |= metric_names(text)
-    found, used = [], set()
+    findings, used = [], set()
     for name in sorted(theirs):
         covering = [p for p in METRICS if fnmatchcase(name, p) or fnmatchcase(p, name)]
         used.update(covering)
-        found.append(Finding("metrics", name, "same" if covering else "missing"))
-    return found + [Finding("metrics", name, "ours alone") for name in METRICS if name not in used]
+        findings.append(Finding("metrics", name, "same" if covering else "missing"))
+    return findings + [Finding("metrics", name, "ours alone") for name in METRICS if name not in used]

@@ -55,45 +55,45 @@ def module_of(path: str) -> str:
 
 def upstream_names(text: str, is_package: bool) -> dict[str, Signature | None]:
     """Public functions, classes with their public methods and fields, and constants of a module; None: no function."""
-    found: dict[str, Signature | None] = {}
+    entries: dict[str, Signature | None] = {}
     for node in _statements(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _public(node.name):
-            found[node.name] = _signature(node, bound=False)
+            entries[node.name] = _signature(node, bound=False)
         elif isinstance(node, ast.ClassDef) and _public(node.name):
-            found.update(_class_names(node))
+            entries.update(_class_names(node))
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update({t.id: None for t in targets if isinstance(t, ast.Name) and _constant(t.id)})
+            entries.update({t.id: None for t in targets if isinstance(t, ast.Name) and _constant(t.id)})
         elif is_package and isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("verl")):
             exported = (a.asname or a.name for a in node.names)
-            found.update({name: None for name in exported if _public(name) and name != "*"})
-    return found
+            entries.update({name: None for name in exported if _public(name) and name != "*"})
+    return entries
 
 
 def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     """Top-level statements, those below an `if` or `try` included."""
-    found = []
+    entries = []
     for node in body:
         if isinstance(node, ast.If | ast.Try):
-            found += _statements(node.body) + _statements(node.orelse)
+            entries += _statements(node.body) + _statements(node.orelse)
         else:
-            found.append(node)
-    return found
+            entries.append(node)
+    return entries
 
 
 def _class_names(node: ast.ClassDef) -> dict[str, Signature | None]:
-    found: dict[str, Signature | None] = {node.name: None}
+    entries: dict[str, Signature | None] = {node.name: None}
     for item in node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and (_public(item.name) or item.name in OPERATORS):
             decorators = {d.id for d in item.decorator_list if isinstance(d, ast.Name)}
             accessor = any(isinstance(d, ast.Attribute) for d in item.decorator_list) and len(item.args.args) < 3
-            plain = None if "property" in decorators or (accessor and f"{node.name}.{item.name}" in found) else (
+            plain = None if "property" in decorators or (accessor and f"{node.name}.{item.name}" in entries) else (
                 _signature(item, bound="staticmethod" not in decorators)
             )  # fmt: skip
-            found.setdefault(f"{node.name}.{item.name}", plain)
+            entries.setdefault(f"{node.name}.{item.name}", plain)
         elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and _public(item.target.id):
-            found[f"{node.name}.{item.target.id}"] = None
-    return found
+            entries[f"{node.name}.{item.target.id}"] = None
+    return entries
 
 
 def _public(name: str) -> bool:
@@ -109,12 +109,12 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, bound: bool) -> Sig
     positional = args.posonlyargs + args.args
     passed = [BY_POSITION] * len(args.posonlyargs) + [EITHER] * len(args.args)
     defaults = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
-    found = [Parameter(a.arg, _default(d), p) for a, d, p in zip(positional, defaults, passed, strict=True)]
-    found = found[1:] if bound else found
-    found += [Parameter("*args", None)] if args.vararg else []
-    found += [Parameter(a.arg, _default(d), BY_NAME) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    found += [Parameter("**kwargs", None)] if args.kwarg else []
-    return Signature(tuple(found), isinstance(node, ast.AsyncFunctionDef))
+    entries = [Parameter(a.arg, _default(d), p) for a, d, p in zip(positional, defaults, passed, strict=True)]
+    entries = entries[1:] if bound else entries
+    entries += [Parameter("*args", None)] if args.vararg else []
+    entries += [Parameter(a.arg, _default(d), BY_NAME) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    entries += [Parameter("**kwargs", None)] if args.kwarg else []
+    return Signature(tuple(entries), isinstance(node, ast.AsyncFunctionDef))
 
 
 def _default(node: ast.expr | None) -> str | None:
@@ -127,16 +127,16 @@ def _default(node: ast.expr | None) -> str | None:
 
 
 def our_names(module: str, wanted: set[str]) -> dict[str, Signature | None] | None:
-    """The same of a module of ours, names that it makes when asked included; None where there is no such module."""
+    """The same of a module of ours, names that it makes when asked included; None if the module does not exist."""
     try:
-        found = importlib.import_module(module)
+        entries = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
             return None
         raise
     names: dict[str, Signature | None] = {}
-    for name in {*filter(_public, dir(found)), *wanted}:
-        value = getattr(found, name, _ABSENT)
+    for name in {*filter(_public, dir(entries)), *wanted}:
+        value = getattr(entries, name, _ABSENT)
         if value is _ABSENT:
             continue
         names[name] = None if isinstance(value, type) else _inspected(value, bound=False)
@@ -146,7 +146,7 @@ def our_names(module: str, wanted: set[str]) -> dict[str, Signature | None] | No
 
 
 def _inspected_class(name: str, value: type) -> dict[str, Signature | None]:
-    found: dict[str, Signature | None] = {}
+    entries: dict[str, Signature | None] = {}
     items = {*dir(value), *_annotations(value), *_of_instances(value)}
     items |= {item for base in value.__mro__ for item in vars(base)}  # an enumeration's dir() leaves its methods out
     for item in items:
@@ -155,8 +155,8 @@ def _inspected_class(name: str, value: type) -> dict[str, Signature | None]:
         raw = inspect.getattr_static(value, item, None)
         static = isinstance(raw, staticmethod)
         raw = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
-        found[f"{name}.{item}"] = _inspected(raw, bound=not static)
-    return found
+        entries[f"{name}.{item}"] = _inspected(raw, bound=not static)
+    return entries
 
 
 def _annotations(value: type) -> set[str]:
@@ -203,16 +203,16 @@ def compare_module(path: str, text: str) -> list[Finding]:
     theirs = upstream_names(text, path.endswith("__init__.py"))
     ours = our_names(module, {name.partition(".")[0] for name in theirs})
     if ours is None:
-        return [Finding(module, name, "missing", "no such module") for name in theirs]
-    found = []
+        return [Finding(module, name, "missing", "no module") for name in theirs]
+    entries = []
     for name, signature in theirs.items():
         if name not in ours:
-            found.append(Finding(module, name, "missing"))
+            entries.append(Finding(module, name, "missing"))
             continue
         detail = difference(signature, ours[name]) if signature else ""
-        found.append(Finding(module, name, "differs" if detail else "same", detail))
+        entries.append(Finding(module, name, "differs" if detail else "same", detail))
     own = sorted(n for n in ours if "." not in n and n not in theirs and _defined_here(module, n))
-    return found + [Finding(module, name, "ours alone") for name in own]
+    return entries + [Finding(module, name, "ours alone") for name in own]
 
 
 def _defined_here(module: str, name: str) -> bool:
@@ -225,19 +225,19 @@ def difference(theirs: Signature, ours: Signature | None) -> str:
     if ours is None:
         return "a function, ours is none"
     here, there = {p.name: p for p in ours.parameters}, {p.name: p for p in theirs.parameters}
-    told = [f"lacks {n}" for n in there if n not in here] + [f"adds {n}" for n in here if n not in there]
+    differences = [f"lacks {n}" for n in there if n not in here] + [f"adds {n}" for n in here if n not in there]
     shared = [(p, here[name]) for name, p in there.items() if name in here]
     for p, own in shared:
         if p.passed != own.passed:
-            told.append(f"{p.name} is passed {p.passed}, ours {own.passed}")
+            differences.append(f"{p.name} is passed {p.passed}, ours {own.passed}")
         if _other_default(p.default, own.default):
-            told.append(f"default of {p.name}: {p.default or 'none'}, ours {own.default or 'none'}")
+            differences.append(f"default of {p.name}: {p.default or 'none'}, ours {own.default or 'none'}")
     by_place = [p.name for p, own in shared if BY_NAME not in (p.passed, own.passed)]
     if by_place != [n for n in here if n in by_place]:
-        told.append("another order")
+        differences.append("another order")
     if theirs.is_async != ours.is_async:
-        told.append("is awaited, ours not" if theirs.is_async else "is not awaited, ours is")
-    return "; ".join(told)
+        differences.append("is awaited, ours not" if theirs.is_async else "is not awaited, ours is")
+    return "; ".join(differences)
 
 
 def _other_default(theirs: str | None, ours: str | None) -> bool:

@@ -56,8 +56,8 @@ def reasons_table(parts: dict[str, list[Row]]) -> str:
                 places.setdefault(row.reason, Counter())[row.finding.module] += 1
     lines = ["| why | where, and how many names or keys |", "|---|---|"]
     for reason, modules in places.items():
-        told = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
-        lines.append(f"| {reason} | {told} |")
+        listing = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
+        lines.append(f"| {reason} | {listing} |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,10 +26,10 @@ def flat(tree: object, prefix: str = "") -> dict[str, object]:
     """{dotted key: value} of nested mappings; an empty mapping is a value."""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree}
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for key, value in tree.items():
-        found.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
-    return found
+        values.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return values
 
 
 def yaml_of(release: dict[str, str], path: str) -> DictConfig:

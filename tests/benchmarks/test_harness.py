@@ -1,6 +1,6 @@
 """What the benchmarks' figures rest on: order of runs, peak memory, bounds, and the reading of a run's metrics.
 
-Not covered: the figures themselves; `make bench` prints each beside its bound.
+Not covered: the results themselves; `make bench` prints each next to its bound.
 """
 
 import json

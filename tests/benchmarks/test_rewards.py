@@ -4,7 +4,7 @@ from benchmarks import rewards
 from verl.grading.sandbox import SandboxUnavailable
 
 
-def test_what_the_kernel_refuses_is_told_and_the_other_rows_are_measured(monkeypatch):
+def test_what_the_kernel_refuses_is_reported_and_the_other_rows_are_measured(monkeypatch):
     def programs(workers, limits):
         if not limits.unconfined:
             raise SandboxUnavailable("this machine cannot confine programs (user namespace)")
@@ -14,8 +14,8 @@ def test_what_the_kernel_refuses_is_told_and_the_other_rows_are_measured(monkeyp
     monkeypatch.setattr(rewards, "programs", programs)
     monkeypatch.setattr(rewards, "answers", lambda *asked: [5.0])
     monkeypatch.setattr(rewards, "say", said.append)
-    found = {row.name: row.value for row in rewards.run()}
+    values = {row.name: row.value for row in rewards.run()}
     measured = ("unconfined_runs_per_second_one", "math_answers_per_second_one", "gsm8k_answers_per_second_one")
-    assert found == dict(zip(measured, (2.0, 5.0, 5.0), strict=True))
+    assert values == dict(zip(measured, (2.0, 5.0, 5.0), strict=True))
     refused = "is not measured: this machine cannot confine programs (user namespace)"
     assert said[1:] == [f"sandbox_runs_per_second_{how} {refused}" for how in ("one", "all_cores")]

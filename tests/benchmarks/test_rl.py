@@ -40,9 +40,9 @@ def rows_of(module, monkeypatch):
 
 def wanted(*prefixes):
     """Names of `run.py` with a bound."""
-    found = {name for name in WANTED if name.startswith(prefixes)}
-    assert {prefix for prefix in prefixes if any(name.startswith(prefix) for name in found)} == set(prefixes)
-    return found
+    results = {name for name in WANTED if name.startswith(prefixes)}
+    assert {prefix for prefix in prefixes if any(name.startswith(prefix) for name in results)} == set(prefixes)
+    return results
 
 
 def test_every_module_is_run_here():
@@ -145,5 +145,5 @@ def test_trl_steps_to_the_limit(tmp_path):
     out = tmp_path / "trl.json"
     rl_whole_step.start([sys.executable, "-m", "benchmarks.trl_steps", str(tmp_path), "--out", str(out), *sizes],
                         tmp_path)  # fmt: skip
-    found = rl_whole_step.Steps(**json.loads(out.read_text()))
-    assert len(found.seconds) == 2 and found.tokens == [4.0, 4.0] and found.driver == []
+    results = rl_whole_step.Steps(**json.loads(out.read_text()))
+    assert len(results.seconds) == 2 and results.tokens == [4.0, 4.0] and results.driver == []

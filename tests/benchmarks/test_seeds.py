@@ -20,5 +20,5 @@ def test_a_seed_is_measured_once(tmp_path, monkeypatch, capfd):
     assert all(took > 0.05 for *_, took in first)
     assert capfd.readouterr().out.count("works on") == 3
     assert list(seeds.demo_runs("one", "demo")) == first
-    told = capfd.readouterr().out
-    assert "works on" not in told and told.count("measured before") == 3
+    output = capfd.readouterr().out
+    assert "works on" not in output and output.count("measured before") == 3

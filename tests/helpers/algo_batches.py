@@ -31,7 +31,7 @@ def counted(mask: Tensor) -> list[list[int]]:
 
 
 def junk_outside(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with large numbers where `mask` is 0: whoever reads there is found out. [B, T] -> [B, T]."""
+    """`values` with large numbers where `mask` is 0: code that reads there fails the test. [B, T] -> [B, T]."""
     return torch.where(mask.bool(), values, 40.0 * values.sign() + 3.0)
 
 

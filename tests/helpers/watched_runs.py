@@ -34,13 +34,13 @@ def wait_until(true: Callable[[], bool], run: subprocess.Popen, log: Path, secon
 
 def listening(processes: list[psutil.Process]) -> list[tuple[str, int, str, int]]:
     """(name and number of the process, address, port) of each TCP socket on which one of the processes listens."""
-    found = []
+    sockets = []
     for process in processes:
         try:
             name = Path((process.cmdline() or [process.name()])[0]).name.split(" ")[0].split("(")[0]
             name = next((a for a in process.cmdline()[1:3] if "dashboard" in a or "agent" in a), name)
             ours = [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            found += [(Path(name).name, process.pid, *c.laddr) for c in ours]
+            sockets += [(Path(name).name, process.pid, *c.laddr) for c in ours]
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return sockets

@@ -155,9 +155,9 @@ class Hostile:
 def test_a_hostile_rank_file_or_metadata_runs_nothing(tiny_llama, tmp_path):
     sentinel = tmp_path / "ran"
     torch.save({"a": Hostile(sentinel)}, tmp_path / "model_world_size_1_rank_0.pt")
-    with pytest.raises(SystemExit, match="rank_0.pt holds more than tensors and is not loaded") as told:
+    with pytest.raises(SystemExit, match="rank_0.pt holds more than tensors and is not loaded") as refusal:
         run("merge", "--local_dir", tmp_path, "--hf_model_path", tiny_llama, "--target_dir", tmp_path / "hf")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / ".metadata").write_bytes(pickle.dumps(Hostile(sentinel)))
     with pytest.raises(SystemExit, match="asks for .*open"):
@@ -165,7 +165,7 @@ def test_a_hostile_rank_file_or_metadata_runs_nothing(tiny_llama, tmp_path):
     assert not sentinel.exists() and not (tmp_path / "hf").exists()
 
 
-def test_wrong_folders_are_told_in_a_sentence(tiny_llama, tmp_path):
+def test_wrong_folders_are_refused_in_one_line(tiny_llama, tmp_path):
     folder, _ = saved(make_engine(tiny_llama), tmp_path)
     with pytest.raises(SystemExit, match="absent does not exist; expected"):
         run("merge", "--local_dir", tmp_path / "absent", "--target_dir", tmp_path / "hf")

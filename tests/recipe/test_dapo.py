@@ -47,7 +47,7 @@ def dapo(directory, group_class=OddPromptsAlike, **more):
 
 
 @pytest.fixture
-def told():
+def warnings():
     """What is logged as a warning."""
     lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
@@ -108,7 +108,7 @@ def test_surplus_prompts_survive_a_resume(tmp_path):
 
 
 @pytest.mark.process
-def test_surplus_prompts_of_other_data_are_dropped(tmp_path, told):
+def test_surplus_prompts_of_other_data_are_dropped(tmp_path, warnings):
     dapo(tmp_path, FakeGroup, trainer__save_freq=1, trainer__total_training_steps=1).fit()  # leaves 4 and 5 over
     config = dapo_config(tmp_path, trainer__allow_data_change="true", trainer__total_training_steps=2)
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
@@ -116,7 +116,7 @@ def test_surplus_prompts_of_other_data_are_dropped(tmp_path, told):
     again = fake_trainer(config, FakeGroup, RayDAPOTrainer)
     again.fit()
     assert again.actor_rollout_wg.generated == [["6", "7", "8", "9", "10", "11"]]
-    assert [line for line in told if "surplus" in line] == [
+    assert [line for line in warnings if "surplus" in line] == [
         "2 surplus prompts of the checkpoint are dropped: they are rows of other data\n"
     ]
 
@@ -140,13 +140,13 @@ class Unnumbered(RLHFDataset):
 
 
 @pytest.mark.process
-def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_path, told):
+def test_a_data_set_without_row_numbers_keeps_no_surplus_and_says_so_once(tmp_path, warnings):
     (tmp_path / "own.py").write_text(UNNUMBERED)
     own = {"data__custom_cls__path": tmp_path / "own.py", "data__custom_cls__name": "Unnumbered"}
     trainer = dapo(tmp_path, FakeGroup, **own)
     trainer.fit()
     assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
-    (line,) = [line for line in told if "keep_surplus" in line]
+    (line,) = [line for line in warnings if "keep_surplus" in line]
     assert "no column 'sample_index'" in line
 
 
@@ -217,9 +217,9 @@ def test_without_a_filter_it_is_the_plain_trainer(tmp_path):
 
 
 def test_metrics_of_all_generations_are_kept():
-    found = [{"actor/reward_kl_penalty": 1.0, "training/requested_samples": 4, "training/epoch": 0},
+    draws = [{"actor/reward_kl_penalty": 1.0, "training/requested_samples": 4, "training/epoch": 0},
              {"actor/reward_kl_penalty": 2.0, "training/requested_samples": 8, "training/epoch": 1}]
-    assert _merged(found) == {"actor/reward_kl_penalty": 1.5, "training/requested_samples": 12, "training/epoch": 1,
+    assert _merged(draws) == {"actor/reward_kl_penalty": 1.5, "training/requested_samples": 12, "training/epoch": 1,
                               "train/num_gen_batches": 2}
 
 

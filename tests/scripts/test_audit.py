@@ -51,31 +51,31 @@ def found_in(text, module="verl/utils/device.py"):
 
 
 def test_names_are_the_same_differ_are_missing_or_ours_alone():
-    found = found_in(DEVICE)
-    assert found["get_device_name"] == ("same", "")
-    assert found["get_nccl_backend"] == ("same", "")
-    assert found["get_device_id"] == ("differs", "lacks device")
-    assert {n for n, (status, _) in found.items() if status == "missing"} == {
+    findings = found_in(DEVICE)
+    assert findings["get_device_name"] == ("same", "")
+    assert findings["get_nccl_backend"] == ("same", "")
+    assert findings["get_device_id"] == ("differs", "lacks device")
+    assert {n for n, (status, _) in findings.items() if status == "missing"} == {
         "Gone", "Gone.size", "Gone.walk", "Gone.left", "Gone.right", "LIMIT"
     }  # fmt: skip
-    assert found["auto_set_device"] == ("ours alone", "")
-    assert "_private" not in found and "lower" not in found
+    assert findings["auto_set_device"] == ("ours alone", "")
+    assert "_private" not in findings and "lower" not in findings
 
 
 def test_signatures_are_compared_by_name_order_and_default():
-    def told(theirs, ours):
+    def diff(theirs, ours):
         return names.difference(parsed(f"def f({theirs}): ..."), parsed(f"def f({ours}): ..."))
 
-    assert told("a, b=1", "a, b=1") == told("a, b=X", "a, b=2") == told("a, *x, **y", "a, *args, **kwargs") == ""
-    assert told("a, b=1", "a, b=2") == "default of b: 1, ours 2"
-    assert told("a, b=None", "a, b") == "default of b: None, ours none"
-    assert told("a, b=X", "a, b") == "default of b: <expression>, ours none"
-    assert told("a, b", "b, a") == "another order" and told("*, a, b", "*, b, a") == ""
-    assert told("a, **kw", "a, c=3") == "lacks **kwargs; adds c"
-    assert told("a", "a, **kw") == "adds **kwargs" and told("a", "a, *x") == "adds *args"
-    assert told("a, *args", "a") == "lacks *args"
-    assert told("a, b", "a, *, b") == "b is passed by position or name, ours by name only"
-    assert told("a, /", "a") == "a is passed by position only, ours by position or name"
+    assert diff("a, b=1", "a, b=1") == diff("a, b=X", "a, b=2") == diff("a, *x, **y", "a, *args, **kwargs") == ""
+    assert diff("a, b=1", "a, b=2") == "default of b: 1, ours 2"
+    assert diff("a, b=None", "a, b") == "default of b: None, ours none"
+    assert diff("a, b=X", "a, b") == "default of b: <expression>, ours none"
+    assert diff("a, b", "b, a") == "another order" and diff("*, a, b", "*, b, a") == ""
+    assert diff("a, **kw", "a, c=3") == "lacks **kwargs; adds c"
+    assert diff("a", "a, **kw") == "adds **kwargs" and diff("a", "a, *x") == "adds *args"
+    assert diff("a, *args", "a") == "lacks *args"
+    assert diff("a, b", "a, *, b") == "b is passed by position or name, ours by name only"
+    assert diff("a, /", "a") == "a is passed by position only, ours by position or name"
 
 
 def test_a_function_is_compared_as_it_is_called():
@@ -123,38 +123,39 @@ def test_what_ray_adds_to_a_class_made_remote_is_left_out():
 
 
 def test_inherited_lazy_and_instance_names_of_ours_count():
-    found = found_in("class CriticWorker:\n    def init_model(self): ...\n    def world_size(self): ...\n",
+    findings = found_in("class CriticWorker:\n    def init_model(self): ...\n    def world_size(self): ...\n",
                      "verl/workers/fsdp_workers.py")  # fmt: skip
-    assert [found[n][0] for n in ("CriticWorker", "CriticWorker.init_model")] == ["same", "same"]
+    assert [findings[n][0] for n in ("CriticWorker", "CriticWorker.init_model")] == ["same", "same"]
     assert found_in("from verl.protocol import DataProto", "verl/__init__.py")["DataProto"][0] == "same"
 
 
 def test_keys_and_defaults_are_compared_in_our_composed_tree():
     theirs = "data:\n  path: x\n  prompt_key: prompt\n  gone: 1\nray: {}\ntrainer:\n  dry_run: 0\n"
-    found = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "evaluation")}
-    assert found["data.prompt_key"].status == "same"
-    assert (found["data.path"].status, found["data.path"].detail) == (
+    findings = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "evaluation")}
+    assert findings["data.prompt_key"].status == "same"
+    assert (findings["data.path"].status, findings["data.path"].detail) == (
         "differs", "default x, ours outputs/generation.parquet"
     )  # fmt: skip
-    assert found["data.gone"].status == found["ray"].status == "missing"
-    assert found["trainer.dry_run"].status == "differs"  # no number
-    assert found["custom_reward_function.path"].status == "ours alone"
+    assert findings["data.gone"].status == findings["ray"].status == "missing"
+    assert findings["trainer.dry_run"].status == "differs"  # no number
+    assert findings["custom_reward_function.path"].status == "ours alone"
     assert flat({"a": {"b": 1, "c": {}}}) == {"a.b": 1, "a.c": {}}
 
 
 def test_numbers_are_compared_as_numbers():
     theirs = "optim:\n  lr: 1e-5\n  weight_decay: 1e-1\n  clip_grad: 1\n"
-    found = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "sft_trainer")}
-    assert found["optim.lr"].status == found["optim.clip_grad"].status == "same"
-    assert found["optim.weight_decay"].detail == "default 0.1, ours 0.01"
+    findings = {f.name: f for f in keys.compare_keys({"t.yaml": theirs}, "t.yaml", "sft_trainer")}
+    assert findings["optim.lr"].status == findings["optim.clip_grad"].status == "same"
+    assert findings["optim.weight_decay"].detail == "default 0.1, ours 0.01"
 
 
 def test_metric_names_are_found_in_texts_and_formats():
     text = 'm = {"actor/pg_loss": 1, f"critic/score/{x}": 2, "not/a/metric": 3, "actor/new_one": 4, "actor": 5}'
     assert keys.metric_names(text) == {"actor/pg_loss", "critic/score/*", "actor/new_one"}
-    found = {f.name: f.status for f in keys.compare_metrics({"verl/trainer/a.py": text})}
-    assert (found["actor/pg_loss"], found["critic/score/*"], found["actor/new_one"]) == ("same", "same", "missing")
-    assert found["spd/hit_limit"] == "ours alone" and len(found) == len(METRICS) + 1
+    findings = {f.name: f.status for f in keys.compare_metrics({"verl/trainer/a.py": text})}
+    named = [findings[name] for name in ("actor/pg_loss", "critic/score/*", "actor/new_one")]
+    assert named == ["same", "same", "missing"]
+    assert findings["spd/hit_limit"] == "ours alone" and len(findings) == len(METRICS) + 1
 
 
 @pytest.fixture
@@ -171,9 +172,9 @@ def test_a_release_is_read_as_text_and_never_run(release, tmp_path, monkeypatch,
     monkeypatch.setattr("scripts.audit_upstream.check_changes", lambda *_: [])
     given = ["--upstream", str(tmp_path / "verl-9.9-py3-none-any.whl"), "--html", str(tmp_path / "out" / "audit.html")]
     assert main(given) == 1
-    told = capsys.readouterr().out
-    assert "missing without a reason: verl.utils.device:LIMIT" in told and "Gone.walk" not in told
-    assert "differs without a reason: verl.utils.device:get_device_id  lacks device" in told
+    diff = capsys.readouterr().out
+    assert "missing without a reason: verl.utils.device:LIMIT" in diff and "Gone.walk" not in diff
+    assert "differs without a reason: verl.utils.device:get_device_id  lacks device" in diff
     listed["reasons"] |= dict.fromkeys(("verl.utils.device:LIMIT", "verl.utils.device:get_device_id"), "Not needed.")
     reasons.write_text(yaml.safe_dump(listed))
     assert main(given) == 0
@@ -213,8 +214,10 @@ def test_changes_md_is_read_with_care(tmp_path):
         "`timing_s/...` `python -m there` `there.here` `here(for_seconds)` `page.html` `_seconds` `{'device': 'cpu'}`"
     )
     wrong = {
-        "make gone": "the Makefile has no such target", "gone/there.py": "no such file", "gone.html": "no such file",
-        "trainer.{device,gone}": "no such key", "actor/gone": "no such metric", "python -m gone": "no such module",
+        "make gone": "the Makefile does not have this target", "gone/there.py": "the file does not exist",
+        "gone.html": "the file does not exist",
+        "trainer.{device,gone}": "the key does not exist", "actor/gone": "the metric does not exist",
+        "python -m gone": "the module does not exist",
         "there.her": "the code has no 'her'", "x.y": "the code has no 'x'",
         "trainer.device=gpu": "the code has no 'gpu'", "two": "the code has no 'two'",
         "_minutes": "the code has no '_minutes'",
@@ -222,8 +225,8 @@ def test_changes_md_is_read_with_care(tmp_path):
     }  # fmt: skip
     file = tmp_path / "CHANGES.md"
     file.write_text(" ".join([right, *(f"`{piece}`" for piece in wrong)]))
-    told = [f"`{piece.replace('{device,gone}', 'gone')}`: {lack}" for piece, lack in wrong.items()]
-    assert changes.unfounded(file, {"trainer.device", "trainer.retry"}) == told
+    diff = [f"`{piece.replace('{device,gone}', 'gone')}`: {lack}" for piece, lack in wrong.items()]
+    assert changes.unfounded(file, {"trainer.device", "trainer.retry"}) == diff
 
 
 def test_additions_have_a_place_and_what_is_left_out_is_not_there(tmp_path):
@@ -256,14 +259,14 @@ def test_changes_md_counts_our_keys(tree):
 def test_changes_md_has_a_reason_for_every_difference():
     parts, reasons = audit_of_changes_md()
     assert {why for why, _ in reasons} <= {reason.text for reason in Reasons().reasons}
-    trees, told = set(keys.TREES.values()), Counter()
+    trees, diff = set(keys.TREES.values()), Counter()
     for _, places in reasons:
         for place, number in places.items():
-            told["metrics" if place == "metrics" else f"keys of {place}" if place in trees else "names"] += int(number)
+            diff["metrics" if place == "metrics" else f"keys of {place}" if place in trees else "names"] += int(number)
     differences = {part: count["differs"] + count["missing"] for part, count in parts.items()}
     relied = differences.pop("names importers rely on")
     del differences["names of other modules"]  # what is missing there needs no reason
-    assert told == Counter(differences, names=relied + parts["names of other modules"]["differs"])
+    assert diff == Counter(differences, names=relied + parts["names of other modules"]["differs"])
     assert all(count["unexplained"] == 0 for count in parts.values())
 
 

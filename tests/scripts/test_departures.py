@@ -17,7 +17,7 @@ MODE, TEST = "ppo_trainer:actor_rollout_ref.rollout.mode", "tests/test_a.py::tes
 UPSTREAM = {"verl/trainer/config/_generated_ppo_trainer.yaml": "actor_rollout_ref: {rollout: {mode: async}}"}
 
 
-def told(folder, row, ground, release=None):
+def errors_of(folder, row, ground, release=None):
     """What is wrong with this one row, whose ground stands in departures.yaml."""
     (folder / "tests").mkdir(exist_ok=True)
     (folder / "tests" / "test_a.py").write_text("def test_b(): ...\n")
@@ -45,16 +45,16 @@ def test_every_departure_is_a_default_of_ours_or_shown_by_a_test():
     ("| mode | a | b | why |", {"mode": TEST, "gone": TEST}, "'gone' is no row of CHANGES.md any more"),
 ])  # fmt: skip
 def test_a_row_is_checked(tmp_path, row, ground, wrong):
-    found = told(tmp_path, row, ground, UPSTREAM)
-    assert found == [] if wrong is None else len(found) == 1 and wrong in found[0], found
+    errors = errors_of(tmp_path, row, ground, UPSTREAM)
+    assert errors == [] if wrong is None else len(errors) == 1 and wrong in errors[0], errors
 
 
 def test_several_defaults_stand_in_one_cell(tmp_path):
     keys = [f"spd_trainer:actor_rollout_ref.actor.{name}" for name in ("optim.betas", "entropy_coeff")]
-    assert told(tmp_path, "| a | - | [0.9, 0.95], 0.3, in words | |", {"a": keys}) == []
-    assert len(told(tmp_path, "| a | - | [0.9, 0.95], 0.35 | |", {"a": keys})) == 1
+    assert errors_of(tmp_path, "| a | - | [0.9, 0.95], 0.3, in words | |", {"a": keys}) == []
+    assert len(errors_of(tmp_path, "| a | - | [0.9, 0.95], 0.35 | |", {"a": keys})) == 1
     alike = [f"ppo_trainer:actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")]
-    assert told(tmp_path, "| a | - | null, in words | |", {"a": alike}) == []
+    assert errors_of(tmp_path, "| a | - | null, in words | |", {"a": alike}) == []
 
 
 def test_a_value_head_has_no_dropout(tiny_llama):

@@ -82,7 +82,7 @@ class Adder(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self, rank):
         if self.rank == rank:
-            raise KeyError(f"no such thing on rank {rank}")
+            raise KeyError(f"nothing here on rank {rank}")
         time.sleep(15)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -195,12 +195,12 @@ def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_i
     wg = RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
     wg.add(0)
     start = time.monotonic()
-    with pytest.raises(KeyError, match="no such thing on rank 1") as caught:
+    with pytest.raises(KeyError, match="nothing here on rank 1") as caught:
         wg.fail(1)
     assert time.monotonic() - start < 10
     note = caught.value.__notes__[0]
     assert "rank 1" in note and "in fail" in note
-    assert "ray::Adder.fail()" in note and 'raise KeyError(f"no such thing' in note and "\x1b" not in note
+    assert "ray::Adder.fail()" in note and 'raise KeyError(f"nothing here' in note and "\x1b" not in note
     with pytest.raises(WorkerDiedError, match="rank 1 .* died while the group was in die"):
         wg.die(1)
 

@@ -24,7 +24,7 @@ CASES = {
     "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),
     "file": ({"custom_reward_function.path": "{here}/none.py"}, "custom_reward_function.path: no Python file at"),
     "name": ({"custom_reward_function.name": "compute_scores"}, "has no 'compute_scores'; it has: compute_score"),
-    "function": ({"custom_reward_function.name": "__doc__"}, "is None, no function"),
+    "function": ({"custom_reward_function.name": "__doc__"}, "is None, which is not a function"),
     "manager": ({"reward_manager.source": "importlib", "reward_manager.module.path": "{here}/none.py"},
                 "no Python file at"),
     "arithmetic": ({"trainer.n_gpus_per_node": 8, "data.train_batch_size": 9, "trainer.device": "cpu"}, ARITHMETIC),
@@ -46,10 +46,10 @@ def sound(tmp_path, tiny_llama, monkeypatch):
 
 def with_changes(sound, changes, folder):
     places = {"{plain}": str(folder / "plain"), "{here}": str(folder)}
-    found = [f"{key}={value}" for key, value in changes.items()]
+    changed = [f"{key}={value}" for key, value in changes.items()]
     for mark, place in places.items():
-        found = [text.replace(mark, place) for text in found]
-    return compose_ppo(*sound, *found)
+        changed = [text.replace(mark, place) for text in changed]
+    return compose_ppo(*sound, *changed)
 
 
 def wrong_part(capsys):
@@ -60,10 +60,10 @@ def wrong_part(capsys):
 def test_it_is_one_sentence_in_the_dry_run_and_at_the_start(sound, tmp_path, capsys, case):
     changes, said = CASES[case]
     assert dry_run(with_changes(sound, changes, tmp_path), known=compose_ppo()) == 1
-    told = wrong_part(capsys)
-    assert said in told
-    if case not in ("column", "manager"):  # of these both files, and every name that leads there, are told
-        assert told.startswith("1\n"), told
+    reported = wrong_part(capsys)
+    assert said in reported
+    if case not in ("column", "manager"):  # of these both files, and every name that leads there, are reported
+        assert reported.startswith("1\n"), reported
     with pytest.raises(SystemExit) as end:
         run_ppo(with_changes(sound, changes, tmp_path))
     assert said in str(end.value)
@@ -81,7 +81,7 @@ def test_nothing_is_wrong_with_the_command_line_that_the_cases_change(sound, tmp
         assert dry_run(with_changes(sound, changes, tmp_path), known=compose_ppo()) == 0, (changes, wrong_part(capsys))
 
 
-def test_a_file_without_the_column_is_told_once_a_file(sound, tmp_path, capsys):
+def test_a_missing_column_is_reported_once_per_file(sound, tmp_path, capsys):
     dry_run(with_changes(sound, {"data.prompt_key": "question"}, tmp_path), known=compose_ppo())
-    told = wrong_part(capsys)
-    assert [name for name in ("train.jsonl", "val.jsonl") if told.count(f"{Path(name)}, row") != 1] == []
+    reported = wrong_part(capsys)
+    assert [name for name in ("train.jsonl", "val.jsonl") if reported.count(f"{Path(name)}, row") != 1] == []

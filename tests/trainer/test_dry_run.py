@@ -129,11 +129,11 @@ def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
     assert code == 1 and "spd.backbone=x is unknown" in text
 
 
-def test_settings_without_effect_are_told_and_harm_nothing(overrides, capsys):
+def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys):
     code, text = plan([*overrides, "trainer.device=cpu", "trainer.esi_redundant_time=60"], capsys)
     assert code == 0
-    told = "trainer.esi_redundant_time=60 has no effect in this version: no instance's expiry is watched."
-    assert told in text.partition("Set, but without effect: 1")[2]
+    message = "trainer.esi_redundant_time=60 has no effect in this version: no instance's expiry is watched."
+    assert message in text.partition("Set, but without effect: 1")[2]
 
 
 def test_secrets_are_not_printed(overrides, capsys):

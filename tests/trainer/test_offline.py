@@ -96,7 +96,7 @@ def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_l
     assert generate(prompts, tiny_llama, tmp_path / "vllm.parquet", *settings, "rollout.name=vllm") == one
 
 
-def test_mistakes_are_told_in_a_sentence_and_nothing_is_written(tiny_llama, prompts, tmp_path):
+def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tiny_llama, prompts, tmp_path):
     out = tmp_path / "out.parquet"
     with pytest.raises(ValueError, match="data.n_samples=5 answers of .* would be one text 5 times"):
         generate(prompts, tiny_llama, out, "rollout.temperature=0")

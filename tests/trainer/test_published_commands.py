@@ -149,20 +149,20 @@ def planned(module, name, settings, paths, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_published_command_passes(name, paths, capsys):
-    code, told = planned("verl.trainer.config", "ppo_trainer", COMMANDS[name], paths, capsys)
-    assert code == 0, told
-    assert "Wrong on every machine: 0" in told
+    code, output = planned("verl.trainer.config", "ppo_trainer", COMMANDS[name], paths, capsys)
+    assert code == 0, output
+    assert "Wrong on every machine: 0" in output
 
 
 def test_the_published_dapo_command_passes(paths, capsys):
-    code, told = planned("recipe.dapo.config", "dapo_trainer", DAPO, paths, capsys)
-    assert code == 0, told
+    code, output = planned("recipe.dapo.config", "dapo_trainer", DAPO, paths, capsys)
+    assert code == 0, output
 
 
 def test_a_published_command_with_a_misspelt_key_does_not(paths, capsys):
     settings = COMMANDS["grpo"] + " actor_rollout_ref.rollout.nn=5"
-    code, told = planned("verl.trainer.config", "ppo_trainer", settings, paths, capsys)
-    assert code == 1 and "actor_rollout_ref.rollout.nn is no known key" in told
+    code, output = planned("verl.trainer.config", "ppo_trainer", settings, paths, capsys)
+    assert code == 1 and "actor_rollout_ref.rollout.nn is no known key" in output
 
 
 def typed(script, paths, python_folder):
@@ -174,9 +174,9 @@ def typed(script, paths, python_folder):
 @pytest.mark.process
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem in WHOLE], ids=lambda path: path.stem)
 def test_a_script_of_ours_passes_as_a_user_types_it(script, paths):
-    found = typed(script, paths, Path(sys.executable).parent)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-2000:]
-    assert re.search(r"Wrong on every machine: 0", found.stdout)
+    done = typed(script, paths, Path(sys.executable).parent)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"Wrong on every machine: 0", done.stdout)
 
 
 @pytest.mark.process
@@ -186,16 +186,16 @@ def test_what_a_script_of_ours_asks_for_passes(script, paths, tmp_path, capsys):
     for name in ("python", "python3"):
         (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
         (tmp_path / name).chmod(0o755)
-    found = typed(script, paths, tmp_path)
-    first, module, *given = found.stdout.split("\0")[:-1]
-    assert (found.returncode, first, module) == (0, "-m", "verl.trainer.main_ppo"), found.stderr
+    done = typed(script, paths, tmp_path)
+    first, module, *given = done.stdout.split("\0")[:-1]
+    assert (done.returncode, first, module) == (0, "-m", "verl.trainer.main_ppo"), done.stderr
     assert "trainer.dry_run=true" in given
     entry = ("verl.trainer.config", "ppo_trainer")
     with initialize_config_module(entry[0], version_base=None):
         config = compose(entry[1], overrides=given)
     code = dry_run(config, known=without_overrides(*entry))
-    told = capsys.readouterr().out.rpartition("Problems")[2]
-    assert code == 0 and "Wrong on every machine: 0" in told, told
+    output = capsys.readouterr().out.rpartition("Problems")[2]
+    assert code == 0 and "Wrong on every machine: 0" in output, output
 
 
 def test_every_script_stands_in_the_table():

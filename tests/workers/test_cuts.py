@@ -113,20 +113,20 @@ def on_ranks(role, mode):
 
 def on_two_ranks(rank, world_size, path, folder):
     """Metrics of this rank by (role, mode, cut); rank 0 leaves the gradients in files."""
-    made, found = engines(path), {}
+    made, results = engines(path), {}
     share = ragged_batch()[rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
     poisoned = DataProto(share.batch.clone(), {}, {})
     if rank == 1:
         poisoned.batch["returns"][2, 0] = float("nan")
     made["critic"].optimizer.seen = None
-    found["poisoned"] = critic_step(made["critic"], poisoned, "token-mean", "rows")
+    results["poisoned"] = critic_step(made["critic"], poisoned, "token-mean", "rows")
     for role, step in (("actor", actor_step), ("critic", critic_step)):
         for mode in LOSS_AGG_MODES:
             for cut in on_ranks(role, mode):
-                found[role, mode, cut], gradients = step(made[role], share, mode, cut)
+                results[role, mode, cut], gradients = step(made[role], share, mode, cut)
                 if rank == 0:
                     np.savez(f"{folder}/{role} {mode} {cut}.npz", *gradients)
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ def of_one(tiny_llama):
     leave_group()
 
 
-def same(found, expected):
-    metrics, gradients = found
+def same(results, expected):
+    metrics, gradients = results
     assert metrics.keys() == expected[0].keys()
     for name, value in expected[0].items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -178,9 +178,9 @@ def log_probs(engine, cut):
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "whole"])
 def test_log_probs_do_not_depend_on_the_cut(of_one, cut):
     engine = of_one[0]["actor"]
-    for found, expected in zip(log_probs(engine, cut), log_probs(engine, "whole"), strict=True):
+    for results, expected in zip(log_probs(engine, cut), log_probs(engine, "whole"), strict=True):
         assert expected.abs().sum() > 10
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(results, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -48,16 +48,16 @@ def test_values_stand_in_front_of_their_tokens(tiny_llama):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 def test_the_cut_into_micro_batches_changes_nothing(tiny_llama, mode):
-    found = []
+    results = []
     for micro in ({"ppo_micro_batch_size_per_gpu": 8}, {"ppo_micro_batch_size_per_gpu": 3},
                   {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20, "forward_max_token_len_per_gpu": 20}):
         made = critic(tiny_llama, loss_agg_mode=mode, **micro)
         metrics = made.update_critic(value_batch(made))
-        found.append((metrics["critic/vf_loss"][0], metrics["critic/grad_norm"][0], weights_of(made.engine)))
+        results.append((metrics["critic/vf_loss"][0], metrics["critic/grad_norm"][0], weights_of(made.engine)))
         leave_group()
-    for loss, norm, weights in found[1:]:
-        assert loss == pytest.approx(found[0][0], rel=1e-5) and norm == pytest.approx(found[0][1], rel=1e-4)
-        for a, b in zip(weights.values(), found[0][2].values(), strict=True):
+    for loss, norm, weights in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-5) and norm == pytest.approx(results[0][1], rel=1e-4)
+        for a, b in zip(weights.values(), results[0][2].values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -55,7 +55,7 @@ def moments_of(engine) -> dict:
 
 
 def resumed(rank, world_size, path, folder, file, **model):
-    """The losses of two steps behind the checkpoint in `folder`; the optimizer's state as loaded goes into `file`."""
+    """The losses of two steps after the checkpoint in `folder`; the optimizer's state as loaded goes into `file`."""
     engine = make_engine(path, **model)
     engine.load_checkpoint(folder)
     if rank == 0:
@@ -101,7 +101,7 @@ def of_two(odd_llama, tmp_path_factory):
 
 
 def other_ranks(rank, world_size, path, folder):
-    """{model: losses behind the resume}"""
+    """{model: losses after the resume}"""
     file = f"{folder}_on{world_size}_"
     return {
         "straight": resumed(rank, world_size, path, folder, f"{file}full.npz"),
@@ -126,9 +126,9 @@ def mean_metrics(of_two, name):
 def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name, model):
     """float32 sums in another order: 1e-5 is promised. Metrics of ranks are averaged, as the trainer does."""
     metrics, weights = sgd_step(0, 1, odd_llama, micro=8, **model)
-    found = mean_metrics(of_two, name)
+    results = mean_metrics(of_two, name)
     for key, value in metrics.items():
-        assert found[key] == pytest.approx(value[0], rel=1e-5, abs=1e-6), key
+        assert results[key] == pytest.approx(value[0], rel=1e-5, abs=1e-6), key
     for rank in range(2):
         for key, w in np.load(of_two[0][rank][name][1]).items():
             np.testing.assert_allclose(w, weights[key], atol=1e-5, err_msg=key)
@@ -152,11 +152,11 @@ def test_a_resumed_run_of_two_ranks_is_the_same_to_the_bit(of_two):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_the_same_loss_on_other_numbers(odd_llama, of_two, ranks):
-    found = [other_ranks(0, 1, odd_llama, of_two[1])] if ranks == 1 else run_ranks(
+    results = [other_ranks(0, 1, odd_llama, of_two[1])] if ranks == 1 else run_ranks(
         other_ranks, ranks, odd_llama, of_two[1]
     )  # fmt: skip
     for model in ("straight", "straight lora"):
-        losses = np.mean([of_rank[model] for of_rank in found], axis=0)
+        losses = np.mean([of_rank[model] for of_rank in results], axis=0)
         straight = np.mean([out[model][0] for out in of_two[0]], axis=0)
         assert losses[0] == pytest.approx(straight[0], abs=1e-5)
         assert losses[1] == pytest.approx(straight[1], abs=1e-3)  # behind an Adam step, which follows signs

@@ -244,7 +244,7 @@ def test_registry_names_the_nearest_and_the_modes():
 
 
 def on_ranks(rank, world_size, path):
-    """Each rank answers its own prompts; rank 1's stop early, while rank 0 goes on."""
+    """Each rank answers its own prompts; rank 1's stop early, while rank 0 continues."""
     engine = make_engine(path)
     batch = prompts(lengths=(6, 3, 4, 5), n=2)
     share = 4 // world_size
@@ -293,5 +293,5 @@ def gathered_while_it_generates(rank, world_size, path):
 
 @pytest.mark.slow
 def test_weights_are_gathered_once_for_all_tokens_and_shared_again_behind_them(tiny_llama):
-    for found in run_ranks(gathered_while_it_generates, 2, tiny_llama):
-        assert found[0] > 1 and found == [found[0]] * 3
+    for gathers in run_ranks(gathered_while_it_generates, 2, tiny_llama):
+        assert gathers[0] > 1 and gathers == [gathers[0]] * 3

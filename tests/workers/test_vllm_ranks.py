@@ -1,4 +1,4 @@
-"""One vLLM over two ranks (tensor parallel) beside the actor that both of them train."""
+"""One vLLM over two ranks (tensor parallel) in the processes of the actor that both of them train."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def on_two_ranks(rank, world_size, path):
 
 
 def test_an_engine_over_two_ranks_answers_each_ranks_prompts_with_the_trained_weights(tmp_path):
-    found = run_ranks(on_two_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
-    assert all(distance < 1e-4 for distances, _, _ in found for distance in distances)
-    (_, asked, answers), (_, asked_there, answers_there) = found
+    results = run_ranks(on_two_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
+    assert all(distance < 1e-4 for distances, _, _ in results for distance in distances)
+    (_, asked, answers), (_, asked_there, answers_there) = results
     assert asked != asked_there and answers != answers_there and len(answers) == len(answers_there) == 6

@@ -58,11 +58,11 @@ class Hybrid:
 
 @pytest.fixture(scope="module")
 def hybrid(wide_llama):
-    told = []
-    sink = logger.add(told.append, level="INFO", format="{message}")
+    log_lines = []
+    sink = logger.add(log_lines.append, level="INFO", format="{message}")
     made = Hybrid(wide_llama)
     logger.remove(sink)
-    made.told = [line.strip() for line in told]
+    made.log_lines = [line.strip() for line in log_lines]
     with pytest.raises(RuntimeError, match="update_weights before generate_sequences"):
         made.rollout.generate_sequences(prompts())  # before the first hand-over, whichever test runs first
     yield made
@@ -111,7 +111,7 @@ def test_weights_of_a_start_do_not_serve_an_actor():
 
 @pytest.mark.process
 def test_what_a_cpu_does_not_do_is_said_at_the_start(hybrid):
-    said = [line for line in hybrid.told if "enable_chunked_prefill" in line]
+    said = [line for line in hybrid.log_lines if "enable_chunked_prefill" in line]
     assert said == ["actor_rollout_ref.rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are read "
                     "whole there"]  # fmt: skip
     assert not hybrid.rollout.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
@@ -225,9 +225,9 @@ def test_greedy_validation_follows_the_argmax(hybrid):
 
 
 def counted(hybrid):
-    """(tokens looked up in the prefix cache, tokens found there) since the engine started."""
-    found = {metric.name: metric.value for metric in hybrid.rollout.llm.get_metrics() if hasattr(metric, "value")}
-    return np.array([found[f"vllm:prefix_cache_{what}"] for what in ("queries", "hits")])
+    """(tokens looked up in the prefix cache, tokens hit) since the engine started."""
+    values = {metric.name: metric.value for metric in hybrid.rollout.llm.get_metrics() if hasattr(metric, "value")}
+    return np.array([values[f"vllm:prefix_cache_{what}"] for what in ("queries", "hits")])
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""Misspelt keys, values out of range, names of parts, batch sizes: each found, named and mended in the message."""
+"""Misspelt keys, values out of range, names of parts, batch sizes: each is reported by name, with a fix."""
 
 import functools
 import subprocess
@@ -21,9 +21,9 @@ def problems(*overrides):
 
 
 def only(*overrides):
-    found = problems(*overrides)
-    assert len(found) == 1, [p.message for p in found]
-    return found[0]
+    reported = problems(*overrides)
+    assert len(reported) == 1, [p.message for p in reported]
+    return reported[0]
 
 
 def test_a_sound_config_has_no_problem():
@@ -41,9 +41,9 @@ def test_a_sound_config_has_no_problem():
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest(override, nearest):
-    found = only(override)
-    assert found.kind == "wrong"
-    assert f"did you mean {nearest}?" in found.message
+    reported = only(override)
+    assert reported.kind == "wrong"
+    assert f"did you mean {nearest}?" in reported.message
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_a_removed_key_is_told():
     ],
 )
 def test_a_wrong_value_is_named_with_its_mend(override, said):
-    found = only(override)
+    reported = only(override)
     key, _, value = override.partition("=")
-    assert key.rpartition(".")[2] in found.message
-    assert said in found.message
+    assert key.rpartition(".")[2] in reported.message
+    assert said in reported.message
 
 
 def test_an_unknown_estimator_has_the_nearest():
@@ -122,8 +122,8 @@ def test_what_the_workers_would_refuse_is_wrong_in_the_plan(override):
 def test_a_key_misspelt_in_a_yaml_of_the_users_own_is_unknown():
     """There the known tree, made from the same yaml, has it too."""
     config = compose_ppo(*SOUND, "+data.max_promt_length=3", "+actor_rollout_ref.rollout.val_kwargs.do_sampl=1")
-    found = [p.message for p in find_problems(config, known=config)]
-    assert found == [
+    reported = [p.message for p in find_problems(config, known=config)]
+    assert reported == [
         "data.max_promt_length is no known key; did you mean data.max_prompt_length?",
         "actor_rollout_ref.rollout.val_kwargs.do_sampl is no known key; did you mean "
         "actor_rollout_ref.rollout.val_kwargs.do_sample?",
@@ -131,28 +131,28 @@ def test_a_key_misspelt_in_a_yaml_of_the_users_own_is_unknown():
 
 
 def test_all_problems_come_at_once():
-    found = problems("data.truncation=lft", "+data.sed=1", "algorithm.gamma=2", "data.train_batch_size=60")
-    assert {p.key for p in found} >= {"data.truncation", "data.sed", "algorithm.gamma", "data.train_batch_size"}
+    reported = problems("data.truncation=lft", "+data.sed=1", "algorithm.gamma=2", "data.train_batch_size=60")
+    assert {p.key for p in reported} >= {"data.truncation", "data.sed", "algorithm.gamma", "data.train_batch_size"}
 
 
 # 8 ranks. 60 x 5 = 300 is no multiple of 8; since 5 and 8 share no divisor, prompts must be a multiple of 8: 56, 64.
 # 60 x 2 = 120 is a multiple of 8. 62 x 2 = 124 is not; 8 / gcd(2, 8) = 4, so a multiple of 4: 60 or 64.
 def test_samples_that_ranks_cannot_share():
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    found = only("data.train_batch_size=60", "actor_rollout_ref.rollout.n=5", mini)
-    assert "data.train_batch_size=60 x actor_rollout_ref.rollout.n=5 gives 300 samples" in found.message
-    assert "which 8 ranks cannot share evenly. Use a multiple of 8 (56 or 64)." in found.message
+    reported = only("data.train_batch_size=60", "actor_rollout_ref.rollout.n=5", mini)
+    assert "data.train_batch_size=60 x actor_rollout_ref.rollout.n=5 gives 300 samples" in reported.message
+    assert "which 8 ranks cannot share evenly. Use a multiple of 8 (56 or 64)." in reported.message
     assert problems("data.train_batch_size=60", "actor_rollout_ref.rollout.n=2", mini) == []
     assert "multiple of 4 (60 or 64)" in only("data.train_batch_size=62", "actor_rollout_ref.rollout.n=2", mini).message
 
 
 def test_shared_prompts_need_whole_groups_on_a_rank():
-    found = only(
+    reported = only(
         "data.train_batch_size=60", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.share_prompt_forward=true", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     )  # fmt: skip
-    assert "60 prompts cannot be shared by 8 ranks evenly" in found.message
-    assert "multiple of 8 (56 or 64)" in found.message
+    assert "60 prompts cannot be shared by 8 ranks evenly" in reported.message
+    assert "multiple of 8 (56 or 64)" in reported.message
 
 
 def test_a_mini_batch_larger_than_the_batch():
@@ -160,18 +160,18 @@ def test_a_mini_batch_larger_than_the_batch():
 
 
 def test_a_mini_batch_that_ranks_cannot_share():
-    found = only("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.n_gpus_per_node=8")
-    assert "gives 12 samples, which 8 ranks cannot share evenly. Use a multiple of 8 (8 or 16)." in found.message
+    reported = only("actor_rollout_ref.actor.ppo_mini_batch_size=12", "trainer.n_gpus_per_node=8")
+    assert "gives 12 samples, which 8 ranks cannot share evenly. Use a multiple of 8 (8 or 16)." in reported.message
 
 
 def test_without_a_filter_a_step_trains_on_all_that_is_drawn():
     minis = "actor_rollout_ref.actor.ppo_mini_batch_size"
     drawn = ("data.train_batch_size=32", "data.gen_batch_size=60", f"{minis}=8")
-    found = only(*drawn, "actor_rollout_ref.rollout.n=5")
-    assert "data.gen_batch_size=60 x actor_rollout_ref.rollout.n=5 gives 300 samples" in found.message
+    reported = only(*drawn, "actor_rollout_ref.rollout.n=5")
+    assert "data.gen_batch_size=60 x actor_rollout_ref.rollout.n=5 gives 300 samples" in reported.message
     assert problems("data.train_batch_size=32", "data.gen_batch_size=64", f"{minis}=64") == []
-    found = only("data.train_batch_size=32", "data.gen_batch_size=64", f"{minis}=128")
-    assert "larger than data.gen_batch_size=64" in found.message and "Use 64 or less" in found.message
+    reported = only("data.train_batch_size=32", "data.gen_batch_size=64", f"{minis}=128")
+    assert "larger than data.gen_batch_size=64" in reported.message and "Use 64 or less" in reported.message
     plain = OmegaConf.to_container(compose_ppo(*SOUND, *drawn), resolve=True)
     assert (plan_batches(plain).prompts, plan_batches(plain).mini_batches) == (60, 8)
 
@@ -185,11 +185,11 @@ def test_only_where_groups_are_filtered_may_generations_be_smaller_than_the_batc
         return [p.message for p in find_problems(made, known=config())], OmegaConf.to_container(made, resolve=True)
 
     filtered = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc")
-    found, plain = dapo("data.gen_batch_size=24", *filtered)
-    assert found == [] and plan_batches(plain).prompts == 64
+    reported, plain = dapo("data.gen_batch_size=24", *filtered)
+    assert reported == [] and plan_batches(plain).prompts == 64
     assert steps_in_all(100, plain) == 100 * 30 * 24 // 64  # 30 epochs of 100 draws, 64 prompts a step
-    found, plain = dapo("data.gen_batch_size=192", *filtered)
-    assert found == [] and plan_batches(plain).prompts == 64 and steps_in_all(100, plain) == 3000
+    reported, plain = dapo("data.gen_batch_size=192", *filtered)
+    assert reported == [] and plan_batches(plain).prompts == 64 and steps_in_all(100, plain) == 3000
     ((message,), _) = dapo("data.gen_batch_size=24")
     assert "data.gen_batch_size=24 is smaller than data.train_batch_size=64" in message
     assert "algorithm.filter_groups.enable=true" in message
@@ -214,8 +214,8 @@ REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
     ],
 )  # fmt: skip
 def test_what_an_algorithm_cannot_do_without_is_asked_for(overrides, key, said):
-    found = only(*overrides)
-    assert found.key == key and said in found.message
+    reported = only(*overrides)
+    assert reported.key == key and said in reported.message
 
 
 def test_what_is_not_used_is_not_asked_for():
@@ -237,8 +237,8 @@ def test_exactly_one_micro_batch_size():
 def test_the_old_micro_batch_size_is_shared_by_the_ranks():
     one = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"
     assert problems(one, "actor_rollout_ref.actor.ppo_micro_batch_size=16") == []
-    found = only(one, "actor_rollout_ref.actor.ppo_micro_batch_size=20")
-    assert "multiple of 8 (16 or 24), or set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2" in found.message
+    reported = only(one, "actor_rollout_ref.actor.ppo_micro_batch_size=20")
+    assert "multiple of 8 (16 or 24), or set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2" in reported.message
 
 
 def test_the_reference_needs_its_micro_batch_size_when_there_is_one():

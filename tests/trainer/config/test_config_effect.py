@@ -1,4 +1,4 @@
-"""Keys that nothing reads are told where they are set, and only there."""
+"""Keys without effect are reported where they are set, and only there."""
 
 from fnmatch import fnmatchcase
 
@@ -12,14 +12,14 @@ from verl.planning.config_effect import ENGINE_KEYS, NOT_READ, VLLM_NOT_READ, se
 from verl.utils.config import validate_config
 
 
-def told(*overrides):
+def messages(*overrides):
     return [p.message for p in settings_without_effect(compose_ppo(*SOUND, *overrides))]
 
 
 def test_defaults_and_followers_are_not_told():
-    assert told() == []
+    assert messages() == []
     key = "actor_rollout_ref.actor.use_torch_compile"  # ref and both engines follow it
-    assert told(f"{key}=true") == [f"{key}=true has no effect in this version: nothing is compiled."]
+    assert messages(f"{key}=true") == [f"{key}=true has no effect in this version: nothing is compiled."]
 
 
 @pytest.mark.parametrize(
@@ -42,16 +42,16 @@ def test_defaults_and_followers_are_not_told():
         "global_profiler.steps=[1]",
     ],
 )
-def test_a_key_that_nothing_reads_is_told_with_its_value(override):
-    (message,) = told(override)
+def test_a_key_without_effect_is_reported_with_its_value(override):
+    (message,) = messages(override)
     assert message.startswith(override.lstrip("+").partition("=")[0] + "=") and "has no effect" in message
 
 
 def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
-    assert told("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.name=own") == []
+    assert messages("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.name=own") == []
     name = "actor_rollout_ref.rollout.name=vllm"
-    assert told("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", name) == []
-    assert len(told("actor_rollout_ref.rollout.layered_summon=true", name)) == 1
+    assert messages("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", name) == []
+    assert len(messages("actor_rollout_ref.rollout.layered_summon=true", name)) == 1
 
 
 def test_each_line_of_the_table_names_a_key_that_exists():
@@ -60,7 +60,7 @@ def test_each_line_of_the_table_names_a_key_that_exists():
     assert [p for p in patterns if not any(fnmatchcase(key, p) for key in keys)] == []
 
 
-def test_they_are_told_at_the_start_too():
+def test_they_are_reported_at_the_start_too():
     lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     config = compose_ppo(*SOUND, "trainer.esi_redundant_time=60")

@@ -1,4 +1,4 @@
-"""Public keys of the trees beside ppo_trainer and sft_trainer are frozen: each one's own, over those it builds on."""
+"""Public keys of the trees other than ppo_trainer and sft_trainer are frozen: each tree's own keys."""
 
 from pathlib import Path
 

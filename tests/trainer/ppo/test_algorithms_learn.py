@@ -131,11 +131,11 @@ def test_a_reward_model_scores_the_last_token_of_each_answer(tiny_llama, tmp_pat
     )
     dumped = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
     assert rows[0]["critic/score/mean"] == pytest.approx(sum(row["score"] for row in dumped) / len(dumped), rel=1e-4)
-    tokenizer, found = make_tokenizer(), 0
+    tokenizer, matches = make_tokenizer(), 0
     for row in dumped:
         ids = tokenizer(row["input"] + " " + row["output"])["input_ids"]
         ends = [ids, [*ids, tokenizer.eos_token_id]]  # the dump leaves special tokens out
         with torch.no_grad():
             values = [model(input_ids=torch.tensor([i])).logits[0, -1, 0].item() for i in ends]
-        found += any(value == pytest.approx(row["score"], rel=1e-3, abs=1e-4) for value in values)
-    assert found > len(dumped) / 4  # an untrained model says special tokens in the middle of many answers
+        matches += any(value == pytest.approx(row["score"], rel=1e-3, abs=1e-4) for value in values)
+    assert matches > len(dumped) / 4  # an untrained model says special tokens in the middle of many answers

@@ -158,7 +158,7 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_run_that_hangs_at_once(tiny_llama, tmp_path):
-    """The task runner is in the driver's process: no actor of it stands beside the ranks."""
+    """The task runner is in the driver's process: it has no actor next to the ranks."""
     run = start(tmp_path, tiny_llama, trainer__total_epochs=10000)
     try:
         wait_for_rows(run, tmp_path, 1)

@@ -63,8 +63,8 @@ def reference_kept(log_ratio: Tensor, mask: Tensor, config) -> set:
     kept = set(own)
     if config.rollout_rs is not None:
         lower = config.rollout_rs_threshold_lower or 1 / config.rollout_rs_threshold
-        found = ratios(config.rollout_rs, log_ratio, positions)
-        kept = {p for p in kept if lower <= found[p] <= config.rollout_rs_threshold}
+        computed = ratios(config.rollout_rs, log_ratio, positions)
+        kept = {p for p in kept if lower <= computed[p] <= config.rollout_rs_threshold}
     if config.rollout_token_veto_threshold is not None:
         vetoed = {i for (i, t), w in own.items() if w < config.rollout_token_veto_threshold}
         kept = {(i, t) for i, t in kept if i not in vetoed}
@@ -134,10 +134,10 @@ def test_bypass_mode_holds_weights_and_rejection_still(batch, correction, loss_t
 def test_distances_agree_with_their_formulas(mask, seed):
     """k1 and k3 of KL(rollout || old) (Schulman 2020), chi^2 = E[w^2] - 1, a sequence's exp(-mean log pi)."""
     old, rollout = -normal(seed, *mask.shape).abs(), -normal(seed + 1, *mask.shape).abs()
-    found = compute_offpolicy_metrics(junk_outside(old, mask), junk_outside(rollout, mask), mask)
+    computed = compute_offpolicy_metrics(junk_outside(old, mask), junk_outside(rollout, mask), mask)
     rows = [(i, ts) for i, ts in enumerate(counted(mask)) if ts]
     if not rows:
-        assert found == {}
+        assert computed == {}
         return
     gaps = [[float(old[i, t] - rollout[i, t]) for t in ts] for i, ts in rows]
     ours = [-sum(float(old[i, t]) for t in ts) / len(ts) for i, ts in rows]
@@ -157,6 +157,6 @@ def test_distances_agree_with_their_formulas(mask, seed):
         "log_ppl_abs_diff": mean([abs(mean(row)) for row in gaps]),
         "log_ppl_diff_max": max(-mean(row) for row in gaps), "log_ppl_diff_min": min(-mean(row) for row in gaps),
     }  # fmt: skip
-    assert set(found) == set(expected)
+    assert set(computed) == set(expected)
     for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+        assert computed[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name

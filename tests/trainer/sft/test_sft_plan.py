@@ -77,25 +77,25 @@ def planned(published, model, settings, capsys):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_command_passes(published, tiny_llama, name, capsys):
-    code, told = planned(published, tiny_llama, PUBLISHED[name], capsys)
-    assert code == 0 and "Wrong on every machine: 0" in told, told[-3000:]
+    code, text = planned(published, tiny_llama, PUBLISHED[name], capsys)
+    assert code == 0 and "Wrong on every machine: 0" in text, text[-3000:]
     batch = 32 if name == "checkpoints" else 256
-    assert f"steps per epoch               │ {300 // batch}" in told and "Memory of one rank" in told
+    assert f"steps per epoch               │ {300 // batch}" in text and "Memory of one rank" in text
 
 
 def test_what_has_no_effect_is_told(published, tiny_llama, capsys):
-    told = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 3")[2]
+    text = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 3")[2]
     for key in ("model.use_liger=true", "data.micro_batch_size=4", "ulysses_sequence_parallel_size=2"):
-        assert f"{key} has no effect in this version" in told
+        assert f"{key} has no effect in this version" in text
 
 
 def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
     bad = "data.trunc=left model.lora_ranks=8 optim.lr_scheduler=cosin use_remove_padin=true optim.lr=-1"
-    code, told = planned(published, tiny_llama, bad, capsys)
+    code, text = planned(published, tiny_llama, bad, capsys)
     assert code == 1
     for said in ("data.trunc is no known key; did you mean data.truncation?", "did you mean model.lora_rank?",
                  "did you mean 'cosine'", "did you mean use_remove_padding?", "optim.lr=-1 is too small"):  # fmt: skip
-        assert said in told, said
+        assert said in text, said
 
 
 @pytest.mark.parametrize(("settings", "said"), [
@@ -109,8 +109,8 @@ def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
     ("model.fsdp_config.fsdp_size=3", "model.fsdp_config.fsdp_size=3 does not divide the 8 ranks"),
 ])  # fmt: skip
 def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys):
-    code, told = planned(published, tiny_llama, f"{GSM8K} {settings}", capsys)
-    assert code == 1 and said in told, told[-2000:]
+    code, text = planned(published, tiny_llama, f"{GSM8K} {settings}", capsys)
+    assert code == 1 and said in text, text[-2000:]
 
 
 @pytest.mark.parametrize(("more", "said"), [
@@ -133,8 +133,8 @@ def test_the_entry_runs_a_command_line(tmp_path, tiny_llama, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer", *settings, "use_remove_padding=true", "+data.max_len=3"])
     with pytest.raises(SystemExit) as ended:
         fsdp_sft_trainer.main()
-    told = capsys.readouterr().out
-    assert ended.value.code == 1 and "data.max_len is no known key; did you mean data.max_length?" in told
+    text = capsys.readouterr().out
+    assert ended.value.code == 1 and "data.max_len is no known key; did you mean data.max_length?" in text
 
 
 def test_each_yaml_default_is_the_dataclass_default(tmp_path):

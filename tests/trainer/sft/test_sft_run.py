@@ -163,14 +163,14 @@ def test_the_report_shows_the_run(tmp_path, tiny_llama):
 
 
 def started(directory, model, *more, ranks=None, **environment):
-    """The entry as a user starts it, with torchrun where `ranks` are given; its words go to directory/told."""
+    """The entry as a user starts it, with torchrun where `ranks` are given; its output goes to directory/log."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, "-m", "verl.trainer.fsdp_sft_trainer"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     settings = overrides(directory, model, trainer__total_epochs=2000)
-    with open(directory / "told", "w") as told:
+    with open(directory / "log", "w") as log:
         return subprocess.Popen(
-            [*command, *settings, *more], env=environment, cwd=directory, stdout=told, stderr=subprocess.STDOUT
+            [*command, *settings, *more], env=environment, cwd=directory, stdout=log, stderr=subprocess.STDOUT
         )
 
 
@@ -178,11 +178,11 @@ def started(directory, model, *more, ranks=None, **environment):
 def test_sigterm_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama):
     run = started(write_pairs(tmp_path), tiny_llama)
     out = tmp_path / "out"
-    wait_until(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path / "told")
+    wait_until(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path / "log")
     run.send_signal(signal.SIGTERM)
-    assert run.wait(timeout=300) == 0, (tmp_path / "told").read_text()[-3000:]
+    assert run.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
     last = metric_rows(tmp_path)[-1]["step"]
-    assert published_steps(out) == [last] and f"step {last} is finished and saved" in (tmp_path / "told").read_text()
+    assert published_steps(out) == [last] and f"step {last} is finished and saved" in (tmp_path / "log").read_text()
     verify_manifest(out / f"global_step_{last}")
 
 
@@ -196,7 +196,7 @@ def stopped(tiny_llama, tmp_path_factory):
     run = started(directory, tiny_llama, *settings, ranks=2, **SECRETS, **places)
     try:
         metrics = directory / "out" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metric_rows(directory), run, directory / "told")
+        wait_until(lambda: metrics.exists() and metric_rows(directory), run, directory / "log")
         job = family(run.pid)
         sockets = listening(job)
         run.send_signal(signal.SIGTERM)
@@ -209,9 +209,9 @@ def stopped(tiny_llama, tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_ranks_whose_launcher_is_stopped_finish_their_step_and_save(stopped):
-    told, out = (stopped.directory / "told").read_text(), stopped.directory / "out"
+    log, out = (stopped.directory / "log").read_text(), stopped.directory / "out"
     last = metric_rows(stopped.directory)[-1]["step"]
-    assert published_steps(out)[-1] == last and f"step {last} is finished and saved" in told, told[-3000:]
+    assert published_steps(out)[-1] == last and f"step {last} is finished and saved" in log, log[-3000:]
     verify_manifest(out / f"global_step_{last}")
     assert len(stopped.job) >= 3 and not any(process.is_running() for process in stopped.job)
 
@@ -219,7 +219,7 @@ def test_two_ranks_whose_launcher_is_stopped_finish_their_step_and_save(stopped)
 @pytest.mark.slow
 def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stopped):
     names = {f.name for f in stopped.directory.rglob("*") if f.is_file()}
-    assert {"told", "run_config.yaml", "report.html", "metrics.jsonl"} <= names and any("tfevents" in n for n in names)
+    assert {"log", "run_config.yaml", "report.html", "metrics.jsonl"} <= names and any("tfevents" in n for n in names)
     assert files_with_secrets(stopped.directory) == []
 
 
@@ -232,10 +232,10 @@ def test_only_the_ranks_meeting_points_listen_beyond_this_machine(stopped):
 
 @pytest.mark.slow
 def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp_path, tiny_llama):
-    """SIGKILL of launcher and rank behind a checkpoint, then the same command: metrics and weights bit for bit."""
+    """SIGKILL of launcher and rank after a checkpoint, then the same command: metrics and weights bit for bit."""
     settings = ("trainer.total_training_steps=8", "trainer.save_freq=3")
     run = started(write_pairs(tmp_path), tiny_llama, *settings, ranks=1)
-    wait_until(lambda: 3 in published_steps(tmp_path / "out"), run, tmp_path / "told")
+    wait_until(lambda: 3 in published_steps(tmp_path / "out"), run, tmp_path / "log")
     job = family(run.pid)
     for process in job:
         process.kill()
@@ -243,7 +243,7 @@ def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp
     assert psutil.wait_procs(job[1:], timeout=10)[1] == []
     killed_at = metric_rows(tmp_path)[-1]["step"]
     run = started(tmp_path, tiny_llama, *settings, ranks=1)
-    assert run.wait(timeout=300) == 0, (tmp_path / "told").read_text()[-3000:]
+    assert run.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-3000:]
     more = {"trainer__total_epochs": 2000, "trainer__total_training_steps": 8, "trainer__save_freq": 3}
     alone = make_trainer(write_pairs(tmp_path / "alone"), tiny_llama, **more)
     alone.fit()

@@ -22,8 +22,8 @@ def pairs(tmp_path):
 
 def step(trainer, steps=2):
     """Metrics of some steps and the weights after them."""
-    found = [trainer.training_step(trainer._draw()) for _ in range(steps)]
-    return found, weights_of(trainer.engine)
+    results = [trainer.training_step(trainer._draw()) for _ in range(steps)]
+    return results, weights_of(trainer.engine)
 
 
 def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, tiny_llama):
@@ -72,23 +72,23 @@ WAYS = ({}, {"data__packing": "true"})
 
 def _ways(directory, model):
     """Metrics of two steps, some weights after them, validation, of the padded and of the packed way."""
-    found = []
+    results = []
     for more in WAYS:
         trainer = make_trainer(Path(directory), model, **more)
         metrics, weights = step(trainer)
-        found.append((metrics, {k: v for k, v in weights.items() if "layers.0" in k}, trainer._validate()))
-    return found
+        results.append((metrics, {k: v for k, v in weights.items() if "layers.0" in k}, trainer._validate()))
+    return results
 
 
 RESUMED = {"trainer__total_training_steps": 4, "trainer__save_freq": 2, "data__packing": "true"}
 
 
 def _rank_ways(rank, world_size, directory, model):
-    """The same on this rank; then a run goes on that one rank alone has begun."""
+    """The same on this rank; then a run continues that one rank began alone."""
     torch.set_num_threads(1)
-    found = _ways(directory, model)
+    results = _ways(directory, model)
     make_trainer(Path(directory) / "begun", model, **RESUMED).fit()
-    return found
+    return results
 
 
 @pytest.mark.slow

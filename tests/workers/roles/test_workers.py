@@ -70,17 +70,17 @@ def test_the_reference_of_a_lora_run_is_its_base_model(worker, tiny_llama):
     samples = worker.generate_sequences(prompts(1))
     update(worker, samples, 1)
     samples.meta_info = {"temperature": 0.7}
-    found = worker.compute_ref_log_prob(samples).batch["ref_log_prob"]
+    computed = worker.compute_ref_log_prob(samples).batch["ref_log_prob"]
     batch, base = samples.batch, LlamaForCausalLM.from_pretrained(tiny_llama).eval()
     with torch.no_grad():
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
         log_p = (base(**inputs).logits[:, P - 1 : -1] / 0.7).log_softmax(-1)
     mask = batch["response_mask"].bool()
     expected = log_p.gather(-1, batch["responses"].unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(computed[mask], expected[mask], rtol=1e-4, atol=1e-5)
     samples.meta_info = {"temperature": 0.7}
     trained = worker.compute_log_prob(samples).batch["old_log_probs"]
-    assert (trained - found)[mask].abs().max() > 1e-3  # the adapters are on again, and have learned
+    assert (trained - computed)[mask].abs().max() > 1e-3  # the adapters are on again, and have learned
 
 
 def test_samples_carry_their_weights_version_and_an_outdated_rollout_is_refused(worker, tmp_path):
@@ -160,7 +160,7 @@ def test_a_reward_model_reads_the_answer_in_its_own_template_and_vocabulary(tiny
 
     ours, asked = make_tokenizer(), ["1 + 2 =", "3 * 4 = a b c d e f g h"]
     answers = [ours(text)["input_ids"] for text in ("3 .", "1 2 . a b")]
-    told = [ours.decode(ids) for ids in answers]
+    texts = [ours.decode(ids) for ids in answers]
     responses = torch.zeros(2, 6, dtype=torch.int64)
     for row, ids in enumerate(answers):
         responses[row, : len(ids)] = torch.tensor(ids)
@@ -172,7 +172,7 @@ def test_a_reward_model_reads_the_answer_in_its_own_template_and_vocabulary(tiny
     )  # fmt: skip
     scores = worker.compute_rm_score(data).batch["rm_scores"]
     for row in range(2):
-        text = f"z {asked[row]} y {told[row]} <eos>"
+        text = f"z {asked[row]} y {texts[row]} <eos>"
         ids = theirs(text)["input_ids"][-12:]  # the second conversation is too long: its beginning is cut
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([ids])).logits[0, -1, 0].item()
