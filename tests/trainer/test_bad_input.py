@@ -11,7 +11,7 @@ from tests.helpers.rl_run import overrides
 from verl.trainer.dry_run import dry_run
 from verl.trainer.main_ppo import run_ppo
 
-TEMPLATE = "no chat template, which makes prompts of messages. Set actor_rollout_ref.model.custom_chat_template"
+TEMPLATE = "no chat template, which turns messages into prompts. Set actor_rollout_ref.model.custom_chat_template"
 HEADS = "attention heads of dimension {}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has"
 ARITHMETIC = (
     "data.train_batch_size=9 x actor_rollout_ref.rollout.n=4 gives 36 samples, which 8 ranks cannot share evenly. "
@@ -24,7 +24,7 @@ CASES = {
     "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),
     "file": ({"custom_reward_function.path": "{here}/none.py"}, "custom_reward_function.path: no Python file at"),
     "name": ({"custom_reward_function.name": "compute_scores"}, "has no 'compute_scores'; it has: compute_score"),
-    "function": ({"custom_reward_function.name": "__doc__"}, "is None, which is not a function"),
+    "function": ({"custom_reward_function.name": "__doc__"}, "is None; name a function."),
     "manager": ({"reward_manager.source": "importlib", "reward_manager.module.path": "{here}/none.py"},
                 "no Python file at"),
     "arithmetic": ({"trainer.n_gpus_per_node": 8, "data.train_batch_size": 9, "trainer.device": "cpu"}, ARITHMETIC),
