@@ -171,7 +171,7 @@ def local_server(config: DictConfig, known: DictConfig) -> Iterator[None]:
     from recipe.spd.settings import SPDSettings
     from verl.planning.config_check import find_problems
     from verl.planning.problems import ConfigError, raise_if_any
-    from verl.trainer.dry_run_checks import refuse_bad_input
+    from verl.trainer.ppo.plan import refuse_bad_input
 
     try:
         raise_if_any(find_problems(config, known=known))
@@ -227,7 +227,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list[Exception]]:
     """Training and validation data (None without), and every error that prevents preparing them."""
-    from verl.trainer.dry_run_checks import load_model_part
+    from verl.planning.checks import load_model_part
     from verl.utils.tokenizer import hf_tokenizer
 
     options = ("blocks", "metadata", "val_blocks", "val_metadata")
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hydra.errors import HydraException
 
     from recipe.spd.server import sees_gpu
-    from verl.trainer.dry_run_checks import ModelError
+    from verl.planning.checks import ModelError
 
     if args.device is None:
         args.device = "cuda" if sees_gpu() else "cpu"

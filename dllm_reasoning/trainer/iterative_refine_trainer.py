@@ -29,7 +29,7 @@ from verl.utils.import_utils import load_extern_object
 from verl.workers.policy.causal_lm import causal_model
 
 if TYPE_CHECKING:
-    from verl.trainer.dry_run_checks import Findings
+    from verl.planning.checks import Findings
 
 SEED_COLUMN = "noise_seed"
 VALIDATION_SEED = 1_000_003  # of the first row of the validation set; row n has this plus n

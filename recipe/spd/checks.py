@@ -23,7 +23,7 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     from recipe.spd.client import URLS_VARIABLE, server_urls
     from recipe.spd.dataset import SEP_VARIABLE, resolve_sep_token_id
     from recipe.spd.settings import SPDSettings
-    from verl.trainer.dry_run_checks import ModelError, load_model_part
+    from verl.planning.checks import ModelError, load_model_part
 
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "spd":
@@ -55,7 +55,7 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """A server of another model is wrong; absent if none answers (a warning while another one does)."""
     from recipe.spd.client import URLS_VARIABLE, ClientSettings, VllmEngineServer
-    from verl.trainer.dry_run_checks import check_url
+    from verl.planning.checks import check_url
 
     silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
     answering = [url for url in urls if url not in silent]

@@ -194,7 +194,7 @@ def test_a_misspelt_optional_column_is_reported(bed, capsys, monkeypatch, tmp_pa
 def test_a_missing_or_damaged_model_or_tokenizer_folder_is_named(bed, capsys, monkeypatch, tmp_path):
     none = tmp_path / "none"
     code, output = prepare(bed, capsys, monkeypatch, tmp_path, model=none)
-    assert (code, output) == (1, f"--model={none}: no such folder. Name a model folder, or a model of the hub.")
+    assert (code, output) == (1, f"--model={none}: the folder does not exist. Name a model folder, or a model of the hub.")
     torn = shutil.copytree(bed.target, tmp_path / "torn")
     (torn / "tokenizer.json").write_text('{"version": "1.0", "mod')
     code, output = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)
@@ -240,9 +240,9 @@ def test_an_empty_draft_and_a_missing_column_of_a_prepared_row_are_refused(bed, 
 
 def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp_path):
     text = refusal(monkeypatch, bed, actor_rollout_ref__model__path="/no/such/model")
-    assert "actor_rollout_ref.model.path=/no/such/model: no such folder." in text
+    assert "actor_rollout_ref.model.path=/no/such/model: the folder does not exist." in text
     text = refusal(monkeypatch, bed, spd__target_path="/no/such/target")
-    assert one_problem(text).startswith("  - spd.target_path=/no/such/target: no such folder.")
+    assert one_problem(text).startswith("  - spd.target_path=/no/such/target: the folder does not exist.")
     model = shutil.copytree(bed.target, tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])

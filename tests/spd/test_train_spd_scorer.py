@@ -199,7 +199,7 @@ def test_all_errors_of_the_data_and_settings_are_reported_at_once(tmp_path, caps
     assert code == 1 and len(lines) == 3
     assert lines[0] == f"--metadata {tmp_path / 'none.jsonl'}: the file does not exist."
     assert lines[1] == "--val-blocks v.jsonl: the file does not exist."
-    assert lines[2].startswith("--model=/no/model: no such folder")
+    assert lines[2].startswith("--model=/no/model: the folder does not exist")
 
 
 @pytest.mark.parametrize(

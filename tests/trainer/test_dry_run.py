@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 from tests.helpers.configs import compose_ppo
+from verl.planning.checks import check_url
 from verl.planning.problems import absent, register_check, wrong
-from verl.trainer.dry_run import dry_run
-from verl.trainer.dry_run_checks import check_url
+from verl.trainer.ppo.plan import dry_run
 
 
 def prompts(count, **changes):
@@ -81,7 +81,7 @@ def test_every_problem_is_listed_at_once(overrides, capsys, tmp_path):
 
 def test_a_folder_that_is_missing_is_wrong_and_a_hub_name_is_absent(overrides, capsys):
     code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.model.path=/no/such/folder"], capsys)
-    assert code == 1 and "/no/such/folder: no such folder" in text
+    assert code == 1 and "/no/such/folder: the folder does not exist" in text
     code, text = plan([*overrides, "trainer.device=cpu", "actor_rollout_ref.model.path=someone/some-model"], capsys)
     assert code == 0 and "someone/some-model is neither a folder nor in the cache" in text
     assert row(text, "prompts for training") == "70"
@@ -115,7 +115,7 @@ def test_training_samples_cannot_be_drawn_at_temperature_zero(overrides, capsys)
 
 def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
     monkeypatch.setattr("verl.planning.problems.CHECKS", checks := [])
-    monkeypatch.setattr("verl.trainer.dry_run.CHECKS", checks)
+    monkeypatch.setattr("verl.trainer.ppo.plan.CHECKS", checks)
 
     @register_check
     def servers(config, findings):

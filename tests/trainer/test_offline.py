@@ -223,6 +223,6 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     assert code == 0 and not out.exists()
     wrong = ("data.path=none.jsonl", "model.path=/no/one")
     code, said = planned(capsys, main_generation.main, "generation", *given, *wrong)
-    assert code == 1 and "model.path=/no/one: no such folder" in said
+    assert code == 1 and "model.path=/no/one: the folder does not exist" in said
     code, said = planned(capsys, main_generation.main, "generation", *given, "data.n_samples=0", "trainer.nnodes=2")
     assert code == 1 and "data.n_samples" in said and "trainer.nnodes" in said

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_module
 
-from verl.trainer.dry_run import dry_run
+from verl.trainer.ppo.plan import dry_run
 from verl.utils.config import forced_override
 
 ROOT = Path(__file__).resolve().parents[2]

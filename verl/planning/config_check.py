@@ -74,18 +74,31 @@ def find_problems(
     `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
     SECTIONS are compared. The two roles follow from the config where they are not given.
     """
-    found, plain = tree_problems(config, SECTIONS, known=known, fixed=FIXED)
-    if plain is None or "actor_rollout_ref" not in plain or "algorithm" not in plain:
-        return found
-    found += registered_names(plain)
-    whole = all(isinstance(select(plain, section, None), Mapping) for section in SECTIONS)
-    if whole and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in found):
+    problems, plain = tree_problems(config, SECTIONS, known=known, fixed=FIXED)
+    if plain is None:
+        return problems
+    return problems + rl_problems(config, plain, problems, use_reference_policy, use_critic)
+
+
+def rl_problems(
+    config: DictConfig, plain: Mapping[str, Any], problems: list[Problem], use_reference_policy: bool | None = None,
+    use_critic: bool | None = None,
+) -> list[Problem]:
+    """Problems beyond keys and values: names of registered parts, batch arithmetic, rules between sections.
+
+    `plain` is the resolved tree, `problems` what is known of it: batch sizes with a wrong value are not computed with.
+    """
+    if "actor_rollout_ref" not in plain or "algorithm" not in plain:
+        return []
+    more = registered_names(plain)
+    complete = all(isinstance(select(plain, section, None), Mapping) for section in SECTIONS)
+    if complete and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in problems):
         reference, critic = roles_in_use(plain)
         reference = reference if use_reference_policy is None else use_reference_policy
         critic = critic if use_critic is None else use_critic
-        found += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
-        found += cross_problems(plain)
-    return found
+        more += batch_problems(plain, use_reference_policy=reference, use_critic=critic)
+        more += cross_problems(plain)
+    return more
 
 
 def tree_problems(

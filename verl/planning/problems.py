@@ -60,7 +60,7 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
         raise ConfigError(fatal)
 
 
-# (config, findings of verl.trainer.dry_run_checks: tokenizer, hf_config, ...) -> problems
+# (config, findings of verl.planning.checks: tokenizer, hf_config, ...) -> problems
 Check = Callable[[Any, Any], Iterable[Problem]]
 CHECKS: list[Check] = []
 

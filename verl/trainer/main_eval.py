@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.offline import EvaluationDataConfig
 from verl.grading.pool import Failure, GradingPool
-from verl.trainer.offline_plan import EVALUATION, plan_evaluation, refuse_problems
+from verl.planning.problems import raise_if_any
+from verl.trainer.offline_plan import evaluation_entry
 from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
@@ -24,10 +25,11 @@ from verl.workers.reward_manager.reward_rows import RewardError, Row, parse_resu
 
 @hydra_main(config_path="config", config_name="evaluation")
 def main(config: DictConfig) -> None:
+    entry = evaluation_entry(lambda: read_answers(config)[1], lambda: get_custom_reward_fn(config))
     if config.trainer.dry_run:
-        sys.exit(plan_evaluation(config, lambda: read_answers(config)[1], lambda: get_custom_reward_fn(config)))
+        sys.exit(entry.dry_run(config))
     try:
-        refuse_problems(config, EVALUATION)
+        raise_if_any(entry.problems(config))
         scores = evaluate(config)
     except (ValueError, OSError, RewardError, RuntimeError, AttributeError, OmegaConfBaseException) as error:
         sys.exit(str(error))

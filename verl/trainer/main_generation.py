@@ -19,8 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.planning.problems import raise_if_any
 from verl.protocol import DataProto
-from verl.trainer.offline_plan import GENERATION, plan_generation, refuse_problems
+from verl.trainer.offline_plan import generation_entry
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
 from verl.utils.distributed import (
@@ -40,10 +41,11 @@ if TYPE_CHECKING:
 
 @hydra_main(config_path="config", config_name="generation")
 def main(config: DictConfig) -> None:
+    entry = generation_entry(lambda tokenizer: read_prompts(config, tokenizer))
     if config.trainer.dry_run:
-        sys.exit(plan_generation(config, lambda tokenizer: read_prompts(config, tokenizer)))
+        sys.exit(entry.dry_run(config))
     try:
-        refuse_problems(config, GENERATION)
+        raise_if_any(entry.problems(config))
         run_generation(config)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         sys.exit(str(error))

@@ -43,10 +43,10 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None, *, known: DictCon
     application it is composed here.
     """
     if config.trainer.dry_run:
-        from verl.trainer.dry_run import dry_run
+        from verl.trainer.ppo.plan import dry_run
 
         sys.exit(dry_run(config, known=known))
-    from verl.trainer.dry_run_checks import refuse_bad_input
+    from verl.trainer.ppo.plan import refuse_bad_input
 
     try:
         validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)

@@ -1,71 +1,61 @@
-"""Keys and dry run of the entries that train nothing: main_generation, main_eval."""
+"""Dry runs of the entries that train nothing: main_generation, main_eval."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
-from verl.planning.config_check import tree_problems
-from verl.planning.problems import Problem, one_line, raise_if_any, wrong
-from verl.trainer.dry_run import figure, present, print_rows, unless_wrong
-from verl.trainer.dry_run_checks import Findings, check_gpus, check_models
+from verl.planning.checks import Findings, check_gpus, check_models
+from verl.planning.dry_run import Entry, count_text, print_rows
+from verl.planning.problems import Problem, one_line, wrong
 from verl.workers.config import HFModelConfig, RewardModelConfig, RolloutConfig
 
-GENERATION = {
-    "trainer": GenerationTrainerConfig, "data": GenerationDataConfig, "model": HFModelConfig, "rollout": RolloutConfig,
-}  # fmt: skip
-EVALUATION = {"data": EvaluationDataConfig, "reward_model": RewardModelConfig}
 
+def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
+    """main_generation; `read_prompts(tokenizer)` returns the data set."""
 
-def refuse_problems(config: DictConfig, sections: Mapping[str, type]) -> None:
-    """A ConfigError with every unknown key, missing value and wrong type or range."""
-    raise_if_any(tree_problems(config, sections)[0])
-
-
-def plan_generation(config: DictConfig, read_prompts: Callable[[Any], Any]) -> int:
-    """Print config, plan and problems of main_generation; the exit code. `read_prompts(tokenizer)`: the data set."""
-
-    def look(console: Console, problems: list[Problem]) -> None:
-        found = Findings()
-        check_models(config.model, found, "model", "model.path")
+    def plan(console: Console, config: DictConfig) -> list[Problem]:
+        findings = Findings()
+        check_models(config.model, findings, "model", "model.path")
         prompts = None
-        if found.tokenizer is not None:
-            prompts = _noted(found.problems, "data.path", lambda: len(read_prompts(found.tokenizer)))
-        problems += [*found.problems, *check_gpus(config)]
+        if findings.tokenizer is not None:
+            prompts = _tried(findings.problems, "data.path", lambda: len(read_prompts(findings.tokenizer)))
         ranks, samples = config.trainer.n_gpus_per_node, config.data.n_samples
         console.rule("Plan")
         print_rows(console, {
-            "prompts": figure(prompts), "answers": figure(prompts and prompts * samples), "ranks": str(ranks),
-            "prompts a rank": figure(prompts and -(-prompts // ranks)),
-            "prompts at a time": figure(config.data.batch_size),
+            "prompts": count_text(prompts), "answers": count_text(prompts and prompts * samples), "ranks": str(ranks),
+            "prompts a rank": count_text(prompts and -(-prompts // ranks)),
+            "prompts at a time": count_text(config.data.batch_size),
         })  # fmt: skip
+        return [*findings.problems, *check_gpus(config)]
 
-    problems = tree_problems(config, GENERATION)[0]
-    return present(config, problems, unless_wrong(problems, look))
+    sections = {"trainer": GenerationTrainerConfig, "data": GenerationDataConfig, "model": HFModelConfig}
+    return Entry({**sections, "rollout": RolloutConfig}, (), plan)
 
 
-def plan_evaluation(config: DictConfig, read_answers: Callable[[], list[Any]], load: Callable[[], Any]) -> int:
-    """The same of main_eval. `read_answers()` checks and gives the answers, `load()` the reward function."""
+def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:
+    """main_eval; `read_answers()` checks and returns the answers, `load_reward()` the reward function."""
 
-    def look(console: Console, problems: list[Problem]) -> None:
-        _noted(problems, "custom_reward_function", load)
-        answers = _noted(problems, "data.path", read_answers)
+    def plan(console: Console, config: DictConfig) -> list[Problem]:
+        problems: list[Problem] = []
+        _tried(problems, "custom_reward_function", load_reward)
+        answers = _tried(problems, "data.path", read_answers)
         console.rule("Plan")
         count = None if answers is None else len(answers)
-        print_rows(console, {"answers": figure(count), "processes": figure(config.reward_model.num_workers)})
+        print_rows(console, {"answers": count_text(count), "processes": count_text(config.reward_model.num_workers)})
+        return problems
 
-    problems = tree_problems(config, EVALUATION)[0]
-    return present(config, problems, unless_wrong(problems, look))
+    return Entry({"data": EvaluationDataConfig, "reward_model": RewardModelConfig}, (), plan)
 
 
-def _noted(problems: list[Problem], key: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives; None, with the problem noted, where it raises."""
+def _tried(problems: list[Problem], key: str, work: Callable[[], Any]) -> Any:
+    """The result of `work`; None if it raises, which is added to the problems."""
     try:
         return work()
-    except Exception as error:  # files and functions of the user's raise almost anything; its text is the finding
+    except Exception as error:  # files and functions of users raise almost anything; its text is the problem
         problems.append(wrong(key, one_line(error)))
         return None

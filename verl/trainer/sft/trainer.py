@@ -33,7 +33,7 @@ from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
 
 if TYPE_CHECKING:
-    from verl.trainer.dry_run_checks import Findings
+    from verl.planning.checks import Findings
 
 
 class FSDPSFTTrainer:
@@ -103,9 +103,9 @@ class FSDPSFTTrainer:
         )  # fmt: skip
 
     @classmethod
-    def problems(cls, config: DictConfig, found: Findings) -> Iterable[Problem]:
-        """What else stands in the way of this run, at a start and in a dry run; `found` is what is known of its model
-        (tokenizer and hf_config are None where they could not be loaded)."""
+    def problems(cls, config: DictConfig, findings: Findings) -> Iterable[Problem]:
+        """Further problems of a run, at a start and in a dry run. `findings` has its model's tokenizer and hf_config,
+        None if they could not be loaded."""
         return ()
 
     @classmethod

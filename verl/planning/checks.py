@@ -1,0 +1,225 @@
+"""Checks of what a run needs beyond its config: data, tokenizer, model, packages, this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+from omegaconf import DictConfig, ListConfig
+
+from verl.planning.problems import ConfigError, Problem, absent, one_line, wrong
+from verl.utils.redact import redact_text
+from verl.utils.weight_files import safetensors_of, tensor_shapes
+
+ROWS_CHECKED = 20_000
+ROWS_AT_START = 200  # of each data set: a run reads the others soon enough
+ROW_ERRORS_SHOWN = 5
+LOGGER_PACKAGES = {"wandb", "tensorboard", "trackio", "mlflow", "swanlab", "clearml"}
+_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
+
+
+@dataclass
+class Findings:
+    """What the checks learned for the plan (None where unknown), and the problems."""
+
+    to_start: bool = False  # a run, not a plan: the hub may be asked, and weights must exist
+    tokenizer: Any = None
+    processor: Any = None
+    hf_config: Any = None
+    datasets: dict[str, Any] = field(default_factory=dict)  # data.train_files, data.val_files -> its data set
+    train_prompts: int | None = None
+    val_prompts: int | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+
+def check_models(
+    model: Any, findings: Findings, key: str = "actor_rollout_ref.model", path_key: str = "actor_rollout_ref.model.path"
+) -> None:
+    """Load tokenizer, processor and config.json of the model, and check that the weight files are complete.
+
+    `model` has HFModelConfig's settings, under `key`; `path_key` is the key of its path.
+    """
+    from transformers import AutoConfig
+
+    from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+    trust = {"trust_remote_code": model.trust_remote_code, "local_files_only": not findings.to_start}
+    tokenizer_key = f"{key}.tokenizer_path" if model.tokenizer_path else path_key
+
+    def load_config(path: str) -> Any:
+        files = safetensors_of(path)
+        tensor_shapes(files)
+        if findings.to_start and Path(path).is_dir() and not files and not any(Path(path).glob("*.bin")):
+            raise FileNotFoundError("the folder holds no weights (*.safetensors, *.bin)")
+        return AutoConfig.from_pretrained(path, **trust, **(model.override_config or {}))
+
+    def load_tokenizer(path: str) -> tuple[Any, Any]:
+        tokenizer = hf_tokenizer(path, **trust)
+        if model.custom_chat_template is not None:
+            tokenizer.chat_template = model.custom_chat_template
+        return tokenizer, hf_processor(path, **trust)
+
+    def load_adapter(path: str) -> None:
+        if (folder := Path(path)).is_dir():  # else a name of the hub
+            json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
+
+    findings.hf_config = _load(findings, path_key, model.path, load_config)
+    if findings.hf_config is not None or model.tokenizer_path:
+        loaded = _load(findings, tokenizer_key, model.tokenizer_path or model.path, load_tokenizer)
+        findings.tokenizer, findings.processor = loaded or (None, None)
+    if model.lora_adapter_path:
+        _load(findings, f"{key}.lora_adapter_path", model.lora_adapter_path, load_adapter)
+
+
+def _load(findings: Findings, key: str, path: str, load: Callable[[str], Any]) -> Any:
+    """The result of `load` for a model folder or hub name; None if it fails, which is added to the problems."""
+    try:
+        return load_model_part(key, path, load)
+    except ModelError as e:
+        findings.problems.append(e.problem)
+        return None
+
+
+class ModelError(ValueError):
+    """Something cannot be loaded from a model folder (wrong) or by a name of the hub (absent here)."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def load_model_part(key: str, path: str, load: Callable[[str], Any]) -> Any:
+    """The result of `load` for a model folder or a name of the hub; raises ModelError, which names `key`."""
+    local, named = Path(path).expanduser(), f"{key}={path}"
+    is_hub_name = not local.exists() and bool(_HUB_NAME.match(path))
+    if not local.exists() and not is_hub_name:
+        raise ModelError(wrong(key, f"{named}: the folder does not exist. Name a model folder, or a model of the hub."))
+    try:
+        return load(path if is_hub_name else str(local))
+    except Exception as e:  # the readers of a model's files raise almost anything; its text is the problem
+        if not is_hub_name:
+            raise ModelError(wrong(key, f"{named} cannot be loaded: {one_line(e)}")) from e
+        here = f"{named} is neither a folder nor in the cache of the hub"
+        raise ModelError(absent(key, f"{here} ({one_line(str(e).strip().partition(chr(10))[0])}).")) from e
+
+
+def check_fills_a_batch(findings: Findings, batch: Any, what: str, key: str = "data.train_batch_size") -> None:
+    """Whether the training data has one batch, of the size that `key` sets, of `what`."""
+    count = findings.train_prompts
+    if count is not None and isinstance(batch, int) and count < batch:
+        rule = f"data.train_files has {count} {what}, which do not fill one batch of {batch}."
+        problem = wrong(key, f"{rule} Set {key}={count} or less.")
+        findings.problems.append(problem)
+
+
+def check_splits(
+    data: DictConfig,
+    findings: Findings,
+    rows: int,
+    find_class: Callable[[], Any],
+    make: Callable[[list[str], str], Any],
+    lacks: Callable[[Mapping[str, Any]], str | None],
+) -> bool:
+    """Files, class and first `rows` rows of data.train_files and data.val_files; False without a usable class.
+
+    `make(files, split)` returns the data set, `lacks(sample)` a message about what a sample lacks.
+    """
+    from verl.utils.dataset.rl_dataset import read_rows
+
+    try:
+        find_class()
+    except ConfigError as e:
+        findings.problems += e.problems
+        return False
+    except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as e:
+        findings.problems.append(wrong("data.custom_cls", f"data.custom_cls: {e}"))
+        return False
+    for split in ("train", "val"):
+        key = f"data.{split}_files"
+        files = data[f"{split}_files"]
+        files = list(files) if isinstance(files, list | ListConfig) else [files] if files is not None else []
+        missing = [f for f in files if not Path(f).expanduser().is_file()]
+        if missing:
+            rule = f"{key}: the file does not exist: {', '.join(missing)}."
+            findings.problems.append(wrong(key, f"{rule} Prepare it, or name another."))
+        if missing or not files:
+            continue
+        try:
+            if findings.tokenizer is None:  # rows cannot be tokenized, but counted
+                count = sum(len(read_rows(f)) for f in files)
+            else:
+                dataset = make(files, split)
+                findings.datasets[key], count = dataset, len(dataset)
+                findings.problems += row_problems(dataset, key, rows, lacks)
+        except Exception as e:  # a user's class may raise anything; its text is the problem
+            findings.problems.append(wrong(key, f"{key}: {one_line(e)}"))
+            continue
+        setattr(findings, f"{split}_prompts", count)
+    return True
+
+
+def row_problems(
+    dataset: Any, key: str, rows: int, lacks: Callable[[Mapping[str, Any]], str | None]
+) -> Iterator[Problem]:
+    """Problems of the first `rows` samples of the data set of `key`; `lacks` as for check_splits."""
+    from verl.utils.dataset.rl_dataset import MissingColumn
+
+    broken = 0
+    for i in range(min(len(dataset), rows)):
+        try:
+            row = dataset[i]
+        except Exception as e:  # a user's class may raise anything; its text is the problem
+            broken += 1
+            if broken <= ROW_ERRORS_SHOWN:
+                yield wrong(key, f"{key}: {one_line(e)}")
+            if isinstance(e, MissingColumn):
+                return
+            continue
+        if message := lacks(row):
+            yield wrong(key, f"{key}, row {i}: {message}")
+            break
+    if broken > ROW_ERRORS_SHOWN:
+        yield wrong(key, f"{key}: {broken - ROW_ERRORS_SHOWN} further rows have errors like these.")
+
+
+def check_machine(config: DictConfig) -> Iterator[Problem]:
+    """GPUs and packages that the run needs and this machine lacks."""
+    yield from check_gpus(config)
+    trainer = config.trainer
+    backends = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
+    for backend in sorted(LOGGER_PACKAGES.intersection(backends)):
+        if importlib.util.find_spec(backend) is None:
+            yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {backend}")
+
+
+def check_gpus(config: DictConfig) -> Iterator[Problem]:
+    """Ranks of trainer.device=cuda for which this machine has no GPU."""
+    import torch
+
+    trainer, wanted = config.trainer, config.trainer.n_gpus_per_node
+    if trainer.device == "cuda" and (here := torch.cuda.device_count()) < wanted:  # through NVML: makes no context
+        key = "trainer.n_gpus_per_node"
+        need = f"{key}={wanted} with trainer.device=cuda: this machine has {here} GPUs"
+        yield absent(key, f"{need}. On a machine without GPUs: trainer.device=cpu.")
+
+
+def check_url(key: str, url: str, timeout: float = 2.0) -> list[Problem]:
+    """Absent unless something answers at an HTTP address (any status will do)."""
+    shown = redact_text(url)
+    try:
+        urllib.request.urlopen(url, timeout=timeout).close()
+    except HTTPError:
+        return []
+    except ValueError:
+        return [wrong(key, f"{key}={shown} is not an address; expected http://host:port/...")]
+    except OSError as e:
+        return [absent(key, f"{key}={shown} does not answer from here ({e}).")]
+    return []

@@ -1,0 +1,90 @@
+"""Dry runs: `trainer.dry_run=true` prints a run's config, its plan and every problem, and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from verl.planning.config_check import FIXED, tree_problems
+from verl.planning.memory_estimate import ModelSize
+from verl.planning.problems import TITLES, WRONG, Problem
+from verl.utils.redact import redact_text, redacted_yaml
+
+Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Problem]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command that reads a config: what its dry run checks and plans, and what stops its start.
+
+    `config_type`: the dataclass of each section of the tree, "" for the root. `checks(config, plain, problems)` are
+    rules beyond types and ranges; `plain` is the resolved tree, `problems` what is known before. `plan(console,
+    config)` prints the plan and returns further problems, for example of data and models; it is left out for a config
+    with problems unless `plans_wrong_configs`.
+    """
+
+    config_type: Mapping[str, type]
+    checks: tuple[Check, ...]
+    plan: Callable[[Console, DictConfig], Iterable[Problem]]
+    plans_wrong_configs: bool = False
+
+    def problems(self, config: DictConfig, known: DictConfig | None = None) -> list[Problem]:
+        """The problems of the tree itself; `known` is the tree without overrides, see `tree_problems`."""
+        problems, plain = tree_problems(config, self.config_type, known=known, fixed=FIXED)
+        if plain is not None:
+            for check in self.checks:
+                problems += check(config, plain, problems)
+        return problems
+
+    def dry_run(self, config: DictConfig, known: DictConfig | None = None) -> int:
+        """Print config, plan and problems; the exit code, 1 if anything is wrong on every machine."""
+        problems = self.problems(config, known)
+        console = Console(soft_wrap=True)
+        console.rule("Config")
+        console.print(Syntax(redacted_yaml(config), "yaml", background_color="default"))
+        complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
+        if complete and (self.plans_wrong_configs or not any(p.kind == WRONG for p in problems)):
+            problems += self.plan(console, config)
+        elif complete:
+            console.print("No plan: the config itself has problems.")
+        problems = list(dict.fromkeys(problems))
+        console.rule("Problems")
+        for kind, title in TITLES.items():
+            of_kind = [p for p in problems if p.kind == kind]
+            console.print(f"[bold]{title}: {len(of_kind)}[/bold]")
+            for problem in of_kind:
+                console.print(f"  - {escape(redact_text(problem.message))}", highlight=False)
+        if any(p.kind == WRONG for p in problems):
+            return 1
+        console.print("Nothing is wrong with this config. Leave out trainer.dry_run=true to start it.")
+        return 0
+
+
+def memory_table(size: ModelSize, parts: Mapping[str, int]) -> Table:
+    """A table of the parts of one rank's memory, in bytes."""
+    table = Table(title=f"Memory of one rank, roughly ({size.parameters:,} parameters, {size.trainable:,} trained)")
+    table.add_column("part")
+    table.add_column("MiB", justify="right")
+    for name, count in parts.items():
+        table.add_row(name, f"{count / 2**20:,.1f}")
+    return table
+
+
+def print_rows(console: Console, rows: Mapping[str, str]) -> None:
+    """Print a table of names and values."""
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def count_text(value: int | None) -> str:
+    """A count, or that it is unknown."""
+    return "unknown" if value is None else f"{value:,}"

@@ -1,0 +1,167 @@
+"""Plan and checks of an RL run: plug-ins, data, batch sizes, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from verl.planning.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
+from verl.planning.checks import (
+    ROWS_AT_START,
+    ROWS_CHECKED,
+    Findings,
+    check_fills_a_batch,
+    check_machine,
+    check_models,
+    check_splits,
+)
+from verl.planning.config_check import ARITHMETIC, SECTIONS, find_problems, rl_problems
+from verl.planning.config_effect import settings_without_effect
+from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
+from verl.planning.memory_estimate import estimate_memory, measure_loaded
+from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
+
+
+def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
+    """Print config, plan and problems of an RL run; 1 if anything is wrong on every machine, else 0.
+
+    `known` is the tree without overrides, composed here inside a Hydra application. Recipes add checks through
+    `verl.planning.problems.register_check`.
+    """
+    return ENTRY.dry_run(config, known)
+
+
+def refuse_bad_input(config: DictConfig) -> None:
+    """Raise one ConfigError with everything that would stop this run: model, plug-ins, data, registered checks.
+
+    For a start on this machine, where absent is as bad as wrong. On a cluster (RAY_ADDRESS) nothing is checked: its
+    nodes have the files.
+    """
+    settings = config.ray_kwargs.ray_init
+    if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
+        return
+    findings = Findings(to_start=True)
+    check_models(config.actor_rollout_ref.model, findings)
+    findings.problems += check_plugins(config)
+    check_data(config, findings, rows=ROWS_AT_START)
+    for check in CHECKS:
+        findings.problems += check(config, findings)
+    if fatal := list(dict.fromkeys(p for p in findings.problems if p.kind in (WRONG, ABSENT))):
+        raise ConfigError(fatal)
+
+
+def check_plugins(config: DictConfig) -> Iterator[Problem]:
+    """Names that the registries of the workers must know, and the user's reward function."""
+    from verl.trainer.ppo.reward import get_custom_reward_fn, get_manager_class
+    from verl.utils.model import get_model_loader
+    from verl.workers.policy import get_policy
+    from verl.workers.rollout.base import get_rollout_class
+
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    checks: dict[str, Callable[[], Any]] = {
+        "actor_rollout_ref.model.loader.name": lambda: get_model_loader(model.loader.name),
+        "actor_rollout_ref.model.policy.name": lambda: get_policy(model.policy.name, **model.policy.kwargs),
+        "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
+        "custom_reward_function.path": lambda: get_custom_reward_fn(config),
+        "reward_manager.name": lambda: get_manager_class(config),
+    }
+    for key, look_up in checks.items():
+        try:
+            look_up()
+        except ImportError as e:
+            yield absent(key, f"{key}: a package is missing here: {e}")
+        except (ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
+            yield wrong(key, f"{key}: {e}" if key not in str(e) else str(e))
+
+
+def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED) -> None:
+    """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
+    from verl.utils.dataset.builders import create_rl_dataset
+    from verl.utils.dataset.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
+
+    data, parts = config.data, (config.data, findings.tokenizer, findings.processor)
+
+    def find_class() -> None:
+        templated = issubclass(get_dataset_class(data), RLHFDataset)
+        if templated and findings.tokenizer is not None and not findings.tokenizer.chat_template:
+            key = "actor_rollout_ref.model.custom_chat_template"
+            raise ConfigError([wrong(key, no_chat_template(findings.tokenizer))])
+
+    def make(files: list[str], split: str) -> Any:
+        return create_rl_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
+
+    def lacks(row: Mapping[str, Any]) -> str | None:
+        missing = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
+        hint = ", or set data.reward_fn_key" if data.reward_fn_key in missing else ""
+        text = f"no column {', '.join(missing)} (columns: {', '.join(sorted(row))})"
+        return f"{text}. Add it when the data is prepared{hint}." if missing else None
+
+    if check_splits(data, findings, rows, find_class, make, lacks):
+        drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
+        check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
+
+
+def _plan(console: Console, config: DictConfig) -> list[Problem]:
+    """Print the plan; the problems of models, plug-ins, data and machine, and of checks that recipes registered."""
+    findings = Findings()
+    check_models(config.actor_rollout_ref.model, findings)
+    findings.problems += check_plugins(config)
+    check_data(config, findings)
+    findings.problems += check_machine(config)
+    for check in CHECKS:
+        findings.problems += check(config, findings)
+    _print_plan(console, config, findings)
+    return findings.problems
+
+
+def _count_steps(config: DictConfig, prompts: int | None) -> tuple[int | None, int | None]:
+    """(steps per epoch, steps in all), None where unknown or where the prompts do not fill one batch."""
+    drawn, wanted = config.data.gen_batch_size, config.data.train_batch_size
+    sound = isinstance(drawn, int) and isinstance(wanted, int)
+    if prompts is None or not sound or not 1 <= drawn <= prompts:
+        return None, None
+    steps = config.trainer.total_training_steps or steps_in_all(prompts // drawn, config)
+    return prompts // max(drawn, wanted), steps
+
+
+def _print_plan(console: Console, config: DictConfig, findings: Findings) -> None:
+    console.rule("Plan")
+    per_epoch, steps = _count_steps(config, findings.train_prompts)
+    wrong_sizes = any(p.kind == WRONG and p.key.rpartition(".")[2] in ARITHMETIC for p in find_problems(config))
+    plan = None if wrong_sizes else plan_batches(OmegaConf.to_container(config, resolve=True))
+    print_rows(
+        console,
+        {
+            "prompts for training": count_text(findings.train_prompts),
+            "prompts for validation": count_text(findings.val_prompts),
+            **(plan.rows() if plan else {}),
+            "steps per epoch": count_text(per_epoch),
+            "steps in all": count_text(steps),
+        },
+    )
+    if plan is not None and findings.hf_config is not None:
+        console.print(_memory_table(config, findings, plan))
+    else:
+        console.print("No memory estimate: it needs the model's config and batch sizes without problems.")
+
+
+def _memory_table(config: DictConfig, findings: Findings, plan: BatchPlan) -> Table:
+    plain = OmegaConf.to_container(config, resolve=True)
+    size, exact = measure_loaded(findings.hf_config, plain)
+    parts = estimate_memory(size, plain, plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
+    table = memory_table(size, parts)
+    if not exact:
+        loader = config.actor_rollout_ref.model.loader.name
+        table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
+    return table
+
+
+ENTRY = Entry(
+    SECTIONS, (rl_problems, lambda config, plain, problems: settings_without_effect(config)), _plan,
+    plans_wrong_configs=True,
+)  # fmt: skip
