@@ -194,7 +194,8 @@ def test_a_misspelt_optional_column_is_reported(bed, capsys, monkeypatch, tmp_pa
 def test_a_missing_or_damaged_model_or_tokenizer_folder_is_named(bed, capsys, monkeypatch, tmp_path):
     none = tmp_path / "none"
     code, output = prepare(bed, capsys, monkeypatch, tmp_path, model=none)
-    assert (code, output) == (1, f"--model={none}: the folder does not exist. Name a model folder, or a model of the hub.")
+    rule = f"--model={none}: the folder does not exist."
+    assert (code, output) == (1, f"{rule} Name a model folder, or a model of the hub.")
     torn = shutil.copytree(bed.target, tmp_path / "torn")
     (torn / "tokenizer.json").write_text('{"version": "1.0", "mod')
     code, output = prepare(bed, capsys, monkeypatch, tmp_path, tokenizer=torn)

@@ -114,7 +114,7 @@ def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys
 
 
 @pytest.mark.parametrize(("more", "said"), [
-    ({"model__partial_pretrain": "/no/such/folder"}, "model.partial_pretrain=/no/such/folder: the folder does not exist"),
+    ({"model__partial_pretrain": "/no/such/folder"}, "model.partial_pretrain=/no/such/folder: the folder does"),
     ({"data__max_length": 4}, "row 0: the sample has 10 tokens, data.max_length=4"),
     ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: file does not exist"),
     ({"data__response_key": "reply"}, "row 0: has no column 'reply'"),

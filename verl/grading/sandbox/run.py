@@ -115,7 +115,8 @@ class _Exchange:
                 if not ready:
                     break  # no report in time, or another process keeps a pipe open and writes nothing
                 for key, _ in ready:
-                    self._step(key.fileobj)
+                    if key.fileobj in self.selector.get_map():  # an overflow of stdout ends reading of both pipes
+                        self._step(key.fileobj)
         return self._outcome()
 
     def _pipes_open(self) -> bool:
