@@ -161,26 +161,15 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
 
 
 @contextmanager
-def local_server(config: DictConfig, known: DictConfig) -> Iterator[None]:
-    """Run a vLLM server during the block; it loads while Ray and the ranks start, which find it by LOCAL_VARIABLE.
+def local_server(config: DictConfig) -> Iterator[None]:
+    """Run a vLLM server during the training; it loads while Ray and the ranks start, which find it by LOCAL_VARIABLE.
 
-    No server starts if the config names some, for a cluster, several nodes, a dry run, or a config that the trainer
-    refuses.
+    Not where the config names servers, on a running cluster, or on several nodes.
     """
     from recipe.spd.server import LOCAL_VARIABLE, server_of
     from recipe.spd.settings import SPDSettings
-    from verl.planning.config_check import find_problems
-    from verl.planning.problems import ConfigError, raise_if_any
-    from verl.trainer.ppo.plan import refuse_bad_input
 
-    try:
-        raise_if_any(find_problems(config, known=known))
-        refuse_bad_input(config)
-        refused = False
-    except ConfigError:  # the trainer reports it
-        refused = True
-    elsewhere = os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1 or config.spd.rollout.servers
-    if refused or elsewhere or config.trainer.dry_run:
+    if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1 or config.spd.rollout.servers:
         yield
         return
     settings = SPDSettings.from_custom(OmegaConf.to_container(config.spd, resolve=True))
@@ -198,8 +187,7 @@ def run_training(config: DictConfig, known: DictConfig) -> None:
     from verl.trainer.main_ppo import run_ppo
 
     signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
-    with local_server(config, known):
-        run_ppo(config, known=known)
+    run_ppo(config, known=known, services=local_server)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

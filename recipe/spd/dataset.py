@@ -28,10 +28,11 @@ SEP_VARIABLE = "SPD_SEP_TOKEN_ID"
 def build_spd_input(
     context_ids: list[int], draft_ids: list[int], target_ids: list[int], sep_token_id: int
 ) -> tuple[list[int], dict[str, int]]:
-    """The scorer's input ids, and the offsets of its parts in it."""
+    """The scorer's input ids, and the offsets of its parts in it. Raises ValueError without a bonus token."""
     if len(target_ids) != len(draft_ids) + 1:
         raise ValueError(
-            f"{len(target_ids)} target ids for {len(draft_ids)} draft ids; one more (the bonus token) is needed."
+            f"{len(target_ids)} target_ids for {len(draft_ids)} draft_ids; one more target id (the bonus token) is "
+            "needed."
         )
     ids = [*context_ids, sep_token_id, *draft_ids, sep_token_id, *target_ids, sep_token_id]
     draft_start = len(context_ids) + 1
@@ -83,6 +84,12 @@ class SPDInputData:
     def as_kwargs(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of ScoringActor.forward."""
         return dict(vars(self))
+
+
+def block_error(block: Mapping[str, Any], vocabulary: int) -> str:
+    """The error in the ids and optional columns of a block; empty if there is none."""
+    wrong = (ids_error(name, block[name], vocabulary) for name in IDS)
+    return next(filter(None, (*wrong, facts_error(block), spelling_error(tuple(block)))), "")
 
 
 def ids_error(name: str, ids: Any, vocabulary: int) -> str:
@@ -208,17 +215,15 @@ class SPDRLHFDataset(Dataset):
             raise self.error(item, f"extra_info lacks {', '.join(missing)}; make the file with train_spd_scorer.py.")
         if "ground_truth" not in row["reward_model"]:
             raise self.error(item, f"reward_model has no 'ground_truth'; it has {sorted(row['reward_model'])}.")
-        lists = {"input_ids": ids, **{name: extra[name] for name in IDS}}
-        wrong = [ids_error(name, given, self.vocabulary) for name, given in lists.items()]
-        wrong += [facts_error(extra), truth_error(row["reward_model"]["ground_truth"]), spelling_error(tuple(extra))]
-        if error := next(filter(None, wrong), ""):
+        error = ids_error("input_ids", ids, self.vocabulary) or block_error(extra, self.vocabulary)
+        if error := error or truth_error(row["reward_model"]["ground_truth"]):
             raise self.error(item, error)
         context, draft, target = (extra[name] for name in IDS)
-        if len(target) != len(draft) + 1:
-            counts = f"{len(draft)} draft and {len(target)} target ids"
-            raise self.error(item, f"{counts}; one target id (the bonus token) more than draft ids is needed.")
         sep = ids[len(context)] if len(ids) > len(context) else -1
-        expected, offsets = build_spd_input(context, draft, target, sep)
+        try:
+            expected, offsets = build_spd_input(context, draft, target, sep)
+        except ValueError as length:
+            raise self.error(item, str(length)) from length
         if ids != expected:
             raise self.error(item, "input_ids is not [context_ids] SEP [draft_ids] SEP [target_ids] SEP of extra_info.")
         for where in ("extra_info", "rollout_info"):

@@ -71,6 +71,13 @@ class _Rows:
     length: torch.Tensor  # [B] committed tokens, prompt included
     caches: list[RowCache] = field(default_factory=list)
 
+    def advance(self, block: Block, accepted: torch.Tensor) -> None:
+        """Move every row past its committed tokens; values of ended rows are arbitrary, they are dropped next."""
+        before = block.draft_ids.gather(1, (accepted - 1).clamp(min=0)[:, None]).flatten()
+        self.previous = torch.where(accepted > 0, before, self.last)
+        self.last = block.target_ids.gather(1, accepted[:, None]).flatten()
+        self.length = self.length + accepted + 1
+
     def keep(self, alive: torch.Tensor) -> None:
         """Drop the rows where `alive` [B] bool is False: rows from the end move into the gaps."""
         count = int(alive.sum())
@@ -102,25 +109,17 @@ def speculative_generate(
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     ends = end_ids(eos_token_id)
-    result = SpecResult.empty(len(prompts))
-    started = time.perf_counter()
-    with _inference(target, draft):
-        for chunk in _chunks(len(prompts), batch_size):
-            contexts = {row: list(prompts[row]) for row in chunk}
-            rows = _start([target, draft], contexts, max_new_tokens, spare=gamma)
-            rounds = 0
-            while rows.question.numel() and rounds != max_rounds:
-                block = _propose_and_verify(target, draft, rows, contexts, gamma)
-                verdict = _check_verdict(judge(block), block)
-                accepted = effective_lengths(verdict | ~block.mismatch)
-                if on_block is not None:
-                    on_block(block, accepted)
-                _commit(block, accepted, contexts, result, max_new_tokens, ends)
-                _advance(rows, block, accepted)
-                rows.keep(_alive(result, block.rows.tolist(), max_new_tokens, accepted.device))
-                rounds += 1
-    result.seconds = time.perf_counter() - started
-    return result
+
+    def draft_and_verify(rows: _Rows, contexts: dict[int, list[int]], result: SpecResult) -> None:
+        block = _propose_and_verify(target, draft, rows, contexts, gamma)
+        accepted = effective_lengths(_check_verdict(judge(block), block) | ~block.mismatch)
+        if on_block is not None:
+            on_block(block, accepted)
+        _commit(block, accepted, contexts, result, max_new_tokens, ends)
+        rows.advance(block, accepted)
+
+    limits = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "max_rounds": max_rounds, "spare": gamma}
+    return _decode([target, draft], prompts, draft_and_verify, **limits)
 
 
 def greedy_generate(
@@ -130,20 +129,35 @@ def greedy_generate(
     """Continue every prompt with the model's greedy tokens, one forward per token."""
     _check_prompts(prompts, 1, max_new_tokens)
     ends = end_ids(eos_token_id)
+
+    def next_token(rows: _Rows, contexts: dict[int, list[int]], result: SpecResult) -> None:
+        logits, _ = _forward(model, rows.caches[0], rows.last[:, None], rows.length[:, None] - 1)
+        token = logits[:, -1].argmax(-1)
+        for question, choice in zip(rows.question.tolist(), token.tolist(), strict=True):
+            _append(result, question, [choice], [FROM_TARGET], max_new_tokens, ends)
+        rows.last, rows.length = token, rows.length + 1
+
+    return _decode([model], prompts, next_token, max_new_tokens=max_new_tokens, batch_size=batch_size, spare=0)
+
+
+def _decode(
+    models: Sequence[nn.Module], prompts: Sequence[Sequence[int]],
+    decode_round: Callable[[_Rows, dict[int, list[int]], SpecResult], None], *, max_new_tokens: int, batch_size: int,
+    spare: int, max_rounds: int | None = None,
+) -> SpecResult:  # fmt: skip
+    """Repeat `decode_round(rows, contexts, result)` on batches of prompts, without the rows that have ended."""
     result = SpecResult.empty(len(prompts))
     started = time.perf_counter()
-    with _inference(model):
-        for chunk in _chunks(len(prompts), batch_size):
-            contexts = {row: list(prompts[row]) for row in chunk}
-            rows = _start([model], contexts, max_new_tokens, spare=0)
-            while rows.question.numel():
-                logits, _ = _forward(model, rows.caches[0], rows.last[:, None], rows.length[:, None] - 1)
-                token = logits[:, -1].argmax(-1)
-                questions = rows.question.tolist()
-                for question, choice in zip(questions, token.tolist(), strict=True):
-                    _append(result, question, [choice], [FROM_TARGET], max_new_tokens, ends)
-                rows.last, rows.length = token, rows.length + 1
-                rows.keep(_alive(result, questions, max_new_tokens, token.device))
+    with _inference(*models):
+        for first in range(0, len(prompts), batch_size):
+            contexts = {first + k: list(tokens) for k, tokens in enumerate(prompts[first : first + batch_size])}
+            rows = _start(models, contexts, max_new_tokens, spare)
+            rounds = 0
+            while rows.question.numel() and rounds != max_rounds:
+                decode_round(rows, contexts, result)
+                done = [result.finished[q] or len(result.tokens[q]) >= max_new_tokens for q in rows.question.tolist()]
+                rows.keep(~torch.tensor(done, device=rows.last.device))
+                rounds += 1
     result.seconds = time.perf_counter() - started
     return result
 
@@ -270,14 +284,6 @@ def _commit(
         contexts[question].extend(tokens[:kept])
 
 
-def _advance(rows: _Rows, block: Block, accepted: torch.Tensor) -> None:
-    """Move every row past its committed tokens; values of ended rows are arbitrary, they are dropped next."""
-    before = block.draft_ids.gather(1, (accepted - 1).clamp(min=0)[:, None]).flatten()
-    rows.previous = torch.where(accepted > 0, before, rows.last)
-    rows.last = block.target_ids.gather(1, accepted[:, None]).flatten()
-    rows.length = rows.length + accepted + 1
-
-
 def _append(
     result: SpecResult, question: int, tokens: list[int], origin: list[int], max_new_tokens: int, ends: frozenset[int]
 ) -> int:
@@ -291,12 +297,6 @@ def _append(
     result.origin[question].extend(origin[:kept])
     result.rounds[question] += 1
     return kept
-
-
-def _alive(result: SpecResult, questions: list[int], max_new_tokens: int, device: torch.device) -> torch.Tensor:
-    """[B] bool, True where a question has neither ended nor reached the limit."""
-    ended = [result.finished[question] or len(result.tokens[question]) >= max_new_tokens for question in questions]
-    return ~torch.tensor(ended, device=device)
 
 
 def _check_verdict(verdict: torch.Tensor, block: Block) -> torch.Tensor:
@@ -330,10 +330,6 @@ def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     if eos_token_id is None:
         return frozenset()
     return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(eos_token_id)
-
-
-def _chunks(count: int, size: int) -> Iterator[range]:
-    return (range(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -12,15 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from loguru import logger
 
-from recipe.spd.dataset import (
-    IDS,
-    build_spd_input,
-    facts_error,
-    ids_error,
-    resolve_sep_token_id,
-    spelling_error,
-    truth_error,
-)
+from recipe.spd.dataset import IDS, block_error, build_spd_input, facts_error, resolve_sep_token_id, truth_error
 from verl.utils.dataset.rl_dataset import read_rows
 
 
@@ -56,11 +48,14 @@ def prepare_spd_data_from_real_source(
         where = f"{blocks_path}, row {number}"
         _check_block(where, block, questions, len(tokenizer), metadata_path)
         context, draft, target = (list(block[name]) for name in ("context_ids", "draft_ids", "target_ids"))
+        try:
+            ids, offsets = build_spd_input(context, draft, target, sep)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from error
         if _nothing_to_learn(draft, target, eos):
             skipped += 1
             continue
         meta = questions[block["question_id"]]
-        ids, offsets = build_spd_input(context, draft, target, sep)
         baseline = block.get("is_correct_baseline")
         extra = {
             "index": len(rows), "question_id": str(block["question_id"]), **offsets,
@@ -119,17 +114,11 @@ def _check_block(
     _refuse_missing(where, block, ("question_id", *IDS))
     if block["question_id"] not in questions:
         raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
-    wrong = [ids_error(name, block[name], vocabulary) for name in IDS]
-    if error := next(filter(None, [*wrong, facts_error(block), spelling_error(tuple(block))]), ""):
+    if error := block_error(block, vocabulary):
         raise DataError(f"{where}: {error}")
     if (block.get("question_len") or 0) > len(block["context_ids"]):
         raise DataError(
             f"{where}: question_len is {block['question_len']}, but the context has {len(block['context_ids'])} ids."
-        )
-    if len(block["target_ids"]) != len(block["draft_ids"]) + 1:
-        raise DataError(
-            f"{where}: {len(block['target_ids'])} target_ids for {len(block['draft_ids'])} draft_ids; one more "
-            "target id (the bonus token) is needed."
         )
 
 

@@ -16,7 +16,6 @@ from recipe.spd.decoder import (
     FROM_MISMATCH,
     FROM_TARGET,
     SpecResult,
-    _alive,
     _commit,
     greedy_generate,
     replay_blocks,
@@ -200,7 +199,7 @@ def scripted_round(drafted, chosen, accepted, *, limit=100, ends=frozenset(), be
         mismatch=torch.tensor([mismatch]),
     )
     _commit(block, torch.tensor([accepted]), {0: []}, result, limit, frozenset(ends))
-    return result, bool(_alive(result, [0], limit, torch.device("cpu"))[0])
+    return result, not result.finished[0] and len(result.tokens[0]) < limit
 
 
 def test_counts_by_hand_with_a_rejection():

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 
 import pytest
@@ -14,6 +15,7 @@ from recipe.spd.reward import SPDRewardConfig
 from recipe.spd.settings import SPDSettings
 from spd_scorer import ScoringModelConfig
 from tests.helpers.models import make_tokenizer
+from verl.trainer import main_ppo
 
 TOKENIZER = make_tokenizer()
 META = {"question_id": "q1", "question": "how many", "ground_truth": "4", "is_correct_baseline": True}
@@ -140,7 +142,7 @@ def test_unknown_options_and_levels_are_refused(capsys):
 def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeypatch):
     ran = []
 
-    def run_ppo(config, known):
+    def run_ppo(config, known, services):
         ran.append((config.data.train_files, known.data.train_files))
         raise SystemExit(7)
 
@@ -152,7 +154,7 @@ def test_training_runs_in_this_process_and_exits_with_its_code(tmp_path, monkeyp
     assert exit.value.code == 7 and ran[0][0] == str(data.path) and ran[0][0] != ran[0][1]
 
 
-def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
+def test_a_server_starts_early_for_a_valid_config_only(tmp_path, monkeypatch):
     from recipe.spd import server
     from tests.helpers.models import save_tiny_llama
 
@@ -172,12 +174,16 @@ def test_a_server_starts_early_for_a_sound_config_only(tmp_path, monkeypatch):
     base += ["--output-dir", str(tmp_path / "o"), "--batch-size", "2"]
 
     def named(*more, **env):
+        """Whether the training would find the server."""
+        handles = []
         with monkeypatch.context() as patch:
+            patch.setattr(main_ppo, "_train", lambda *_: handles.append(os.environ.get(server.LOCAL_VARIABLE)))
             for name, value in env.items():
                 patch.setenv(name, value)
             overrides = entry.training_overrides(entry.parse_args([*base, *more]), data, None)
-            with entry.local_server(*entry.compose_config(overrides)):
-                return os.environ.get(server.LOCAL_VARIABLE) == "7 http://127.0.0.1:9 log"
+            with suppress(SystemExit):  # refused
+                entry.run_training(*entry.compose_config(overrides))
+        return handles == ["7 http://127.0.0.1:9 log"]
 
     assert named() and Started.stopped == 1 and server.LOCAL_VARIABLE not in os.environ
     (settings, *lengths), log = asked[0], tmp_path / "o" / "vllm_server.log"

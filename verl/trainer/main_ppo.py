@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
@@ -34,13 +35,19 @@ def main(config: DictConfig) -> None:
     run_ppo(config)
 
 
-def run_ppo(config: DictConfig, task_runner_class: Any = None, *, known: DictConfig | None = None) -> None:
+def run_ppo(
+    config: DictConfig,
+    task_runner_class: Any = None,
+    *,
+    known: DictConfig | None = None,
+    services: Callable[[DictConfig], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
 
     Exits with code 0 (done, or stopped by SIGTERM or Ctrl-C after a finished step), 143 (stopped twice), or 1 with an
     error message. `task_runner_class` replaces TaskRunner in recipes; a remote class always runs as an actor.
     `known` is the config tree without the user's settings, which unknown keys are compared with; inside a Hydra
-    application it is composed here.
+    application it is composed here. `services(config)` is entered around the training, after the checks.
     """
     if config.trainer.dry_run:
         from verl.trainer.ppo.plan import dry_run
@@ -54,8 +61,16 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None, *, known: DictCon
     except ValueError as e:
         sys.exit(str(e))
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    with services(config):
+        code = _train(config, runner_class)
+    if code:
+        sys.exit(code)
+
+
+def _train(config: DictConfig, runner_class: Any) -> int:
+    """The exit code of a training."""
     if config.trainer.local:
-        sys.exit(run_here(runner_class(), config))
+        return run_here(runner_class(), config)
     plain = isinstance(runner_class, type)
     with started_session(config) as our_own:
         if plain and our_own:
@@ -65,8 +80,7 @@ def run_ppo(config: DictConfig, task_runner_class: Any = None, *, known: DictCon
             code = run_until_done(actor_class.remote(), config)
         if config.ray_kwargs.timeline_json_file:
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
-    if code:
-        sys.exit(code)
+    return code
 
 
 class TaskRunner:
