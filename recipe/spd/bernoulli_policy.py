@@ -54,7 +54,7 @@ class BernoulliPolicy(Policy):
         temperature = check_temperature(temperature)
         actions = micro_batch["responses"]
         z = self._grouped_scores(model, micro_batch) if self.share else self.scores(model, micro_batch)
-        z = _fit_width(z, actions.shape[1]) / temperature
+        z = fit_width(z, actions.shape[1]) / temperature
         log_p = F.logsigmoid(torch.where(actions == 1, z, -z))
         if not with_entropy:
             return log_p, None
@@ -76,8 +76,8 @@ class BernoulliPolicy(Policy):
         return self.scores(model, TensorDict({k: batch[k][first] for k in keys}, batch_size=len(first)))[inverse]
 
 
-def _fit_width(z: torch.Tensor, width: int) -> torch.Tensor:
-    """[B, g] -> [B, width]; padding is accepted for certain."""
+def fit_width(z: torch.Tensor, width: int) -> torch.Tensor:
+    """z [B, g] -> [B, width]; padding gets 50.0, accepted for certain. Raises ValueError where g exceeds width."""
     if z.shape[1] > width:
         raise ValueError(
             f"the model scored {z.shape[1]} draft positions, the batch has {width}: data.max_response_length must be "

@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from loguru import logger
 from omegaconf import DictConfig
-from torch.utils.data import Dataset
 
 from verl.planning.problems import one_line
-from verl.utils.dataset.rl_dataset import DatasetError, left_pad, read_rows
+from verl.utils.dataset.rl_dataset import FileRows, left_pad
 
 OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
 IDS = ("context_ids", "draft_ids", "target_ids")
@@ -150,7 +148,7 @@ def resolve_sep_token_id(tokenizer: Any) -> int:
     )
 
 
-class SPDRLHFDataset(Dataset):
+class SPDRLHFDataset(FileRows):
     """One sample per drafted block: input_ids, attention_mask, position_ids [P] int64 (left-padded to
     data.max_prompt_length), spd_layout [5] int64, sample_index, and every other column of the row.
 
@@ -163,43 +161,20 @@ class SPDRLHFDataset(Dataset):
         self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
         max_samples: int = -1,
     ) -> None:  # fmt: skip
-        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+        super().__init__(data_files)
         self.tokenizer = tokenizer
-        self.config = config
         self.vocabulary = len(tokenizer)
         self.max_prompt_length = config.max_prompt_length
         self.gamma = config.max_response_length
         if tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
-        rows, origins = [], []
-        for file in self.data_files:
-            of_file = read_rows(file)
-            rows += of_file
-            origins += [(str(file), number) for number in range(len(of_file))]
-        if not rows:
-            raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
-        keep = self._chosen(len(rows), max_samples)
-        self.rows = [rows[i] for i in keep]
-        self.origins = [origins[i] for i in keep]
+        self.draw(max_samples, config)
         cut = sum(self._check(i) for i in range(len(self.rows)))
         if cut:
             logger.info(
                 "{} of {} blocks exceed data.max_prompt_length={} and lose the start of their context",
                 cut, len(self.rows), self.max_prompt_length,
             )  # fmt: skip
-
-    def _chosen(self, count: int, max_samples: int) -> list[int]:
-        """Indices of the rows to keep: all, or `max_samples` of them, drawn by data.seed if data.shuffle is set."""
-        if max_samples < 0 or max_samples >= count:
-            return list(range(count))
-        if self.config.shuffle:
-            return np.random.default_rng(self.config.seed).permutation(count)[:max_samples].tolist()
-        return list(range(max_samples))
-
-    def error(self, item: int, what: str) -> DatasetError:
-        """An error about one row, with the file it came from."""
-        file, number = self.origins[item]
-        return DatasetError(f"{file}, row {number}: {what}")
 
     def _check(self, item: int) -> bool:
         """Raise DatasetError for inconsistent ids, offsets or lengths; True if the context will be cut."""
@@ -239,9 +214,6 @@ class SPDRLHFDataset(Dataset):
             parts = "draft and target with their separators and one context token"
             raise self.error(item, f"{parts} need {needed} tokens, {limit}")
         return len(ids) > self.max_prompt_length
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = dict(self.rows[item])

@@ -112,7 +112,13 @@ def speculative_generate(
 
     def draft_and_verify(rows: _Rows, contexts: dict[int, list[int]], result: SpecResult) -> None:
         block = _propose_and_verify(target, draft, rows, contexts, gamma)
-        accepted = effective_lengths(_check_verdict(judge(block), block) | ~block.mismatch)
+        verdict = judge(block)
+        if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
+            raise TypeError(
+                f"the judge returned {verdict.dtype} of shape {tuple(verdict.shape)}; expected torch.bool of shape "
+                f"{tuple(block.draft_ids.shape)}, True = accept"
+            )
+        accepted = effective_lengths(verdict | ~block.mismatch)
         if on_block is not None:
             on_block(block, accepted)
         _commit(block, accepted, contexts, result, max_new_tokens, ends)
@@ -297,15 +303,6 @@ def _append(
     result.origin[question].extend(origin[:kept])
     result.rounds[question] += 1
     return kept
-
-
-def _check_verdict(verdict: torch.Tensor, block: Block) -> torch.Tensor:
-    if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
-        raise TypeError(
-            f"the judge returned {verdict.dtype} of shape {tuple(verdict.shape)}; "
-            f"expected torch.bool of shape {tuple(block.draft_ids.shape)}, True = accept"
-        )
-    return verdict
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens: int) -> None:

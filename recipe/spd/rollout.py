@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
+from recipe.spd.bernoulli_policy import fit_width
 from recipe.spd.client import Completer, VllmEngineServer, preferred_first, server_urls
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
 from recipe.spd.decoder import end_ids
-from recipe.spd.hybrid import action_log_probs, hybrid_of, sample_actions, uniform_draws
+from recipe.spd.hybrid import action_log_probs, sample_actions, uniform_draws
 from recipe.spd.rounds import FurtherRounds
 from recipe.spd.samples import (
     Completions,
@@ -154,7 +155,8 @@ class SPDRollout(BaseRollout):
         log_probs = action_log_probs(z[:, None], actions, self.config.temperature)  # [B, n, R]
         keys = [(b, tuple(row)) for b, rows in enumerate(actions.tolist()) for row in rows]
         distinct = list(dict.fromkeys(keys))
-        blocks = self._extended([self._judged(infos[b], row) for b, row in distinct])
+        rounds = self.settings.rollout.rounds
+        blocks = self._extended([judged_block(infos[b], row, self.eos, rounds) for b, row in distinct])
         with_baseline = self.settings.reward.length_penalty > 0
         completions, status = self._completed(wanted_contexts(blocks, with_baseline))
         graded = dict(zip(distinct, grade_blocks(blocks, completions, self.tokenizer, with_baseline), strict=True))
@@ -166,19 +168,13 @@ class SPDRollout(BaseRollout):
 
     def _scores(self, prompts: DataProto) -> torch.Tensor:
         """z [B, R] float32 on the CPU, one forward per prompt; the same number of forwards on every rank."""
-        width = self.config.response_length
         size = self.config.log_prob_micro_batch_size_per_gpu or len(prompts)
         parts = []
         with self.engine.eval_mode(), self.engine.autocast():
             for first in range(0, len(prompts), size):
                 rows = [prompts.batch[key][first : first + size].to(self.engine.device) for key in SCORER_KEYS]
-                z = self._forward(SPDInputData(*rows))
-                if z.shape[1] > width:
-                    raise ValueError(
-                        f"a draft has {z.shape[1]} tokens, data.max_response_length={width}. Raise it to {z.shape[1]}."
-                    )
-                # Padding like matches: accepted for certain.
-                parts.append(torch.nn.functional.pad(z.float().cpu(), (0, width - z.shape[1]), value=50.0))
+                z = self._forward(SPDInputData(*rows)).float().cpu()
+                parts.append(fit_width(z, self.config.response_length))
         return torch.cat(parts)
 
     def _forward(self, blocks: SPDInputData) -> torch.Tensor:
@@ -199,10 +195,6 @@ class SPDRollout(BaseRollout):
             drafted[b, :length] = True
         actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1)
         return (actions | torch.from_numpy(matches)[:, None]) * torch.from_numpy(drafted)[:, None]
-
-    def _judged(self, info: Mapping[str, Any], actions: tuple[int, ...]) -> JudgedBlock:
-        hybrid = hybrid_of(info["draft_ids"], info["target_ids"], actions, self.eos)
-        return judged_block(info, actions, hybrid, self.settings.rollout.rounds)
 
     def _extended(self, blocks: Sequence[JudgedBlock]) -> Sequence[JudgedBlock]:
         """The blocks after the further rounds of spd.rollout.rounds."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from recipe.spd.answers import is_correct
 from recipe.spd.client import CompletionCounts
-from recipe.spd.hybrid import Hybrid, counted_positions, spd_segments
+from recipe.spd.hybrid import Hybrid, counted_positions, hybrid_of, spd_segments
 from recipe.spd.reward import SCENARIOS, scenario_of
 from recipe.spd.rounds import Continuation
 from recipe.spd.store import Completion
@@ -74,8 +74,9 @@ class GradedBlock:
         return spd_segments(tokenizer, drafted, chosen, block.actions, block.hybrid, added)
 
 
-def judged_block(info: dict[str, Any], actions: tuple[int, ...], hybrid: Hybrid, rounds: int) -> JudgedBlock:
+def judged_block(info: dict[str, Any], actions: tuple[int, ...], eos: Collection[int], rounds: int) -> JudgedBlock:
     """A block before its completion. With L = 0 the answer is the target's own; else further rounds may deviate."""
+    hybrid = hybrid_of(info["draft_ids"], info["target_ids"], actions, eos)
     own = hybrid.on_target_path and (hybrid.ended or rounds == 1 or hybrid.effective_len == 0)
     unfinished = None if hybrid.ended or own else (*info["context_ids"], *hybrid.tokens)
     return JudgedBlock(info, actions, hybrid, own, unfinished)

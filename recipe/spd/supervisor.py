@@ -16,10 +16,10 @@ PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 
 
-def end_with_parent(sign: int) -> None:
-    """Called in a child before exec: the kernel sends it this signal when its parent ends, SIGKILL included."""
+def die_with_parent() -> None:
+    """Called in a child before exec: the kernel kills it when its parent ends, however that ended."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, sign)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_group(group: int, reap) -> None:
@@ -64,8 +64,7 @@ def main() -> int:
     stopping = []
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, lambda number, frame: stopping.append(number))
-    ending = {"start_new_session": True, "preexec_fn": lambda: end_with_parent(signal.SIGKILL)}
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, **ending)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
     guard(child.pid)
     try:
         while child.poll() is None and not stopping and os.getppid() == owner:

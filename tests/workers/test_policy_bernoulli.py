@@ -88,8 +88,8 @@ def test_shared_forward_gives_the_same_values_and_gradients_with_fewer_rows():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_groups_that_are_torn_apart_are_refused():
-    with pytest.raises(ValueError, match="side by side"):
+def test_groups_of_separate_rows_are_refused():
+    with pytest.raises(ValueError, match="not adjacent"):
         get_policy("bernoulli", share=True).log_probs(
             TableModel(1), batch_of([[1], [1], [1]], group_index=[0, 1, 0]), temperature=1.0, with_entropy=False
         )

@@ -133,6 +133,14 @@ class FileRows(Dataset):
         self.rows = [self.rows[i] for i in numbers]
         self.origins = [self.origins[i] for i in numbers]
 
+    def draw(self, max_samples: int, config: DictConfig) -> None:
+        """Keep `max_samples` rows: drawn by data.seed with data.shuffle, else the first ones; -1 keeps all."""
+        if 0 <= max_samples < len(self.rows):
+            order = range(len(self.rows))
+            if data_setting(config, "shuffle"):
+                order = np.random.default_rng(data_setting(config, "seed")).permutation(len(self.rows)).tolist()
+            self._keep(order[:max_samples])
+
     def column(self, item: int, name: str, setting: str) -> Any:
         """A column of a row; `setting` is the key to change when there is none."""
         row = self.rows[item]
@@ -185,11 +193,7 @@ class RLHFDataset(FileRows):
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
         self.dropped_overlong = 0
-        if 0 <= max_samples < len(self.rows):
-            order = range(len(self.rows))
-            if data_setting(config, "shuffle"):
-                order = np.random.default_rng(data_setting(config, "seed")).permutation(len(self.rows)).tolist()
-            self._keep(order[:max_samples])
+        self.draw(max_samples, config)
         self.maybe_filter_out_long_prompts()
 
     def maybe_filter_out_long_prompts(self) -> None:
