@@ -27,24 +27,24 @@ KEY = re.compile(r"( *)(\w+):(?: (.*))?$")
 def keys_of(file: Path, prefix: str = "") -> dict[str, tuple[str, str]]:
     """{dotted key: (default, sentence)} of a yaml file and of the files of its defaults list, sections left out."""
     text = file.read_text()
-    found: dict[str, tuple[str, str]] = {}
+    listed: dict[str, tuple[str, str]] = {}
     own = _own_keys(text)
     for entry in yaml.safe_load(text).get("defaults", []):
         if not isinstance(entry, dict):
             if entry == "_self_":
-                found.update({f"{prefix}{key}": value for key, value in own.items()})
+                listed.update({f"{prefix}{key}": value for key, value in own.items()})
             continue
         ((group, name),) = entry.items()
         folder, _, package = group.partition("@")
         included = (file.parent / folder / f"{name}.yaml").resolve()
         if included.exists():
-            found.update(keys_of(included, f"{prefix}{package}."))
-    return found or {f"{prefix}{key}": value for key, value in own.items()}
+            listed.update(keys_of(included, f"{prefix}{package}."))
+    return listed or {f"{prefix}{key}": value for key, value in own.items()}
 
 
 def _own_keys(text: str) -> dict[str, tuple[str, str]]:
     path: list[tuple[int, str]] = []
-    found, sentence, skipped = {}, [], None
+    listed, sentence, skipped = {}, [], None
     for line in text.splitlines():
         match, stripped = KEY.match(line), line.strip()
         indent = len(line) - len(line.lstrip())
@@ -64,9 +64,9 @@ def _own_keys(text: str) -> dict[str, tuple[str, str]]:
         elif value is None:
             path.append((indent, name))
         elif name != "_target_":
-            found[".".join([*(n for _, n in path), name])] = (value, " ".join(sentence))
+            listed[".".join([*(n for _, n in path), name])] = (value, " ".join(sentence))
         sentence = []
-    return found
+    return listed
 
 
 def config_page() -> str:

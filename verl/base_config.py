@@ -49,7 +49,7 @@ class BaseConfig(Mapping):
         return getattr(self, key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of field `key`; `default` only when the class has no such field."""
+        """Value of field `key`; `default` only if the class does not have this field."""
         return self[key] if key in self._names() else default
 
     def __iter__(self) -> Iterator[str]:

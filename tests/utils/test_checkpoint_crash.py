@@ -108,9 +108,9 @@ def die_everywhere(tmp_path, death, save, step):
         root = tmp_path / f"at{at}"
         shutil.copytree(base, root)
         killed = death.strikes(root, at, lambda root=root: save(root, step))
-        found = find_valid_checkpoint(root)
-        assert found is not None and step_of(found) >= 2 and (killed or step_of(found) == step), at
-        verify_manifest(found)
+        valid = find_valid_checkpoint(root)
+        assert valid is not None and step_of(valid) >= 2 and (killed or step_of(valid) == step), at
+        verify_manifest(valid)
         save_files(root, 4)
         assert step_of(find_valid_checkpoint(root)) == 4
         assert len([p for p in root.iterdir() if p.is_dir()]) == 2, at
@@ -144,9 +144,9 @@ def test_every_file_torn_flipped_or_gone_is_refused_by_name_and_the_step_before_
         flipped[len(whole) // 2] ^= 1
         for harm in (whole[: len(whole) // 2], bytes(flipped), None):
             file.unlink() if harm is None else file.write_bytes(harm)
-            with pytest.raises(CheckpointCorruptError) as told:
+            with pytest.raises(CheckpointCorruptError) as refusal:
                 verify_manifest(last)
-            assert file.name in str(told.value) and "\n" not in str(told.value)
+            assert file.name in str(refusal.value) and "\n" not in str(refusal.value)
             assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
         file.write_bytes(whole)
     assert find_valid_checkpoint(tmp_path) == last

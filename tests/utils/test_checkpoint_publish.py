@@ -112,10 +112,10 @@ def test_a_crash_between_any_two_steps_leaves_a_valid_checkpoint(tmp_path, monke
         crashed = True
     monkeypatch.undo()
 
-    found = find_valid_checkpoint(tmp_path)
-    assert found is not None and int(found.name.rsplit("_", 1)[1]) >= 2
-    assert crashed or found.name == f"global_step_{step}"
-    assert (found / "actor" / "model.bin").read_text().endswith(found.name.rsplit("_", 1)[1])
+    valid = find_valid_checkpoint(tmp_path)
+    assert valid is not None and int(valid.name.rsplit("_", 1)[1]) >= 2
+    assert crashed or valid.name == f"global_step_{step}"
+    assert (valid / "actor" / "model.bin").read_text().endswith(valid.name.rsplit("_", 1)[1])
     save(tmp_path, 4, max_to_keep=2)
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_4"
     assert len(names(tmp_path)) == 2
@@ -148,7 +148,7 @@ def test_a_full_disk_names_path_and_bytes_and_keeps_the_old_step(tmp_path):
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
 
 
-def test_a_disk_that_fills_in_the_trainers_own_files_is_told_as_full(tmp_path):
+def test_a_disk_that_fills_in_the_trainers_own_files_is_reported_as_full(tmp_path):
     page, loader = 4096, {"order": torch.arange(10_000)}
     with small_disk(tmp_path / "disk", "1m") as disk:
         for pages in range(20):  # data.pt alone takes 20

@@ -1,4 +1,4 @@
-"""Policy losses, one function a loss, all in one registry; with the value loss and the entropy loss beside them."""
+"""Policy losses, one function per loss, in one registry; the value loss and the entropy loss."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _mean(values: Tensor, mask: Tensor) -> float:
 
 
 def _metrics(log_ratio: Tensor, mask: Tensor, clipped: Tensor, below: Tensor | None = None) -> dict[str, float]:
-    """Share of tokens clipped, mean log(pi_old / pi), share clipped for A < 0 (None: the loss has no such clip)."""
+    """Share of tokens clipped, mean log(pi_old / pi), share clipped for A < 0 (None: the loss does not clip there)."""
     return {
         "actor/pg_clipfrac": _mean(clipped, mask),
         "actor/ppo_kl": _mean(-log_ratio, mask),
@@ -258,7 +258,7 @@ def compute_policy_loss_bypass_mode(
     policy, known only behind its forward: with `rollout_is_batch_normalize` their mean is that of the micro-batch.
     """
     settings = config.policy_loss.rollout_correction
-    weights, kept, found = compute_rollout_correction_and_rejection_mask(
+    weights, kept, correction_metrics = compute_rollout_correction_and_rejection_mask(
         log_prob.detach(), old_log_prob, response_mask, **settings_of(settings)
     )
     weight = kept.to(log_prob.dtype)  # no mask of its own: what is rejected stays in every divisor
@@ -266,12 +266,12 @@ def compute_policy_loss_bypass_mode(
         loss, metrics = compute_policy_loss_vanilla(
             old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weight
         )
-        return loss, {**metrics, **found}
+        return loss, {**metrics, **correction_metrics}
     if weights is not None:
         weight = weight * weights.batch["rollout_is_weights"]
     loss = _aggregate(-advantages * log_prob, response_mask, loss_agg_mode, config, weight)
     log_ratio = _log_ratio(log_prob, old_log_prob)
-    return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **found}
+    return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **correction_metrics}
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

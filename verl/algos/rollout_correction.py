@@ -59,10 +59,10 @@ def compute_is_metrics(
     rollout_is_threshold: float,
 ) -> dict[str, float]:
     """Spread of the weights before truncation; effective sample size is (sum w)^2 / (n sum w^2) of truncated ones."""
-    found = _spread("rollout_is_", rollout_is_weights, response_mask, rollout_is_threshold, 1 / rollout_is_threshold)
+    measures = _spread("rollout_is_", rollout_is_weights, response_mask, rollout_is_threshold, 1 / rollout_is_threshold)
     cut = rollout_is_weights.clamp(max=rollout_is_threshold)[response_mask.bool()]
     size = cut.sum().square() / (len(cut) * cut.square().sum()).clamp(min=1e-12) if len(cut) else torch.ones(())
-    return {**found, "rollout_is_eff_sample_size": size.item()}
+    return {**measures, "rollout_is_eff_sample_size": size.item()}
 
 
 def compute_rs_metrics(
@@ -82,14 +82,14 @@ def _spread(prefix: str, ratio: Tensor, mask: Tensor, high: float, low: float) -
         return {}
     tokens = ratio[kept]
     sequences = (masked_sum(ratio, mask, axis=-1) / mask.sum(-1).clamp(min=1))[kept.any(-1)]
-    found = {
+    measures = {
         "mean": tokens.mean(), "std": tokens.std(correction=0), "max": tokens.max(), "min": tokens.min(),
         "ratio_fraction_high": (tokens > high).float().mean(), "ratio_fraction_low": (tokens < low).float().mean(),
         "seq_mean": sequences.mean(), "seq_std": sequences.std(correction=0), "seq_max": sequences.max(),
         "seq_min": sequences.min(), "seq_max_deviation": (sequences - 1).abs().max(),
         "seq_fraction_high": (sequences > high).float().mean(), "seq_fraction_low": (sequences < low).float().mean(),
     }  # fmt: skip
-    return {prefix + name: value.item() for name, value in found.items()}
+    return {prefix + name: value.item() for name, value in measures.items()}
 
 
 def compute_rollout_rejection_mask(
@@ -133,15 +133,15 @@ def compute_rollout_correction_and_rejection_mask(
     log_ratio = (old_log_prob - rollout_log_prob).detach()
     metrics, mask, weights = {}, response_mask, None
     if rollout_is is not None:
-        column, found = compute_rollout_correction_weights(
+        column, measures = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
-        metrics.update(found)
+        metrics.update(measures)
         weights = DataProto.from_dict({"rollout_is_weights": column})
     if rollout_rs is not None:
         bounds = (rollout_rs_threshold, rollout_rs_threshold_lower)
-        mask, found = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, *bounds)
-        metrics.update(found)
+        mask, measures = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, *bounds)
+        metrics.update(measures)
     if rollout_token_veto_threshold is not None:
         low = (log_ratio.exp() < rollout_token_veto_threshold) & response_mask.bool()
         vetoed = low.any(-1)
@@ -170,29 +170,29 @@ def compute_offpolicy_metrics(
         return masked_sum(log_prob.detach()[kept], mask, axis=-1) / mask.sum(-1)
 
     ours = mean_log_prob(old_log_prob)
-    found = {"training_ppl": (-ours).exp().mean(), "training_log_ppl": -ours.mean()}
+    measures = {"training_ppl": (-ours).exp().mean(), "training_log_ppl": -ours.mean()}
     if rollout_log_prob is not None:
         theirs = mean_log_prob(rollout_log_prob)
         log_ratio = (old_log_prob - rollout_log_prob).detach()[kept]
         gap = theirs - ours  # log perplexity of the trained model less the rollout's
         bounded = log_ratio.clamp(-BOUND, BOUND)
         total = masked_sum(log_ratio, mask, axis=-1).clamp(-BOUND, BOUND)
-        found |= {
+        measures |= {
             "rollout_ppl": (-theirs).exp().mean(), "rollout_log_ppl": -theirs.mean(),
             "kl": masked_mean(-log_ratio, mask), "k3_kl": masked_mean(bounded.exp() - 1 - bounded, mask),
             "log_ppl_diff": gap.mean(), "log_ppl_abs_diff": gap.abs().mean(), "log_ppl_diff_max": gap.max(),
             "log_ppl_diff_min": gap.min(), "ppl_ratio": gap.exp().mean(),
             "chi2_token": masked_mean((2 * bounded).exp(), mask) - 1, "chi2_seq": (2 * total).exp().mean() - 1,
         }  # fmt: skip
-    return {name: value.item() for name, value in found.items()}
+    return {name: value.item() for name, value in measures.items()}
 
 
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
     """compute_offpolicy_metrics under their full names."""
-    found = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
-    return {PREFIX + name: value for name, value in found.items()}
+    measures = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
+    return {PREFIX + name: value for name, value in measures.items()}
 
 
 def settings_of(config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Dataclass fields that carry their own range, so that the check stands beside the default."""
+"""Dataclass fields that carry their permitted values next to their default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def setting(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MI
     """A dataclass field with its permitted values.
 
     `low` and `high` are inclusive, `above` is exclusive; `choices` lists the permitted values, `each_of` those of a
-    list's items. None is permitted where the annotation permits it. `hint` is the mend, shown when a value is refused.
+    list's items. None is permitted where the annotation permits it. `hint` is added to the message of a refused value.
     """
     if unknown := set(rule) - {"low", "above", "high", "choices", "each_of", "hint"}:
         raise TypeError(f"setting() has no rule {', '.join(sorted(unknown))}.")
@@ -42,17 +42,17 @@ def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) 
 
     `section` is the start of the keys in messages, empty for the root of a tree.
     """
-    found = []
+    messages = []
     hints = field_types(dataclass_type)
     for field in dataclasses.fields(dataclass_type):
         if field.name == "_target_" or field.name not in values or values[field.name] == MISSING:
             continue
         key, value, hint = f"{section}.{field.name}".lstrip("."), values[field.name], hints[field.name]
         if not _fits(value, hint):
-            found.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {_type_name(hint)}."))
+            messages.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {_type_name(hint)}."))
         elif value is not None and (message := _range_error(key, value, field.metadata.get("rule", {}))):
-            found.append((field.name, message))
-    return found
+            messages.append((field.name, message))
+    return messages
 
 
 def check_settings(config: Any) -> None:

@@ -89,8 +89,8 @@ class MergedWeights(TensorSource):
         folder = options.local_dir / "huggingface"
         folder = folder if (folder / "config.json").is_file() else options.hf_model_path
         if folder is None:
-            told = options.local_dir / "huggingface" / "config.json"
-            raise MergeError(f"{told} is missing; name the model in --hf_model_path.")
+            origin = options.local_dir / "huggingface" / "config.json"
+            raise MergeError(f"{origin} is missing; name the model in --hf_model_path.")
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
             if options.tie_word_embedding:
@@ -123,16 +123,16 @@ class MergedWeights(TensorSource):
 
     def _base_model(self, needed: list[str]) -> HuggingFaceFolder:
         """The model that the training started from: frozen weights are not in a checkpoint."""
-        told = self.options.hf_model_path or (self.lora and self.lora.base_model_name_or_path)
-        if not told or not Path(told).expanduser().is_dir():
+        origin = self.options.hf_model_path or (self.lora and self.lora.base_model_name_or_path)
+        if not origin or not Path(origin).expanduser().is_dir():
             raise MergeError(
                 f"{len(needed)} weights are not in {self.options.local_dir} (such as {needed[0]}), since frozen ones "
                 f"are not stored; name the folder of the model that was trained in --hf_model_path"
-                f"{f' ({told} is not there)' if told else ''}."
+                f"{f' ({origin} is not there)' if origin else ''}."
             )
-        base = HuggingFaceFolder(Path(told).expanduser())
+        base = HuggingFaceFolder(Path(origin).expanduser())
         if absent := [n for n in needed if n not in base.described]:
-            raise MergeError(f"{absent[0]} is neither in {self.options.local_dir} nor in {told}; give the right model.")
+            raise MergeError(f"{absent[0]} is not in {self.options.local_dir} or {origin}; give the right model.")
         return base
 
     def _check_shapes(self) -> None:
@@ -193,7 +193,7 @@ def _write_weights(weights: TensorSource, target: Path, max_shard_size: str) -> 
 
 
 def differences(options: MergeOptions, test_hf_dir: Path, tell: Callable[[str], None], atol: float = 1e-6) -> int:
-    """Number of weights of the checkpoint that are not those of `test_hf_dir`; each is told in a line.
+    """Number of weights of the checkpoint that are not those of `test_hf_dir`; each is reported in a line.
 
     Both are compared in the coarser of their dtypes.
     """

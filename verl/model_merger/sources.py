@@ -23,7 +23,7 @@ Described = dict[str, torch.Tensor]  # name -> a tensor on the meta device, of t
 
 
 class MergeError(ValueError):
-    """A folder cannot be merged; the text names file and mend."""
+    """A folder cannot be merged; the message names the file and the fix."""
 
 
 class TensorSource(ABC):
@@ -41,12 +41,12 @@ class OwnCheckpoint(TensorSource):
     def __init__(self, local_dir: Path) -> None:
         _check_manifest(local_dir)
         self.folder = local_dir / "model"
-        found = read_metadata(self.folder).state_dict_metadata
-        self.described = {n: torch.empty(m.size, dtype=m.properties.dtype, device="meta") for n, m in found.items()}
+        content = read_metadata(self.folder).state_dict_metadata
+        self.described = {n: torch.empty(m.size, dtype=m.properties.dtype, device="meta") for n, m in content.items()}
 
     def read(self, name: str) -> torch.Tensor:
         tensor = torch.empty_like(self.described[name], device="cpu")
-        with _told_by(self.folder):
+        with _named_in_errors(self.folder):
             load_tensors({name: tensor}, self.folder)
         return tensor
 
@@ -93,7 +93,7 @@ class HuggingFaceFolder(TensorSource):
         if not files:
             raise MergeError(f"{folder} holds no *.safetensors; name a Hugging Face model folder.")
         for file in files:
-            with _told_by(file), safe_open(file, "pt") as opened:
+            with _named_in_errors(file), safe_open(file, "pt") as opened:
                 for name in opened.keys():
                     piece = opened.get_slice(name)
                     self.where[name] = file
@@ -101,7 +101,7 @@ class HuggingFaceFolder(TensorSource):
                     self.described[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
-        with _told_by(self.where[name]), safe_open(self.where[name], "pt") as opened:
+        with _named_in_errors(self.where[name]), safe_open(self.where[name], "pt") as opened:
             return opened.get_tensor(name)
 
 
@@ -111,8 +111,8 @@ def open_checkpoint(local_dir: Path) -> TensorSource:
         raise MergeError(f"--local_dir {local_dir} does not exist; expected .../global_step_<N>/actor.")
     if (local_dir / "model" / METADATA_FILE).is_file():
         return OwnCheckpoint(local_dir)
-    if found := sorted(local_dir.glob("model_world_size_*_rank_0.pt")):
-        return RankFiles(local_dir, found[0])
+    if content := sorted(local_dir.glob("model_world_size_*_rank_0.pt")):
+        return RankFiles(local_dir, content[0])
     inside = " Did you mean its folder actor?" if (local_dir / "actor").is_dir() else ""
     raise MergeError(
         f"--local_dir {local_dir} holds neither model/{METADATA_FILE} nor model_world_size_<W>_rank_0.pt: "
@@ -136,15 +136,15 @@ def _check_manifest(local_dir: Path) -> None:
 
 
 def _rank_file(file: Path) -> dict[str, torch.Tensor]:
-    with _told_by(file):
-        found = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
-    if not isinstance(found, dict) or not all(isinstance(v, torch.Tensor) for v in found.values()):
+    with _named_in_errors(file):
+        content = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+    if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise MergeError(f"{file} holds no state dict of tensors; it is not merged.")
-    return found
+    return content
 
 
 @contextmanager
-def _told_by(file: Path) -> Iterator[None]:
+def _named_in_errors(file: Path) -> Iterator[None]:
     """Whatever a torn or hostile file makes its reader raise, in one sentence that names the file."""
     try:
         yield

@@ -93,23 +93,23 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
     actor, rollout, ref, model = roles["actor"], roles["rollout"], roles["ref"], roles["model"]
     ranks, log_prob, (prompts_key, size) = rank_count(config), "log_prob_micro_batch_size", prompts_a_step(config)
     sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": rollout["n"], "prompts_key": prompts_key}
-    found = actor_problems(actor, **sizes)
-    found += one_of(rollout, "actor_rollout_ref.rollout", log_prob, ranks, rollout["log_prob_use_dynamic_bsz"])
+    issues = actor_problems(actor, **sizes)
+    issues += one_of(rollout, "actor_rollout_ref.rollout", log_prob, ranks, rollout["log_prob_use_dynamic_bsz"])
     if use_reference_policy and model["lora_rank"] == 0 and model["lora_adapter_path"] is None:
-        found += one_of(ref, "actor_rollout_ref.ref", log_prob, ranks, ref["log_prob_use_dynamic_bsz"])
+        issues += one_of(ref, "actor_rollout_ref.ref", log_prob, ranks, ref["log_prob_use_dynamic_bsz"])
     if use_critic:
-        told = {p.key.rpartition(".")[2] for p in found}
-        found += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in told]
+        known_keys = {p.key.rpartition(".")[2] for p in issues}
+        issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
     if reward["enable"]:
-        found += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
-    found += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
-    found += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
+        issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
+    issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
+    issues += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
     if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):
         key = "data.gen_batch_size"
         rule = f"{key}={drawn} is smaller than data.train_batch_size={size}, which one generation must be able to fill."
-        mend = "Use at least as many, or DAPO with algorithm.filter_groups.enable=true, where several fill it."
-        found.append(wrong(key, f"{rule} {mend}"))
-    return found
+        remedy = "Use at least as many, or DAPO with algorithm.filter_groups.enable=true, where several fill it."
+        issues.append(wrong(key, f"{rule} {remedy}"))
+    return issues
 
 
 def actor_problems(
@@ -118,8 +118,8 @@ def actor_problems(
 ) -> list[Problem]:
     """Problems of the actor's batch sizes; `prompts_key` is the key that a step's prompts come from."""
     grouped, step = actor["share_prompt_forward"], (prompts_key, train_batch_size)
-    found = _uneven(*step, rollout_n, n_gpus, grouped)
-    return found + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, step, rollout_n, grouped)
+    issues = _uneven(*step, rollout_n, n_gpus, grouped)
+    return issues + _update_problems(actor, "actor_rollout_ref.actor", n_gpus, step, rollout_n, grouped)
 
 
 def critic_problems(
@@ -135,11 +135,11 @@ def _update_problems(
 ) -> list[Problem]:
     prompts_key, prompts = step
     key, mini = f"{prefix}.ppo_mini_batch_size", role["ppo_mini_batch_size"]
-    found = _uneven(key, mini, n, ranks, grouped)
+    issues = _uneven(key, mini, n, ranks, grouped)
     if mini > prompts:
         rule = f"{key}={mini} is larger than {prompts_key}={prompts}, so no step could fill it."
-        found.append(wrong(key, f"{rule} Use {prompts} or less."))
-    return found + one_of(role, prefix, "ppo_micro_batch_size", ranks, role["use_dynamic_bsz"])
+        issues.append(wrong(key, f"{rule} Use {prompts} or less."))
+    return issues + one_of(role, prefix, "ppo_micro_batch_size", ranks, role["use_dynamic_bsz"])
 
 
 def _uneven(key: str, prompts: int, n: int, ranks: int, grouped: bool) -> list[Problem]:
@@ -162,8 +162,8 @@ def one_of(role: Mapping[str, Any], prefix: str, name: str, ranks: int, dynamic:
         return []
     if together is None and each is None:
         switch = "log_prob_use_dynamic_bsz" if name.startswith("log_prob") else "use_dynamic_bsz"
-        mend = f"Set it to the samples that one rank can hold in a forward, or set {prefix}.{switch}=true."
-        return [wrong(f"{key}_per_gpu", f"{key}_per_gpu is not set. {mend}")]
+        remedy = f"Set it to the samples that one rank can hold in a forward, or set {prefix}.{switch}=true."
+        return [wrong(f"{key}_per_gpu", f"{key}_per_gpu is not set. {remedy}")]
     if together is not None and each is not None:
         rule = f"{key}={together} and {key}_per_gpu={each} are both set."
         return [wrong(key, f"{rule} Keep {key}_per_gpu; {name} is the old name.")]

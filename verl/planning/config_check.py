@@ -1,4 +1,4 @@
-"""Everything that is wrong with a composed config, found before anything is started."""
+"""Checks of a composed config before anything starts."""
 
 from __future__ import annotations
 
@@ -114,23 +114,23 @@ def tree_problems(
     """
     known = known_tree() if known is None else known
     raw = OmegaConf.to_container(config, resolve=False)
-    found = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
+    issues = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
     missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))
-    found += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
+    issues += [wrong(k, f"{k} has no value; it must be given: {k}=...") for k in missing]
     try:
         plain = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as e:
         if not missing:
-            found.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
-        return found, None
-    told = {p.key for p in found}
-    values = [p for section, t in sections.items() for p in value_problems(plain, section, t) if p.key not in told]
+            issues.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
+        return issues, None
+    reported = {p.key for p in issues}
+    values = [p for section, t in sections.items() for p in value_problems(plain, section, t) if p.key not in reported]
     values += [
         wrong(key, f"{key}={text(value)} does not work here: {why}. Set it to {text(needed)}.")
         for key, (needed, why) in (fixed or {}).items()
         if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
     ]
-    return found + told_at_the_source(values + grading_problems(plain), raw), plain
+    return issues + drop_followers(values + grading_problems(plain), raw), plain
 
 
 def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -201,42 +201,42 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
         return []
     start = f"{section}." if section else ""
     known = [f"{start}{f.name}" for f in dataclasses.fields(dataclass_type)]
-    found = [
+    issues = [
         wrong(key, f"{key} is no known key{nearest_key(key, known)}")
         for key in (f"{start}{name}" for name in node)
         if key not in known and key not in ADDABLE
     ]
-    found += [wrong(f"{start}{name}", message) for name, message in value_errors(dataclass_type, node, section)]
+    issues += [wrong(f"{start}{name}", message) for name, message in value_errors(dataclass_type, node, section)]
     for name, hint in field_types(dataclass_type).items():
         nested = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
         if nested is not None and isinstance(node.get(name), Mapping):
-            found += value_problems(plain, f"{start}{name}", nested)
-    if not found:
+            issues += value_problems(plain, f"{start}{name}", nested)
+    if not issues:
         try:
             dataclass_type(**{k: v for k, v in node.items() if f"{start}{k}" in known})
         except ValueError as e:
-            found.append(wrong(section, f"{section}: {e}"))
-    return found
+            issues.append(wrong(section, f"{section}: {e}"))
+    return issues
 
 
-def told_at_the_source(problems: list[Problem], raw: Mapping[str, Any]) -> list[Problem]:
-    """Without the problems of keys that only follow another key, where that other one is told of already."""
+def drop_followers(problems: list[Problem], raw: Mapping[str, Any]) -> list[Problem]:
+    """Drop the problems of keys that only follow another key whose problem is reported already."""
     follows = {p.key for p in problems if is_interpolation(select(raw, p.key, None))}
-    told = {p.message.partition("=")[2] for p in problems if p.key not in follows}
-    return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in told]
+    reported = {p.message.partition("=")[2] for p in problems if p.key not in follows}
+    return [p for p in problems if p.key not in follows or p.message.partition("=")[2] not in reported]
 
 
 def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     """Names that registries of this floor must know; external_lib is imported first, since it may add some."""
     from verl.algos.names import POLICY_LOSSES, AdvantageEstimator
 
-    found = []
+    issues = []
     key = "actor_rollout_ref.model.external_lib"
     if module := select(plain, key, None):
         try:
             importlib.import_module(module)
         except ImportError as e:
-            found.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
+            issues.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
     built_in = {
         "algorithm.adv_estimator": tuple(AdvantageEstimator),
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,
@@ -250,28 +250,28 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
             try:
                 look_up[key](name)
             except ValueError as e:
-                found.append(wrong(key, str(e)))
-    return found
+                issues.append(wrong(key, str(e)))
+    return issues
 
 
 def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Rules between keys of different sections."""
     sampling, key = plain["actor_rollout_ref"]["rollout"]["val_kwargs"], "actor_rollout_ref.rollout.val_kwargs"
-    found = algorithm_problems(plain)
+    issues = algorithm_problems(plain)
     ranks = plain["trainer"]["nnodes"] * plain["trainer"]["n_gpus_per_node"]
     if plain["trainer"]["local"] and ranks > 1:
         rule = f"trainer.local=true runs one rank in this process, but {ranks} ranks are requested."
-        found.append(wrong("trainer.local", f"{rule} Set trainer.nnodes=1 trainer.n_gpus_per_node=1."))
+        issues.append(wrong("trainer.local", f"{rule} Set trainer.nnodes=1 trainer.n_gpus_per_node=1."))
     if plain["actor_rollout_ref"]["rollout"]["temperature"] == 0:
-        told = "actor_rollout_ref.rollout.temperature"
-        rule = f"{told}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."
-        found.append(wrong(told, f"{rule} Set it to 1, say; validation is greedy by val_kwargs."))
+        reported = "actor_rollout_ref.rollout.temperature"
+        rule = f"{reported}=0 makes all samples of a prompt the same, and their log-probs are those of no distribution."
+        issues.append(wrong(reported, f"{rule} Set it to 1, say; validation is greedy by val_kwargs."))
     if sampling["do_sample"] and sampling["temperature"] == 0:
         rule = f"{key}.do_sample=true cannot sample at {key}.temperature=0. Set it to 1, say."
-        found.append(wrong(f"{key}.temperature", rule))
+        issues.append(wrong(f"{key}.temperature", rule))
     if not sampling["do_sample"] and sampling["n"] > 1:
         rule = f"{key}.n={sampling['n']} greedy samples would be all the same. Set {key}.do_sample=true"
-        found.append(wrong(f"{key}.n", f"{rule} and a temperature."))
+        issues.append(wrong(f"{key}.n", f"{rule} and a temperature."))
     correction, rollout = plain["algorithm"]["rollout_correction"], plain["actor_rollout_ref"]["rollout"]
     parts = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
     if used := [name for name in parts if correction and correction[name]]:
@@ -279,17 +279,17 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         wanted = "actor_rollout_ref.rollout.calculate_log_probs"
         if not rollout["calculate_log_probs"]:
             rule = f"{key}={text(correction[used[0]])} compares with the rollout's log-probs, which are not asked for."
-            found.append(wrong(key, f"{rule} Set {wanted}=true."))
+            issues.append(wrong(key, f"{rule} Set {wanted}=true."))
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
-        found.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
-    return found + resume_problems(plain["trainer"])
+        issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
+    return issues + resume_problems(plain["trainer"])
 
 
 def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """What an estimator, a KL term or n samples of a prompt need and the config does not give."""
     algorithm, actor, rollout = plain["algorithm"], plain["actor_rollout_ref"]["actor"], "actor_rollout_ref.rollout"
-    sampling, found = plain["actor_rollout_ref"]["rollout"], []
+    sampling, issues = plain["actor_rollout_ref"]["rollout"], []
     kl_terms = {
         "algorithm.kl_penalty": algorithm["kl_penalty"] if algorithm["use_kl_in_reward"] else None,
         "actor_rollout_ref.actor.kl_loss_type": actor["kl_loss_type"] if actor["use_kl_loss"] else None,
@@ -297,18 +297,18 @@ def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
     for key, estimator in kl_terms.items():
         if estimator in ("full", "full+"):
             rule = f"{key}={estimator} needs the log-probs of the whole vocabulary, which are never held here."
-            found.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
+            issues.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
     if algorithm["adv_estimator"] == "gae" and plain["critic"]["enable"] is False:
         rule = "critic.enable=false with algorithm.adv_estimator=gae, which rests on the critic's values."
-        found.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
+        issues.append(wrong("critic.enable", f"{rule} Leave critic.enable out, or take an estimator such as grpo."))
     n, key = sampling["n"], f"{rollout}.n"
     if algorithm["adv_estimator"] == "grpo_passk" and n < 2:
         rule = f"{key}={n} with algorithm.adv_estimator=grpo_passk, which compares the best sample with the second."
-        found.append(wrong(key, f"{rule} Set {key} to 2 or more."))
+        issues.append(wrong(key, f"{rule} Set {key} to 2 or more."))
     if n > 1 and not sampling["do_sample"]:
         rule = f"{key}={n} samples of {rollout}.do_sample=false would be all the same."
-        found.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
-    return found
+        issues.append(wrong(f"{rollout}.do_sample", f"{rule} Set {rollout}.do_sample=true, or {key}=1."))
+    return issues
 
 
 def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:

@@ -54,7 +54,7 @@ NOT_READ = {
     "trainer.use_legacy_worker_impl": "there is one worker implementation",
     "global_profiler.*": "no profiler is built in",
 }
-# Settings of an engine beside the actor.
+# Settings of a rollout engine other than the actor's own module.
 ENGINE_KEYS = (
     "dtype", "gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes", "free_cache_engine",
     "data_parallel_size", "expert_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
@@ -96,17 +96,17 @@ def unread(config: DictConfig, table: Mapping[str, str], default: Callable[[str]
     """Keys that `table` (pattern -> what is done instead) covers and whose value is not the default."""
     try:
         plain, raw = (OmegaConf.to_container(config, resolve=r) for r in (True, False))
-    except OmegaConfBaseException:  # tree_problems tells of it
+    except OmegaConfBaseException:  # tree_problems reports it
         return []
-    found = []
+    unused = []
     for key in paths(plain):
         why = next((table[pattern] for pattern in table if fnmatchcase(key, pattern)), None)
         value = select(plain, key, None)
         if why is None or key.endswith("._target_") or isinstance(value, Mapping):
             continue
         if not is_interpolation(select(raw, key, None)) and value != default(key):
-            found.append(Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {why}."))
-    return found
+            unused.append(Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {why}."))
+    return unused
 
 
 def _default(key: str, top: Mapping[str, Any]) -> Any:

@@ -33,7 +33,7 @@ class ModelSize:
 
 
 MEASURES: Registry[Callable[[Any, Mapping[str, Any]], ModelSize]] = Registry(
-    "actor_rollout_ref.model.loader.name", "Register a measure beside the loader."
+    "actor_rollout_ref.model.loader.name", "Register a measure with the loader."
 )  # what a loader makes of (hf_config, the resolved config); a loader without one is taken for the plain model
 
 

@@ -14,7 +14,7 @@ TITLES = {WRONG: "Wrong on every machine", ABSENT: "Absent on this machine", UNU
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding: `key` is the config key to change, `message` says what is wrong with its value, and the mend."""
+    """`key` is the config key to change, `message` says what is wrong with its value and what to do."""
 
     kind: str
     key: str
@@ -68,7 +68,7 @@ CHECKS: list[Check] = []
 def register_check(check: Check) -> Check:
     """Decorator: a check of a recipe's own, made by every dry run that imports its module (external_lib, custom_cls).
 
-    It gets the config and what the dry run found so far; `findings.tokenizer` is None where it could not be loaded.
+    It gets the config and what the dry run knows so far; `findings.tokenizer` is None where it could not be loaded.
     """
     if check not in CHECKS:
         CHECKS.append(check)

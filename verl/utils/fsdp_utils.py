@@ -116,7 +116,7 @@ def reshard(module: nn.Module) -> None:
 
 @contextmanager
 def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[None]:
-    """What a forward gathers stays until the caller calls `reshard`; behind the block as `apply_fsdp2` was told."""
+    """What a forward gathers stays until the caller calls `reshard`; after the block as set by `apply_fsdp2`."""
     units = [m for m in module.modules() if isinstance(m, FSDPModule) and m is not module]  # the root keeps its own
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)

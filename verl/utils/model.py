@@ -70,7 +70,7 @@ def _model_dir(model_config: HFModelConfig) -> str:
 def _load_from_auto_class(
     auto_class: type, model_config: HFModelConfig, torch_dtype: torch.dtype, *, own: dict | None = None, **kwargs
 ) -> nn.Module:
-    """`own`: config values of the loader itself, beside the user's override_config."""
+    """`own`: config values of the loader itself, in addition to the user's override_config."""
     directory = _model_dir(model_config)
     # The files' own config, not model_config.hf_config: other code may hold and change that object.
     hf_config = get_huggingface_actor_config(

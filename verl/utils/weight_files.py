@@ -66,6 +66,6 @@ def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Call
         for name, like in described.items():
             tensor = read(name)
             if tensor.shape != like.shape or tensor.dtype != like.dtype:
-                found, wanted = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, like))
-                raise WeightFileError(f"{file}: {name} is {found}, not {wanted} as described.")
+                actual, wanted = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, like))
+                raise WeightFileError(f"{file}: {name} is {actual}, not {wanted} as described.")
             out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -122,10 +122,10 @@ class WorkerGroup:
 
     def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable) -> list[str]:
         """Bind every registered method of the class; returns their names."""
-        found = registered_methods(user_defined_cls)
-        for name, attrs in found.items():
+        methods = registered_methods(user_defined_cls)
+        for name, attrs in methods.items():
             self._bind_method(name, attrs, func_generator, as_name=name)
-        return list(found)
+        return list(methods)
 
 
 def registered_methods(cls: type) -> dict[str, dict[str, Any]]:

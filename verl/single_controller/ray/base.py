@@ -106,7 +106,7 @@ class RayWorkerGroup(WorkerGroup):
             "RAY_LOCAL_WORLD_SIZE": str(local_world), "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port), "WG_PREFIX": self.name_prefix, "WG_BACKEND": "ray",
         }
-        if not self.resource_pool.use_gpu:  # CPU ranks use as many threads as the driver was told to
+        if not self.resource_pool.use_gpu:  # CPU ranks use as many threads as the driver
             env.update({k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ})
             env["CUDA_VISIBLE_DEVICES"] = ""
         return {**env, **self.customized_worker_env}

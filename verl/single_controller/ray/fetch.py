@@ -37,7 +37,7 @@ def fetch(refs: list[ray.ObjectRef], labels: list[str], method: str, seconds: fl
 def _failures(refs: list[ray.ObjectRef]) -> list[tuple[int, Exception]]:
     """(index, error) of every reference that failed, in the order in which they ended."""
     place = {ref: i for i, ref in enumerate(refs)}
-    found, waiting, timeout = [], list(dict.fromkeys(refs)), None
+    collected, waiting, timeout = [], list(dict.fromkeys(refs)), None
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
@@ -45,9 +45,9 @@ def _failures(refs: list[ray.ObjectRef]) -> list[tuple[int, Exception]]:
         try:
             ray.get(done[0])
         except (RayTaskError, RayActorError) as error:
-            found.append((place[done[0]], error))
+            collected.append((place[done[0]], error))
             timeout = GRACE_S
-    return found
+    return collected
 
 
 def _explain(error: Exception, label: str, method: str, others: list[str]) -> Exception:
@@ -71,5 +71,5 @@ def _last_words(error: RayActorError) -> str:
     lines = [line.strip() for line in _plain(error).splitlines() if line.strip()]
     if error.actor_init_failed:
         return lines[-1]
-    told = [line for line in lines[1:] if not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))]
-    return "; ".join(told) or lines[0]
+    kept = [line for line in lines[1:] if not line.startswith(("class_name:", "actor_id:", "namespace:", "name:"))]
+    return "; ".join(kept) or lines[0]

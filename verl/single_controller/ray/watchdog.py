@@ -57,12 +57,12 @@ def ask_for_stacks(actor: ActorHandle) -> str:
     """Have an actor's process write its Python stacks; its state: stopped, running, sleeping, or on another node."""
     from ray._private.state import state
 
-    told = state.actor_table(actor._actor_id.hex())
-    if told["Address"]["NodeID"] != ray.get_runtime_context().get_node_id():
-        return f"on node {told['Address']['IPAddress']}"
+    entry = state.actor_table(actor._actor_id.hex())
+    if entry["Address"]["NodeID"] != ray.get_runtime_context().get_node_id():
+        return f"on node {entry['Address']['IPAddress']}"
     try:
-        status = psutil.Process(told["Pid"]).status()
-        os.kill(told["Pid"], STACK_SIGNAL)
+        status = psutil.Process(entry["Pid"]).status()
+        os.kill(entry["Pid"], STACK_SIGNAL)
     except (psutil.NoSuchProcess, ProcessLookupError):
         return "gone"
     return status

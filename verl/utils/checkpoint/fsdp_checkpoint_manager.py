@@ -41,7 +41,7 @@ class SavesPretrained(Protocol):
 
 @runtime_checkable
 class CompletesAdapters(Protocol):
-    """A model around an adapted one that trains more than adapters, and writes the rest of itself beside them."""
+    """A model around an adapted one that trains more than adapters, and writes its other weights next to them."""
 
     def save_beside_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
 
@@ -268,8 +268,8 @@ def _check_shapes(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         stored, here = tuple(described[name].size), tuple(tensor.shape)
         if stored != here:
             what = f"{name} is {stored} there, {here} here"
-            mend = "Check the model's path (model.path; in SFT model.partial_pretrain)."
-            raise ValueError(f"{folder} does not fit the model: {what}. {mend}")
+            remedy = "Check the model's path (model.path; in SFT model.partial_pretrain)."
+            raise ValueError(f"{folder} does not fit the model: {what}. {remedy}")
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -47,7 +47,7 @@ class CheckpointWriter:
 
     def __enter__(self) -> CheckpointWriter:
         self.root.mkdir(parents=True, exist_ok=True)
-        mend_interrupted(self.root)
+        restore_interrupted(self.root)
         clear_interrupted(self.root)
         self.path.mkdir()
         return self
@@ -63,7 +63,7 @@ class CheckpointWriter:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Removes what was written; a full disk is told with the bytes that were needed."""
+        """Remove what was written; a full disk is reported with the bytes that were needed."""
         needed = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
         shutil.rmtree(self.path, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -82,7 +82,7 @@ class CheckpointWriter:
         logger.info("checkpoint published: {}", self.final)
 
     def _set_aside(self) -> Path | None:
-        """An older folder of the same step steps aside; mend_interrupted brings it back after a crash."""
+        """Rename an older folder of the same step; restore_interrupted undoes that after a crash."""
         if not self.final.exists():
             return None
         aside = self.root / f"{self.final.name}.old"
@@ -91,7 +91,7 @@ class CheckpointWriter:
         return aside
 
 
-def mend_interrupted(root: Path) -> None:
+def restore_interrupted(root: Path) -> None:
     """Brings back a folder that was set aside when its successor never arrived."""
     for aside in sorted(root.glob("global_step_*.old")):
         home = aside.with_suffix("")
@@ -113,12 +113,12 @@ def published_steps(root: str | os.PathLike) -> list[int]:
     root = Path(root)
     if not root.is_dir():
         return []
-    found = (STEP_FOLDER.fullmatch(p.name) for p in root.iterdir() if p.is_dir())
-    return sorted(int(m.group(1)) for m in found if m)
+    matches = (STEP_FOLDER.fullmatch(p.name) for p in root.iterdir() if p.is_dir())
+    return sorted(int(m.group(1)) for m in matches if m)
 
 
 def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
-    """Removes all but the `max_to_keep` newest steps found on the disk; `keep` stays always. Returns what went."""
+    """Removes all but the `max_to_keep` newest steps on the disk; `keep` stays always. Returns what went."""
     root = Path(root)
     gone = []
     steps = published_steps(root)
@@ -187,7 +187,7 @@ def find_valid_checkpoint(root: str | os.PathLike) -> Path | None:
     root = Path(root)
     if not root.is_dir():
         return None
-    mend_interrupted(root)
+    restore_interrupted(root)
     for step in reversed(published_steps(root)):
         folder = root / f"global_step_{step}"
         try:

@@ -32,7 +32,7 @@ def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *
         for m in _outermost_pretrained(module):
             if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
                 m.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP shards one dtype a group; an adapter that peft made in float32 beside a bfloat16 base follows the base.
+    # FSDP shards one dtype a group; an adapter that peft made in float32 on a bfloat16 base follows the base.
     return module.to(dtype)
 
 
@@ -68,7 +68,7 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
 
 
 def _task_type(module: nn.Module) -> TaskType | None:
-    """What peft needs to know to train a new head as a whole beside the adapters."""
+    """What peft needs to know to train a new head completely, in addition to the adapters."""
     from peft import TaskType
 
     if isinstance(module, PreTrainedModel) and module.can_generate():

@@ -31,11 +31,11 @@ CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 @register_check
-def check_cpu_heads(config: Any, found: Any) -> Iterator[Problem]:
+def check_cpu_heads(config: Any, findings: Any) -> Iterator[Problem]:
     """A model whose attention no CPU kernel of vLLM knows."""
-    if config.actor_rollout_ref.rollout.name != "vllm" or config.trainer.device != "cpu" or found.hf_config is None:
+    if config.actor_rollout_ref.rollout.name != "vllm" or config.trainer.device != "cpu" or findings.hf_config is None:
         return
-    model = found.hf_config.get_text_config().to_dict()
+    model = findings.hf_config.get_text_config().to_dict()
     if "num_attention_heads" not in model or "hidden_size" not in model:
         return
     width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
@@ -43,8 +43,8 @@ def check_cpu_heads(config: Any, found: Any) -> Iterator[Problem]:
         key = "actor_rollout_ref.model.path"
         rule = f"{key}={config.actor_rollout_ref.model.path} has attention heads of dimension {width}"
         known = ", ".join(map(str, CPU_HEAD_DIMS))
-        mend = f"Take another model, or {KEY}.name=hf."
-        yield wrong(key, f"{rule}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has {known}. {mend}")
+        remedy = f"Take another model, or {KEY}.name=hf."
+        yield wrong(key, f"{rule}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has {known}. {remedy}")
 
 
 @register_rollout("vllm", "sync")
@@ -52,7 +52,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     """One engine a rank, or one over `tensor_model_parallel_size` neighbouring ranks, which then answer together.
 
     `resume(["weights"])`, `update_weights`, `resume(["kv_cache"])` wake it, `release` puts it to sleep. Where vLLM
-    cannot sleep (CPU) weights and cache stay in memory, which is said once. Log-probs are those of the distribution
+    cannot sleep (CPU) weights and cache stay in memory, which is logged once. Log-probs are those of the distribution
     that was sampled from (`logprobs_mode`; by default behind temperature, top-k and top-p). Without an actor
     (`bind_actor`) and unless load_format is dummy, the engine answers with the weights it was started with.
     """
@@ -180,7 +180,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
 
 def _sampled(answer: Any) -> list[float]:
-    """Log-prob of each sampled token: flat, there is no other entry beside them."""
+    """Log-prob of each sampled token: flat, without other entries."""
     if answer.logprobs.token_ids != list(answer.token_ids):
         raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
     return answer.logprobs.logprobs
