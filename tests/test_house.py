@@ -82,6 +82,50 @@ def test_imports_only_go_down_and_verl_knows_no_recipe():
     assert seen > 500 and not upward
 
 
+def imports_at_load(file, modules):
+    """Product modules that a module imports when it is loaded: not inside functions, not for type checkers only."""
+
+    def statements(body):
+        for node in body:
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                continue
+            yield node
+            yield from statements([*getattr(node, "body", []), *getattr(node, "orelse", [])]
+                                  if isinstance(node, ast.If | ast.Try) else [])  # fmt: skip
+
+    for node in statements(ast.parse(file.read_text()).body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield from (m for m in [name if name in modules else node.module] if m in modules)
+
+
+def circle_of(graph):
+    """A circle of a directed graph {node: successors}, or None."""
+    done = set()
+
+    def visit(node, path):
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        circle = next(filter(None, (visit(after, [*path, node]) for after in sorted(graph[node]))), None)
+        done.add(node)
+        return circle
+
+    return next(filter(None, (visit(node, []) for node in sorted(graph))), None)
+
+
+def test_no_modules_import_each_other_when_they_are_loaded():
+    files = {module_of(file): file for file in product_files()}
+    graph = {module: set(imports_at_load(file, files)) - {module} for module, file in files.items()}
+    assert sum(map(len, graph.values())) > 500
+    assert circle_of(graph) is None
+    assert circle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
 def test_no_file_is_longer_than_500_lines():
     long = [f"{f.relative_to(ROOT)}: {n}" for f in tracked("*.py") if (n := f.read_text().count("\n")) > 500]
     assert not long
