@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 MIB = 2**20
 LARGEST_FILE_MIB = 20
 LARGEST_PACKAGE_MIB = 100  # what a job server takes in one request
-# Besides these, what is hidden (.git, .venv, caches, .env with its secrets) stays here.
+# Not packed, like hidden files (.git, .venv, caches, .env with its secrets).
 LEFT_OUT = ("outputs", "checkpoints", "tensorboard_log", "wandb", "build", "__pycache__", "*.egg-info")
 FORWARDED = ("MODEL_PATH", "TOKENIZER_PATH", "ADAPTER_PATH", "LOGURU_LEVEL", "TENSORBOARD_DIR")
 FORWARDED_PREFIXES = ("SPD_", "REWARD_", "VERL_", "HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_")
-# What the job reads and what it leaves behind: options of train_spd_scorer.py, and variables in place of them.
+# Inputs and results of the job: options of train_spd_scorer.py, and the variables that may replace them.
 INPUTS = {
     "--blocks": None, "--metadata": None, "--val-blocks": None, "--val-metadata": None, "--model": "MODEL_PATH",
     "--tokenizer": "TOKENIZER_PATH", "--adapter": "ADAPTER_PATH", "--target": None,
@@ -52,7 +52,7 @@ EXIT_STOPPED = 130
 
 
 def package_files(extra: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Files of the working directory to pack, and what was left out for its size ("path (MiB)").
+    """Files of the working directory to pack, and those too large ("path (MiB)").
 
     `extra` names files or folders, relative to the repository, that are packed whatever they are.
     """
@@ -82,7 +82,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def write_package(files: Sequence[Path], package: Path) -> int:
-    """Zip the files; gives the package's size in bytes, and ends the process where no job server would take it."""
+    """Zip the files; returns the size in bytes. Exits if it exceeds the limit of job servers."""
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for path in files:
             archive.write(path, path.relative_to(ROOT))
@@ -97,7 +97,7 @@ def write_package(files: Sequence[Path], package: Path) -> int:
 
 
 def check_paths(training: Sequence[str], environment: dict[str, str], files: Sequence[Path]) -> list[str]:
-    """Refuse relative paths that the job would not find, or lose (ends the process); gives the absolute ones."""
+    """The absolute paths. Exits for relative paths that the job could not read, or whose results would be lost."""
     options = argparse.ArgumentParser(add_help=False)
     for option in (*INPUTS, *RESULTS):
         options.add_argument(option)
@@ -127,7 +127,7 @@ def check_paths(training: Sequence[str], environment: dict[str, str], files: Seq
 
 
 def job_environment(more: Sequence[str]) -> dict[str, str]:
-    """The variables the job gets: those the training reads, and `more` by name."""
+    """Environment variables for the job: those that the training reads, and `more` by name."""
     if unset := [name for name in more if name not in os.environ]:
         raise SystemExit(f"--env {unset[0]}: this variable is not set here.")
     environment = {
@@ -141,12 +141,12 @@ def job_environment(more: Sequence[str]) -> dict[str, str]:
 
 
 def connect(address: str) -> JobSubmissionClient:
-    """A client of the job server at `address`; one that does not answer, or wants a token, ends the process."""
+    """A client of the job server at `address`. Exits if it does not answer or requires a token."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     logging.disable(logging.INFO)  # Ray's own lines about uploads and sockets
-    # Ray lets its variables win over the address that is handed to it.
+    # Ray's environment variables override the address argument.
     os.environ["RAY_API_SERVER_ADDRESS"] = address
     try:
         return JobSubmissionClient(address)
@@ -163,7 +163,7 @@ def connect(address: str) -> JobSubmissionClient:
 
 
 def submit(client: JobSubmissionClient, command: Sequence[str], environment: dict[str, str], package: Path) -> str:
-    """Upload the package and start the command; gives the job's id."""
+    """Upload the package and start the command; returns the job's id."""
     runtime_env = {"working_dir": str(package), "env_vars": environment}
     return client.submit_job(entrypoint=shlex.join(command), runtime_env=runtime_env)
 
@@ -172,7 +172,7 @@ def follow(client: JobSubmissionClient, job: str) -> JobDetails:
     """Copy the job's log to standard output until the job has ended; the first signal stops the job."""
 
     def on_signal(number: int, frame: Any) -> None:
-        # A second one interrupts the waiting.
+        # A second one interrupts the wait.
         signal.signal(number, signal.default_int_handler)
         say(f"stopping {job}: the training finishes its step and saves; {signal.Signals(number).name} again to leave")
         client.stop_job(job)
@@ -191,7 +191,7 @@ def follow(client: JobSubmissionClient, job: str) -> JobDetails:
 
 
 def exit_code(details: JobDetails) -> int:
-    """The training's own code; 128 + n where signal n killed it, 130 for a stopped job, 1 where none is known."""
+    """The training's exit code; 128 + n if signal n killed it, 130 for a stopped job, 1 if unknown."""
     code = details.driver_exit_code
     if details.status == "STOPPED":
         return EXIT_STOPPED
@@ -204,13 +204,13 @@ def exit_code(details: JobDetails) -> int:
 
 
 def say(text: str) -> None:
-    """A line of our own on standard error, without secrets; standard output carries the job's log alone."""
+    """Print a message to standard error, without secrets; standard output has the job's log only."""
     sys.stderr.write(f"[submit] {redact_text(text)}\n")
     sys.stderr.flush()
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and everything else for the training."""
+    """The options of this script, and the remaining arguments for the training."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         usage="scripts/submit_spd.sh [http://HEAD:8265] [options] training options",
@@ -229,7 +229,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Pack, submit, follow; gives the exit code."""
+    """Pack, submit, follow; returns the exit code."""
     args, training = parse(argv)
     environment = job_environment(args.env)
     files, too_big = package_files(args.pack)

@@ -1,4 +1,4 @@
-"""What each rule does to mismatches whose harm is known, on one fixed set of labelled blocks."""
+"""Shares of harmless and harmful mismatches that each rule accepts, on one fixed set of labelled blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
 @dataclass(frozen=True)
 class LabelledBlock:
-    """One drafted block; `harmful[i]`: the right answer turns wrong if the mismatch at i and all before it stand."""
+    """One drafted block; `harmful[i]`: the right answer becomes wrong if the mismatches up to i are accepted."""
 
     context_ids: list[int]
     draft_ids: list[int]

@@ -1,4 +1,4 @@
-"""The tasks of an evaluation, shared out among processes that each load the models once."""
+"""Distributes the tasks of an evaluation over processes that each load the models once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from scripts.spd_evaluation.harm import LabelledBlock
 
-if TYPE_CHECKING:  # torch and transformers take seconds to load, and only the workers need them
+if TYPE_CHECKING:  # importing torch and transformers takes seconds; only the workers need them
     from scripts.spd_evaluation.worker import Outcome, Worker
 
 REFRESH_S = 0.2
@@ -27,7 +27,7 @@ REFRESH_S = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker is given."""
+    """The input of every worker."""
 
     args: argparse.Namespace  # the command's arguments
     questions: dict[str, list[dict]]  # of each split: prompt_ids, ground_truth
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """Decode the questions of one split under one rule; gives a worker.Outcome."""
+    """Decode the questions of one split with one rule; the result is a worker.Outcome."""
 
     split: str  # a key of Job.questions
     rule: str  # a key of Worker.judges, or "target": no draft at all
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Harm:
-    """Judge the labelled blocks by the rules of `runs`; gives their (harmless, harmful) shares in that order."""
+    """Judge the labelled blocks by the rules of `runs`; the result is their (harmless, harmful) shares in order."""
 
     runs: tuple[Run, ...]
 
@@ -64,11 +64,11 @@ class Harm:
         return worker.harm_shares(self)
 
 
-Task = Run | Harm  # does not depend on any other; gives the same result in every process
+Task = Run | Harm  # independent of all others; the same result in every process
 
 
 class Pool:
-    """Processes that take tasks in the order of `submit`; leaving the `with` block ends them, whatever they are at."""
+    """Processes that take tasks in the order of `submit`; leaving the `with` block ends them at once."""
 
     def __init__(self, job: Job, processes: int, progress: Progress):
         context = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
@@ -95,7 +95,7 @@ class Pool:
                 self._futures[task] = self._executor.submit(_perform, task)
 
     def result(self, task: Task) -> Any:
-        """Wait for a task. The error of any task, this one or another, is raised as soon as it is known."""
+        """Wait for a task and return its result; raises the first error of any task."""
         while True:
             self._raise_and_show()
             if self._futures[task].done():
@@ -116,19 +116,19 @@ class Pool:
             self._progress.update(self._bar, description=text, total=total, completed=self._done.value)
 
 
-_given: tuple = ()  # this worker's share of Pool's arguments
+_given: tuple = ()  # Pool's arguments for this worker process
 
 
 def _start_worker(*given: Any) -> None:
     """Prepare a process. Nothing here may fail: an error of an initializer never reaches the parent."""
     global _given
     _given = given[:-1]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with, args=given[-1:], daemon=True).start()
 
 
 def _end_with(leash: Connection) -> None:
-    """End this process when the pipe's other end is closed: by Pool, or by the parent's death."""
+    """End this process when the other end of the pipe is closed, by Pool or by the end of the parent."""
     leash.poll(None)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Judges for the speculative decoder: each says which mismatches between draft and target may stand.
+"""Judges for the speculative decoder: each decides which mismatches between draft and target are accepted.
 
 A judge maps a Block to a bool tensor [B, g], True = accept. It rules on every position as if all before it had been
 accepted; the decoder keeps the leading accepts and accepts matches whatever the judge says.
@@ -92,7 +92,7 @@ def head_scorer(model: nn.Module, threshold: float) -> Judge:
 def text_scorer(
     model: nn.Module, threshold: float, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
 ) -> Judge:
-    """Accept where an `own` backbone scorer's z lies above `threshold`: one more forward over the whole text."""
+    """Accept where an `own` backbone scorer's z lies above `threshold`: one more forward over the full text."""
 
     def judge(block: Block) -> torch.Tensor:
         inputs = scorer_inputs(block, sep_token_id=sep_token_id, pad_token_id=pad_token_id, end_ids=end_ids)

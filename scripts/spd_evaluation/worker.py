@@ -1,4 +1,4 @@
-"""One process's models, and the tasks done with them."""
+"""The models of one worker process, and the execution of its tasks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from verl.utils.tokenizer import hf_tokenizer
 
 @dataclass
 class Outcome:
-    """What came of a Run."""
+    """Result of a Run."""
 
     result: SpecResult
     correct: list[bool]  # one entry a question; an answer cut at the limit is wrong
 
 
 class Worker:
-    """Target, draft and both scorers. `done` counts the questions and blocks that all processes are through with."""
+    """Target, draft and both scorers. `done` counts the questions and blocks that all processes have finished."""
 
     def __init__(self, job: Job, done: Synchronized):
-        torch.set_num_threads(1)  # the cores go to the processes, and sums do not depend on how many there are
-        transformers.logging.set_verbosity_error()  # a target loaded without its output layer is no news
+        torch.set_num_threads(1)  # one core per process; sums do not depend on the number of cores
+        transformers.logging.set_verbosity_error()  # it warns of a target loaded without its output layer
         transformers.logging.disable_progress_bar()
         self.job, self.args = job, job.args
         self.tokenizer = hf_tokenizer(self.args.target)
@@ -98,7 +98,7 @@ class Worker:
         return lambda z: rules.scorer(model, z, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
 
     def _load_scorers(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The trained scorer, and an untrained one: of its own directory, or of the same config from the seed.
+        """The trained scorer, and an untrained one: from its directory, or with the same config drawn from the seed.
 
         A `target` head shares the loaded target; an `own` scorer brings its backbone along.
         """
