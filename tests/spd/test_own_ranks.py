@@ -16,7 +16,7 @@ from verl.workers.actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, PluginConfig
 from verl.workers.policy import get_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 N, PROMPTS, GAMMA = 3, 4, 3
 KINDS = {

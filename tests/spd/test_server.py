@@ -39,6 +39,7 @@ def family_of(supervisor: psutil.Process) -> list[psutil.Process]:
     raise AssertionError(f"the supervised processes did not start: {family}")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("victim", ["owner", "supervisor"])
 def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
@@ -54,6 +55,7 @@ def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
     assert gone(family, 10)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("reaped", [True, False])
 def test_another_process_gets_the_log_of_a_server_that_has_ended(tmp_path, reaped):
     log = tmp_path / "a log"
@@ -88,6 +90,7 @@ def test_stored_completions_do_not_wait_for_the_server(tmp_path):
     completer.store.close()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path):
     server = LocalVllmServer(str(tmp_path / "no_model"), tmp_path / "log", 64, ["--no-such-option"])

@@ -250,6 +250,7 @@ def _on_rank(rank, world_size, directory, url, store):
     return out.batch["responses"].numpy(), out.meta_info["metrics"]
 
 
+@pytest.mark.process
 def test_one_and_two_ranks_sample_the_same(tiny_llama, tmp_path):
     with AnsweringServer().running() as url:
         alone = _on_rank(0, 1, tiny_llama, url, tmp_path / "one")
@@ -271,6 +272,7 @@ def test_settings_that_do_not_fit_are_named(tiny_llama, tmp_path):
             pass
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_real_local_vllm_server_is_started_used_and_gone(tiny_llama, tmp_path):
     import psutil

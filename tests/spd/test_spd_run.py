@@ -17,7 +17,7 @@ STEPS = 4
 # Metrics that depend on data and weights only, not on the machine or the store.
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "spd/accepted_len/mean", "spd/scenario/A")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

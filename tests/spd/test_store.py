@@ -21,7 +21,7 @@ def _write(path, worker, start):
     store.close()
 
 
-def test_what_is_put_is_found_again_also_after_closing(tmp_path):
+def test_stored_completions_are_read_also_after_closing(tmp_path):
     path = tmp_path / "deep" / "c.sqlite3"
     store = open_store(path)
     assert store.get_many([(1, 2), (3,)]) == {}
@@ -30,13 +30,14 @@ def test_what_is_put_is_found_again_also_after_closing(tmp_path):
     assert open_store(path).get_many([(1, 2), (3,)]) == {1: Completion((7, 70_000), True)}
 
 
-def test_another_model_or_sampling_finds_nothing(tmp_path):
+def test_another_model_or_sampling_has_other_keys(tmp_path):
     open_store(tmp_path / "c").put_many([(1,)], [Completion((7,), False)])
     assert open_store(tmp_path / "c", model="other").get_many([(1,)]) == {}
     assert open_store(tmp_path / "c", max_tokens=9).get_many([(1,)]) == {}
     assert len(open_store(tmp_path / "c")) == 1
 
 
+@pytest.mark.process
 def test_two_processes_end_with_one_completion_a_key(tmp_path):
     context = mp.get_context("spawn")
     start = context.Barrier(2)
@@ -59,7 +60,7 @@ def test_more_keys_than_a_query_holds(tmp_path):
     assert {i: c.token_ids for i, c in store.get_many(contexts).items()} == {i: (i,) for i in range(1201)}
 
 
-def test_a_file_that_is_no_store_is_named(tmp_path):
+def test_a_file_that_is_not_a_store_is_named(tmp_path):
     (tmp_path / "c").write_text("this is no database, however long one looks at it" * 50)
     with pytest.raises(StoreError, match="spd.rollout.store_path=.*cannot be opened"):
         open_store(tmp_path / "c")

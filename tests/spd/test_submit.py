@@ -226,6 +226,7 @@ KEYS = {"WANDB_API_KEY": "key-98765", "REWARD_ALPHA": "0.25"}
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_logs_and_exit_codes_arrive_and_secrets_are_not_shown(head, tree):
     for code in (0, 7):
         returned, out, err = head.run(tree, str(code), "a b", "x.y='z'", **KEYS)
@@ -240,6 +241,7 @@ def test_logs_and_exit_codes_arrive_and_secrets_are_not_shown(head, tree):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_without_the_token_one_sentence_says_so(head, tree):
     returned, _, err = head.run(tree, "0", **KEYS, RAY_AUTH_MODE="disabled")
     assert returned == 1 and "refuses the request without its token: set RAY_AUTH_MODE=token" in err
@@ -247,6 +249,7 @@ def test_without_the_token_one_sentence_says_so(head, tree):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_ctrl_c_stops_the_job_after_it_has_saved(head, tree):
     for again in (False, True):
         process = head.start(tree, "0", "wait", **KEYS)
@@ -271,6 +274,7 @@ class Words(FakeServer):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.timeout(900)
 def test_a_training_of_an_own_backbone_runs_on_the_cluster_that_the_job_is_on(head, tmp_path):
     """By LoRA; what it saves loads again, with other weights behind each step."""
