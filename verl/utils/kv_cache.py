@@ -31,11 +31,11 @@ class RowLayer(CacheLayerMixin):
 
     def __init__(self, positions: WritePositions):
         super().__init__()
-        self._next = positions
+        self._writes = positions
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate all rows and slots like `key_states` and `value_states` [B, heads, q, head_dim]."""
-        rows, slots = self._next.rows, self._next.slots
+        rows, slots = self._writes.rows, self._writes.slots
         # Zeros, not uninitialised memory: a masked NaN would still make the attention's weighted sum NaN.
         self.keys = key_states.new_zeros(rows, key_states.shape[1], slots, key_states.shape[3])
         self.values = value_states.new_zeros(rows, value_states.shape[1], slots, value_states.shape[3])
@@ -45,19 +45,19 @@ class RowLayer(CacheLayerMixin):
         """Write [B, heads, q, head_dim] at the announced positions; return views [B, heads, span, head_dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        batch, span = self._next.positions.shape[0], self._next.span
-        self.keys[self._next.row_index, :, self._next.positions] = key_states.transpose(1, 2)
-        self.values[self._next.row_index, :, self._next.positions] = value_states.transpose(1, 2)
+        batch, span = self._writes.positions.shape[0], self._writes.span
+        self.keys[self._writes.row_index, :, self._writes.positions] = key_states.transpose(1, 2)
+        self.values[self._writes.row_index, :, self._writes.positions] = value_states.transpose(1, 2)
         return self.keys[:batch, :, :span], self.values[:batch, :, :span]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._next.span, 0
+        return self._writes.span, 0
 
     def get_seq_length(self) -> int:
-        return self._next.span
+        return self._writes.span
 
     def get_max_length(self) -> int:
-        return self._next.slots
+        return self._writes.slots
 
 
 class RowCache(Cache):
@@ -68,8 +68,8 @@ class RowCache(Cache):
     """
 
     def __init__(self, rows: int, slots: int, layers: int):
-        self.next = WritePositions(rows, slots)
-        super().__init__(layers=[RowLayer(self.next) for _ in range(layers)])
+        self.writes = WritePositions(rows, slots)
+        super().__init__(layers=[RowLayer(self.writes) for _ in range(layers)])
 
     def announce(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Set the positions [B, q] of rows 0..B-1 for the next forward; returns its additive mask [B, 1, q, span].
@@ -77,7 +77,7 @@ class RowCache(Cache):
         A query sees the slots up to its own position (mask 0), no later one (mask: the dtype's minimum). Raises
         ValueError for a position outside the reserved slots.
         """
-        target = self.next
+        target = self.writes
         target.positions = positions
         target.row_index = torch.arange(positions.shape[0], device=positions.device)[:, None]
         target.span = int(positions.max()) + 1
