@@ -138,3 +138,29 @@ def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> 
         return child.call(seconds)
     finally:
         child.end()
+
+
+def call_interruptibly(func: Callable, seconds: float, *args: Any, **kwargs: Any) -> Any:
+    """Call `func` in this thread, whichever it is; its Python code is interrupted by TimeoutError after `seconds`.
+
+    For threads that signals do not reach in processes that cannot fork safely (with a process group, say).
+    """
+    thread, lock, ended = threading.get_ident(), threading.Lock(), threading.Event()
+
+    def interrupt() -> None:
+        with lock:
+            if not ended.is_set():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Alarm))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            return func(*args, **kwargs)
+        finally:
+            with lock:
+                ended.set()
+            timer.cancel()
+    except _Alarm:
+        raise TimeoutError(f"{func.__qualname__} took longer than {seconds} s") from None

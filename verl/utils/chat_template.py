@@ -6,7 +6,7 @@ import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
-from verl.grading.time_limit import timeout_limit
+from verl.grading.time_limit import call_interruptibly, timeout_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,12 +26,13 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     """
     from transformers import PreTrainedTokenizerBase
 
-    in_main = threading.current_thread() is threading.main_thread()  # the only one that signals can interrupt
     try:
         if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
             _refuse_powers(tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools")))
-        render = timeout_limit(LIMIT_S, use_signals=in_main)(tokenizer.apply_chat_template)
-        return render(messages, tokenize=False, **settings)
+        render = tokenizer.apply_chat_template
+        if threading.current_thread() is threading.main_thread():
+            return timeout_limit(LIMIT_S, use_signals=True)(render)(messages, tokenize=False, **settings)
+        return call_interruptibly(render, LIMIT_S, messages, tokenize=False, **settings)
     except TimeoutError:
         problem = (
             f"the chat template did not end within {LIMIT_S:g} s and was stopped; correct it, or set "
