@@ -256,5 +256,6 @@ def _gather(rank, world):
     return data.batch["x"].tolist(), data.non_tensor_batch["u"].tolist()
 
 
+@pytest.mark.process
 def test_all_gather_gives_every_rank_all_rows():
     assert run_ranks(_gather, 2) == [([0, 10, 1, 11], ["r0", "z", "r1", "z"])] * 2

@@ -22,6 +22,7 @@ def items(*texts):
     return [{"data_source": "x", "solution_str": text, "ground_truth": "1"} for text in texts]
 
 
+@pytest.mark.process
 def test_results_keep_their_order_and_failures_stay_with_their_item():
     pool = GradingPool(ExternFunction(HERE, "score", {"bonus": 1}), workers=2, seconds=2.0)
     results = pool.map(items("a b", "hang", "c", "raise", "die", "d e f"))
@@ -33,6 +34,7 @@ def test_results_keep_their_order_and_failures_stay_with_their_item():
     pool.close()
 
 
+@pytest.mark.process
 def test_workers_work_in_parallel_stay_and_are_stopped():
     pool = GradingPool(rewards.process, workers=2, seconds=30)
     first, second = set(pool.map(items("a") * 8)), set(pool.map(items("a") * 8))
@@ -41,6 +43,7 @@ def test_workers_work_in_parallel_stay_and_are_stopped():
     assert not any(psutil.pid_exists(int(pid)) for pid in first)
 
 
+@pytest.mark.process
 def test_a_worker_killed_while_idle_is_replaced():
     pool = GradingPool(rewards.process, workers=1, seconds=30)
     (first,) = pool.map(items("a"))
@@ -52,6 +55,7 @@ def test_a_worker_killed_while_idle_is_replaced():
     assert psutil.wait_procs([worker], timeout=10)[1] == []
 
 
+@pytest.mark.process
 def test_a_call_that_hangs_in_c_code_is_killed(tmp_path):
     file = tmp_path / "power.py"
     file.write_text("def power(exponent):\n    return (10 ** exponent) % 7\n")
@@ -62,6 +66,7 @@ def test_a_call_that_hangs_in_c_code_is_killed(tmp_path):
     pool.close()
 
 
+@pytest.mark.process
 def test_an_answer_cannot_fill_the_memory(tmp_path):
     file = tmp_path / "greedy.py"
     file.write_text("def greedy(size):\n    return len(bytes(size))\n")
@@ -70,6 +75,7 @@ def test_an_answer_cannot_fill_the_memory(tmp_path):
     pool.close()
 
 
+@pytest.mark.process
 def test_a_function_that_processes_cannot_load_is_reported(tmp_path):
     file = tmp_path / "gone.py"
     file.write_text("def f():\n    return 0\n")
@@ -84,6 +90,7 @@ def test_slots_are_counted_in_each_process_anew():
     assert slots.acquire() and slots.__reduce__() == (Slots, (2,))
 
 
+@pytest.mark.process
 def test_an_item_that_cannot_be_pickled_is_a_failure_of_its_own():
     pool = GradingPool(ExternFunction(HERE, "score"), workers=1, seconds=5.0)
     odd = {**items("a")[0], "solution_str": lambda: None}
@@ -99,6 +106,7 @@ def test_a_tensor_arrives_as_a_copy():
         assert torch.equal(copied, tensor) and copied.dtype == tensor.dtype
 
 
+@pytest.mark.process
 def test_no_worker_outlives_its_owner(tmp_path):
     """Also one whose call never ends, and an owner killed by SIGKILL, whose script is not run again by the workers."""
     file = tmp_path / "owner.py"

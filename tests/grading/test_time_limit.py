@@ -29,6 +29,7 @@ def work(what):
     return os.getpid(), len(asked)
 
 
+@pytest.mark.process
 def test_a_child_stays_until_a_call_takes_too_long():
     child = Child(work)
     pid, count = child.call(5.0, "a")
@@ -41,12 +42,14 @@ def test_a_child_stays_until_a_call_takes_too_long():
     assert child.gone and not psutil.pid_exists(pid) and child.end() is None
 
 
+@pytest.mark.process
 def test_a_child_that_dies_is_reported_with_its_exit_code():
     for call in (lambda: Child(work).call(5.0, "die"), lambda: timeout_limit(5.0)(work)("die")):
         with pytest.raises(ChildDied, match="^work: its process ended with exit code 3$"):
             call()
 
 
+@pytest.mark.process
 def test_a_child_that_died_idle_is_reported_too():
     child = Child(work)
     os.kill(child.call(5.0, "a")[0], signal.SIGKILL)
@@ -54,6 +57,7 @@ def test_a_child_that_died_idle_is_reported_too():
         child.call(5.0, "b")
 
 
+@pytest.mark.process
 def test_an_answer_that_was_not_waited_for_is_not_that_of_the_next_call():
     child = Child(work)
     with pytest.raises(TimeoutError, match="took longer than 0.2 s"):
@@ -73,6 +77,7 @@ def test_a_call_cannot_swallow_the_signal():
         timeout_limit(0.2, use_signals=True)(stubborn)()
 
 
+@pytest.mark.process
 def test_no_child_outlives_a_caller_that_is_killed():
     script = (
         "import os\n"
@@ -91,6 +96,7 @@ def test_no_child_outlives_a_caller_that_is_killed():
     assert psutil.wait_procs([child], timeout=10)[1] == []
 
 
+@pytest.mark.process
 def test_mathematics_is_compared_without_torch():
     script = (
         "import sys\n"

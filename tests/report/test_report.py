@@ -99,6 +99,7 @@ def test_page_of_a_text_run_has_no_legend_of_drafts_and_one_of_sft_shows_its_los
     assert "<span>loss, first and last tenth" in page and "4 → 0.4" in page and page.count("<svg") == 3
 
 
+@pytest.mark.process
 def test_the_command_makes_the_page_of_a_running_run_and_names_a_folder_without_one(tmp_path):
     run = _run_dir(tmp_path)
     with open(run / "metrics.jsonl", "a") as metrics:

@@ -82,6 +82,7 @@ def test_samples_of_a_prompt_differ_and_are_the_same_in_the_next_run(tiny_llama,
     assert [row["responses"] for row in again] == [row["responses"] for row in first]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_llama, prompts, tmp_path):
     settings = ("rollout.do_sample=false", "data.n_samples=1")

@@ -136,6 +136,7 @@ def test_a_full_disk_is_seen_before_writing(tiny_llama, tmp_path, monkeypatch):
         engine.save_checkpoint(str(tmp_path / "actor"))
 
 
+@pytest.mark.process
 def test_a_disk_that_fills_during_writing_is_reported_as_full(tiny_llama, tmp_path):
     # Room for the tensors, too little for the archives around them and the other files.
     engine = make_engine(tiny_llama, contents=("model", "optimizer", "extra", "hf_model"))

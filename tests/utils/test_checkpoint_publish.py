@@ -148,6 +148,7 @@ def test_a_full_disk_names_path_and_bytes_and_keeps_the_old_step(tmp_path):
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_1"
 
 
+@pytest.mark.process
 def test_a_disk_that_fills_in_the_trainers_own_files_is_reported_as_full(tmp_path):
     page, loader = 4096, {"order": torch.arange(10_000)}
     with small_disk(tmp_path / "disk", "1m") as disk:

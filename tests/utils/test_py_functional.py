@@ -32,6 +32,7 @@ def test_temp_env_var_restores_value_and_absence_after_an_error(monkeypatch):
     assert os.environ["VERL_TEST_A"] == "old" and "VERL_TEST_B" not in os.environ
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("use_signals", [True, False])
 def test_timeout_limit_stops_a_slow_call_and_leaves_a_fast_one(use_signals):
     @f.timeout_limit(1.0, use_signals=use_signals)
@@ -75,6 +76,7 @@ def test_nan_of_any_type_equals_nan():
     assert not f.deep_equal({"a": 1.0}, {"a": float("nan")})
 
 
+@pytest.mark.process
 def test_an_answer_that_cannot_leave_its_process_is_named():
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         f.timeout_limit(5)(lambda: lambda: 1)()

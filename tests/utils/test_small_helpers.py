@@ -14,6 +14,7 @@ from verl.utils.groupwise import as_torch_index, group_mean_std
 from verl.utils.metric import reduce_metrics
 
 
+@pytest.mark.process
 def test_floor_one_starts_without_ray_vllm_and_transformers():
     code = (
         "import sys, verl.protocol, verl.utils.torch_functional, verl.utils.seqlen_balancing, verl.utils.ray_utils, "
@@ -99,6 +100,7 @@ def test_a_text_model_has_a_tokenizer_and_no_processor(tiny_llama):
     assert hf_processor(tiny_llama) is None
 
 
+@pytest.mark.process
 def test_parallel_put_keeps_the_order(ray_cluster):
     assert ray_cluster.get(ray_utils.parallel_put(list(range(20)), max_workers=4)) == list(range(20))
     with pytest.raises(AssertionError, match="empty list"):

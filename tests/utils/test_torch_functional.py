@@ -134,6 +134,7 @@ def _statistics(rank, world):
     return stats, mean, gathered, shared["x"].tolist(), F.allgather_dict_into_dict({"r": rank})
 
 
+@pytest.mark.process
 def test_statistics_over_ranks():
     for stats, mean, gathered, shared, dicts in run_ranks(_statistics, 2):
         assert stats == pytest.approx([3, 6, 1, math.sqrt((4 + 1 + 0 + 9) / 3)])

@@ -190,6 +190,7 @@ def test_the_critics_step_does_not_depend_on_the_cut(of_one, mode, cut):
     same(critic_step(made["critic"], ragged_batch(), mode, cut), whole["critic", mode])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -202,6 +203,7 @@ def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_tw
         same((metrics, gradients), of_one[1][role, mode])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_bad_value_loss_on_one_rank_is_a_step_of_neither(of_two):
     for of_rank in of_two[0]:

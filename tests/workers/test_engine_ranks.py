@@ -122,6 +122,7 @@ def mean_metrics(of_two, name):
     return {k: reduce[k]([m[k][0] for m in per_rank]) for k in per_rank[0]}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("name", "model"), [("hybrid", {}), ("lora", {"lora_rank": 4})])
 def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name, model):
     """float32 sums in another order: 1e-5 is promised. Metrics of ranks are averaged, as the trainer does."""
@@ -134,6 +135,7 @@ def test_two_ranks_give_the_losses_and_gradients_of_one(odd_llama, of_two, name,
             np.testing.assert_allclose(w, weights[key], atol=1e-5, err_msg=key)
 
 
+@pytest.mark.process
 def test_a_bad_number_on_one_rank_is_skipped_by_both(odd_llama, of_two):
     before = weights_of(make_engine(odd_llama))
     for out in of_two[0]:
@@ -142,6 +144,7 @@ def test_a_bad_number_on_one_rank_is_skipped_by_both(odd_llama, of_two):
         assert all((weights[k] == before[k]).all() for k in before)
 
 
+@pytest.mark.process
 def test_a_resumed_run_of_two_ranks_is_the_same_to_the_bit(of_two):
     for out in of_two[0]:
         assert out["resumed"][0] == out["straight"][0]
@@ -150,6 +153,7 @@ def test_a_resumed_run_of_two_ranks_is_the_same_to_the_bit(of_two):
             assert (resumed[key] == w).all(), key
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_the_same_loss_on_other_numbers(odd_llama, of_two, ranks):
     results = [other_ranks(0, 1, odd_llama, of_two[1])] if ranks == 1 else run_ranks(
@@ -165,6 +169,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_the_same_loss_on_other_numbers(o
     assert all((loaded[key] == saved[key]).all() for key in saved.files)  # to the bit: nothing was computed
 
 
+@pytest.mark.process
 def test_generators_belong_to_a_number_of_ranks(odd_llama, of_two):
     engine = make_engine(odd_llama)
     seed_before = torch.get_rng_state()

@@ -254,6 +254,7 @@ def on_ranks(rank, world_size, path):
     return np.asarray(out["responses"]), np.asarray(out["response_mask"])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_answer_as_one_and_wait_for_each_other(tiny_llama):
     (first, first_mask), (second, second_mask) = run_ranks(on_ranks, 2, tiny_llama)
@@ -291,6 +292,7 @@ def gathered_while_it_generates(rank, world_size, path):
     return [counted(work) for work in (forward, lambda: made.generate_sequences(batch), forward)]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_weights_are_gathered_once_for_all_tokens_and_shared_again_behind_them(tiny_llama):
     for gathers in run_ranks(gathered_while_it_generates, 2, tiny_llama):

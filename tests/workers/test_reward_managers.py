@@ -203,6 +203,7 @@ def batch_rewards(tmp_path_factory):
     return lambda name: BatchRewardManager(TOKENIZER, 0, ExternFunction(str(file), name))
 
 
+@pytest.mark.process
 def test_a_batch_function_known_by_file_runs_in_a_process_with_the_tensors(batch_rewards):
     data = batch()
     pid, total = batch_rewards("ids").verify(data)
@@ -210,6 +211,7 @@ def test_a_batch_function_known_by_file_runs_in_a_process_with_the_tensors(batch
     assert batch_rewards("later").verify(data) == [3.0, 3.0]
 
 
+@pytest.mark.process
 def test_a_batch_function_that_hangs_is_killed_and_counted(batch_rewards):
     manager = batch_rewards("never")
     manager.config = RewardModelConfig(batch_timeout=1.0)
@@ -248,6 +250,7 @@ def reward_config(path=None, function="compute_score", **manager):
     )
 
 
+@pytest.mark.process
 def test_custom_function_from_a_file_with_bound_kwargs(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def mine(data_source, solution_str, ground_truth, extra_info=None, bonus=0):\n    return bonus\n")
@@ -329,6 +332,7 @@ def manager(name="score", cls=NaiveRewardManager, **settings):
     return made
 
 
+@pytest.mark.process
 def test_a_row_that_hangs_is_killed_and_named():
     said = (
         r"row 1 \(data_source='x', index=11\): the reward function took longer than 1 s and was killed. "
@@ -338,6 +342,7 @@ def test_a_row_that_hangs_is_killed_and_named():
         manager()(truths("", "hang"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("cls", [NaiveRewardManager, PrimeRewardManager, DAPORewardManager])
 def test_rows_without_a_score_are_marked_and_left_out(cls):
     dropping = manager(cls=cls, error="drop", num_workers=2)
@@ -351,10 +356,12 @@ def test_rows_without_a_score_are_marked_and_left_out(cls):
     assert failed == {"timeout": 1, "error": 2} and failed.total() + len(left) == len(data)
 
 
+@pytest.mark.process
 def test_nothing_is_marked_where_every_row_has_a_score():
     assert "__lost__" not in manager(error="drop")(batch(), return_dict=True)["reward_extra_info"]
 
 
+@pytest.mark.process
 def test_prime_grades_in_parallel_and_refuses_what_cannot_be_pickled():
     prime = PrimeRewardManager(TOKENIZER, 0, rewards.process)
     prime.config = RewardModelConfig(num_workers=4)
@@ -365,6 +372,7 @@ def test_prime_grades_in_parallel_and_refuses_what_cannot_be_pickled():
         PrimeRewardManager(TOKENIZER, 0, lambda **kw: 1.0)(batch())
 
 
+@pytest.mark.process
 def test_async_functions_share_the_time_and_fail_alone():
     dropping = manager("later", error="drop", num_workers=2)
     result = dropping(truths("", "", "hang", "raise", "", "", "", ""), return_dict=True)
@@ -372,6 +380,7 @@ def test_async_functions_share_the_time_and_fail_alone():
     assert result["reward_tensor"].sum(-1).tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
 
 
+@pytest.mark.process
 def test_an_async_function_that_blocks_fails_alone(monkeypatch):
     monkeypatch.setattr(naive, "_GRACE_S", 0.5)
     made = manager("blocking", num_workers=2, item_timeout=1.5)
@@ -381,6 +390,7 @@ def test_an_async_function_that_blocks_fails_alone(monkeypatch):
     assert made._pool.restarts == 2 and made(truths("", "", "", "")).sum().item() == 4
 
 
+@pytest.mark.process
 def test_where_every_row_blocks_the_search_ends(monkeypatch):
     monkeypatch.setattr(naive, "_GRACE_S", 0.1)
     monkeypatch.setattr(naive, "_MOST_FAILURES", 2)
@@ -392,6 +402,7 @@ def test_where_every_row_blocks_the_search_ends(monkeypatch):
 HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "source, settings, right",
     [
@@ -416,6 +427,7 @@ def test_mathematics_without_end_is_a_wrong_answer_and_no_fault(source, settings
         asked("$")
 
 
+@pytest.mark.process
 def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
     file = tmp_path / "none.py"
     file.write_text(
@@ -446,6 +458,7 @@ def test_the_rule_rewards_get_the_sandboxes_of_the_configuration():
     )
 
 
+@pytest.mark.process
 def test_a_custom_async_function_from_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("async def judge(solution_str, bonus=0, **kw):\n    return len(solution_str.split()) + bonus\n")

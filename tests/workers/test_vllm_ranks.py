@@ -36,6 +36,7 @@ def on_two_ranks(rank, world_size, path):
     return distances, output.batch["prompts"].tolist(), output.batch["responses"].tolist()
 
 
+@pytest.mark.process
 def test_an_engine_over_two_ranks_answers_each_ranks_prompts_with_the_trained_weights(tmp_path):
     results = run_ranks(on_two_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
     assert all(distance < 1e-4 for distances, _, _ in results for distance in distances)

@@ -249,6 +249,7 @@ def test_samples_of_a_prompt_share_its_cache(hybrid):
     assert not fresh.num_cached_tokens  # other weights: nothing of the cache holds
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_adapters_are_merged_before_they_are_handed_over(wide_llama):
     made = Hybrid(wide_llama, lora_rank=4, lora_alpha=16)

@@ -134,6 +134,7 @@ def tried(code, names, **limits):
     return said.split(" ", 1) if said else ["STOPPED", f"signal {-outcome.exit_code}"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_does_not_get_out(name, world, request):
     if refused(request):
@@ -143,11 +144,13 @@ def test_does_not_get_out(name, world, request):
     assert psutil.pid_exists(world["PARENT"])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", [name for name, (_, works) in ATTEMPTS.items() if works])
 def test_the_same_works_unconfined(name, world):
     assert tried(ATTEMPTS[name][0], world, unconfined=True, disk_mb=64)[0].strip() == "GOT"
 
 
+@pytest.mark.process
 def test_it_sees_its_own_file_and_libraries_alone(request):
     if refused(request):
         return
@@ -155,6 +158,7 @@ def test_it_sees_its_own_file_and_libraries_alone(request):
     assert seen == b"['main.py'] 1 0 1000\n"
 
 
+@pytest.mark.process
 def test_gigabytes_of_output_are_cut_and_end_it(request):
     if refused(request):
         return
@@ -168,6 +172,7 @@ def test_gigabytes_of_output_are_cut_and_end_it(request):
     assert psutil.Process().memory_info().rss - before < 50 << 20
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
 def test_what_does_not_end_is_killed(code, request):
     if refused(request):
@@ -182,6 +187,7 @@ def marked(mark):
     return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.process
 def test_nothing_is_alive_afterwards(request):
     if refused(request):
         return
@@ -208,6 +214,7 @@ def test_nothing_is_alive_afterwards(request):
     assert outcome.stopped == "time" and len(survivors) == 1 and marked("verl-survivor") == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("victim", ["caller", "jail"])
 def test_it_dies_with_its_keepers(victim, tmp_path, request):
     if refused(request):

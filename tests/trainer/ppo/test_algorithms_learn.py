@@ -72,10 +72,12 @@ def control(tiny_llama, tmp_path_factory) -> float:
     return gain(rows)
 
 
+@pytest.mark.process
 def test_a_control_without_learning_gains_nothing(control):
     assert abs(control) < 0.05
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -97,6 +99,7 @@ def test_it_learns_more_than_the_control(control, tiny_llama, tmp_path, name, se
         assert all(row["rollout_corr/rollout_rs_masked_fraction"] == 0 for row in rows)
 
 
+@pytest.mark.process
 def test_ppo_with_a_critic_learns_and_continues_after_a_resume(control, tiny_llama, tmp_path):
     first = run(tmp_path / "ppo", tiny_llama, **PPO, trainer__save_freq=STEPS)
     assert gain(first) > control + 0.15
@@ -110,6 +113,7 @@ def test_ppo_with_a_critic_learns_and_continues_after_a_resume(control, tiny_lla
     assert again[-1]["critic/vf_loss"] < losses[0]
 
 
+@pytest.mark.process
 def test_dapo_learns_from_groups_that_differ(control, tiny_llama, tmp_path):
     rows = run(tmp_path / "dapo", tiny_llama, "recipe.dapo.config/dapo_trainer", **DAPO)
     assert gain(rows) > control + 0.15

@@ -62,6 +62,7 @@ def one_rank(ray_cluster, tiny_llama, tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
     rows = metrics_rows(one_rank)
@@ -79,6 +80,7 @@ def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
     assert state["counters"]["scored"] == 128
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, trainer__local="true")
@@ -87,6 +89,7 @@ def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_lla
     assert local.keys() == ray_rank.keys() and all(tensor.equal(ray_rank[name]) for name, tensor in local.items())
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=-1)
@@ -96,6 +99,7 @@ def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp
             assert two[name] == pytest.approx(one[name], abs=1e-5), (name, one["step"])
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_stopped_and_resumed_run_equals_the_uninterrupted_one_bit_for_bit(one_rank, ray_cluster, tiny_llama, tmp_path):
     train(tmp_path, tiny_llama, stop_at=3)
@@ -130,6 +134,7 @@ def processes_of(folder: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if any(folder in a for a in p.info["cmdline"] or ())]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(one_rank, tiny_llama, tmp_path):
     first = start(tmp_path, tiny_llama, **SETTINGS)
@@ -156,6 +161,7 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
     assert not (tmp_path / "out" / SESSION_FILE).exists()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_second_signal_ends_a_run_that_hangs_at_once(tiny_llama, tmp_path):
     """The task runner is in the driver's process: it has no actor next to the ranks."""
@@ -212,6 +218,7 @@ def no_sockets(folder: str, names: list[str]) -> list[str]:
     return [n for n in names if not (Path(folder, n).is_file() or Path(folder, n).is_dir())]
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped):
     run, directory = stopped.run, stopped.directory
@@ -221,6 +228,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped):
     assert not list(Path(tempfile.gettempdir()).glob(f"verl-ray-{run.pid}-*"))
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stopped):
     files = [f for f in stopped.directory.rglob("*") if f.is_file()]
@@ -236,6 +244,7 @@ SERVICES = ("gcs_server", "raylet", "dashboard.py", "Agent", "agent")
 WIDE_SOCKETS = {"ray::": 2, "python": 2}
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_run_listens_where_the_readme_says_and_nowhere_else(stopped):
     wide = Counter(

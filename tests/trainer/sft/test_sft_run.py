@@ -174,6 +174,7 @@ def started(directory, model, *more, ranks=None, **environment):
         )
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_exits_0(tmp_path, tiny_llama):
     run = started(write_pairs(tmp_path), tiny_llama)
@@ -207,6 +208,7 @@ def stopped(tiny_llama, tmp_path_factory):
     return SimpleNamespace(directory=directory, sockets=sockets, launcher=run.pid, job=job)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_whose_launcher_is_stopped_finish_their_step_and_save(stopped):
     log, out = (stopped.directory / "log").read_text(), stopped.directory / "out"
@@ -216,6 +218,7 @@ def test_two_ranks_whose_launcher_is_stopped_finish_their_step_and_save(stopped)
     assert len(stopped.job) >= 3 and not any(process.is_running() for process in stopped.job)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stopped):
     names = {f.name for f in stopped.directory.rglob("*") if f.is_file()}
@@ -223,6 +226,7 @@ def test_no_secret_of_the_environment_or_the_config_is_in_any_file_of_a_run(stop
     assert files_with_secrets(stopped.directory) == []
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_only_the_ranks_meeting_points_listen_beyond_this_machine(stopped):
     """torchrun's store, and gloo's, by which ranks of several nodes would meet."""
@@ -230,6 +234,7 @@ def test_only_the_ranks_meeting_points_listen_beyond_this_machine(stopped):
     assert wide[stopped.launcher] >= 1 and all(count <= 2 for count in wide.values()), stopped.sockets
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp_path, tiny_llama):
     """SIGKILL of launcher and rank after a checkpoint, then the same command: metrics and weights bit for bit."""
@@ -254,6 +259,7 @@ def test_a_torchrun_job_killed_and_started_again_equals_an_uninterrupted_one(tmp
     assert all((weights[name] == after).all() for name, after in weights_of(again.engine).items())
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed(tmp_path):
     """The rank's own call, without a model: the launcher is a Python process that starts it in a session of its own."""

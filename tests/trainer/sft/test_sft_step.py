@@ -91,6 +91,7 @@ def _rank_ways(rank, world_size, directory, model):
     return results
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_agree_with_one(pairs, tiny_llama):
     alone = _ways(pairs, tiny_llama)

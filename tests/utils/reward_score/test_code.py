@@ -29,6 +29,7 @@ def score(code, cases, **settings):
     return prime_code.compute_score(answer(code), cases, continuous=True, **settings)[0]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "code, cases, share",
     [
@@ -49,6 +50,7 @@ def test_share_of_cases_passed(code, cases, share, request):
         assert score(code, cases) == share
 
 
+@pytest.mark.process
 def test_all_or_nothing_stops_at_the_first_failure(request):
     if refused(request):
         return
@@ -58,6 +60,7 @@ def test_all_or_nothing_stops_at_the_first_failure(request):
     assert default_compute_score("taco", answer("input()\nprint(42)"), SUMS) == 0.5
 
 
+@pytest.mark.process
 def test_a_program_that_hangs_is_not_run_again(request):
     if refused(request):
         return
@@ -149,6 +152,7 @@ print(add(0, 0))""",
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["output", "call"])
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_verdict_is_won_without_the_right_output(name, kind, request):
@@ -164,6 +168,7 @@ def test_no_verdict_is_won_without_the_right_output(name, kind, request):
     assert time.process_time() - started < 1.0  # the judge's own; the program has processes of its own
 
 
+@pytest.mark.process
 def test_an_unconfined_run_needs_the_word(tmp_path):
     """The kernel itself refuses here: a user namespace in which no further one may be made."""
     script = """
@@ -284,6 +289,7 @@ def service(monkeypatch):
     server.server_close()
 
 
+@pytest.mark.process
 def test_the_service_runs_programs_and_learns_no_expected_output(service):
     code = "a, b = map(int, input().split())\nprint(a + b if a < 9 else 0)"
     share, reports = sandbox_fusion.compute_score(service.url, Slots(1), 256, answer(code), SUMS, continuous=True)
@@ -301,12 +307,14 @@ def test_the_service_runs_programs_and_learns_no_expected_output(service):
     assert sandbox_fusion.compute_score(service.url, None, None, answer("1/0"), CALLS)[0] == 0.0
 
 
+@pytest.mark.process
 def test_a_service_that_fails_is_asked_again(service):
     service.broken = ["sandbox", 503]
     assert sandbox_fusion.compute_score(service.url, None, None, answer(ADD), SUMS)[0] == 1.0
     assert len(service.bodies) == 4
 
 
+@pytest.mark.process
 def test_a_service_without_a_verdict_is_an_error_and_no_score(service):
     service.broken = [400] * 2
     with pytest.raises(sandbox_fusion.SandboxServiceError, match="answered 400"):

@@ -125,6 +125,7 @@ def test_math_score_is_of_the_text():
     assert math_reward.is_equiv(None, None) and not math_reward.is_equiv("1", None)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "answer, truth, score",
     [
@@ -157,18 +158,21 @@ HEDGES = [
 UNITS = ["5\\text{ cm}", "5\\text{ cm}^2", "5 \\text{ m/s}^{2}", "x=5", "$5\\text{ cm}$.", "2+3=5"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("hedge", OR_LIKE + HEDGES)
 def test_a_hedged_answer_wins_for_one_of_its_truths_at_most(hedge):
     wins = [truth for truth in ("4", "5", "45") if default_compute_score(MATH, f"\\boxed{{{hedge}}}", truth) == 1.0]
     assert len(wins) <= (hedge in HEDGES), wins
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("answer", UNITS)
 def test_units_and_names_are_no_hedge(answer):
     assert default_compute_score(MATH, f"\\boxed{{{answer}}}", "5") == 1.0
     assert default_compute_score(MATH, f"\\boxed{{{answer}}}", "4") == 0.0
 
 
+@pytest.mark.process
 def test_an_answer_of_thousands_of_digits_is_wrong_and_no_fault():
     for answer in ("9" * 5000 + "/1", "1/" + "9" * 5000, "9" * 1900):
         for source in BOXED:
@@ -178,12 +182,14 @@ def test_an_answer_of_thousands_of_digits_is_wrong_and_no_fault():
 HOSTILE = "\\boxed{9^{9^{9^{9^{9}}}} - 9^{9^{9^{9^{8}}}}}"
 
 
+@pytest.mark.process
 def test_what_never_ends_has_the_time_out_score_and_the_next_answer_its_own():
     assert math_verify.compute_score(HOSTILE, "4", timeout_score=0.25, seconds=1.0) == 0.25
     assert math_verify.compute_score(HOSTILE, "5", seconds=1.0) == 0.0
     assert math_verify.compute_score("\\boxed{1+3}", "4") == 1.0
 
 
+@pytest.mark.process
 def test_a_comparison_that_dies_is_wrong_and_one_that_died_idle_is_made_again(monkeypatch):
     assert not math_verify.is_equal("7", "4")
     comparer = math_verify._comparer(os.getpid())
@@ -196,6 +202,7 @@ def test_a_comparison_that_dies_is_wrong_and_one_that_died_idle_is_made_again(mo
     comparer.child.end()
 
 
+@pytest.mark.process
 def test_a_ground_truth_that_cannot_be_read_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"ground truth '\$' cannot be read as mathematics"):
         default_compute_score(MATH, "\\boxed{4}", "$")
@@ -212,6 +219,7 @@ def test_texts_of_tags_are_judged_in_no_time():
     assert time.process_time() - started < 1.0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", ["__import__('os').system('touch FILE')", "open('FILE', 'w').close()", "exec(x)"])
 def test_an_answer_that_is_python_runs_nowhere(code, tmp_path):
     file = tmp_path / "ran"
@@ -252,6 +260,7 @@ def test_dapo_strict_box():
     assert math_dapo.is_correct_minerva("Answer: 5", "\\boxed{5}", gt_need_extract=True) == (True, "5")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "text, score",
     [
