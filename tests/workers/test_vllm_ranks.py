@@ -1,5 +1,7 @@
 """One vLLM over two ranks (tensor parallel) in the processes of the actor that both of them train."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -36,7 +38,18 @@ def on_two_ranks(rank, world_size, path):
     return distances, output.batch["prompts"].tolist(), output.batch["responses"].tolist()
 
 
+@pytest.fixture
+def segment_of_a_killed_run():
+    """The shared-memory segment that a tensor-parallel run with vLLM's own name leaves after SIGKILL."""
+    path = Path("/dev/shm/-tp:0-[0-1]-cpushm_0")
+    path.touch()
+    yield
+    path.unlink()
+    assert not list(path.parent.glob("verl-*"))
+
+
 @pytest.mark.process
+@pytest.mark.usefixtures("segment_of_a_killed_run")
 def test_an_engine_over_two_ranks_answers_each_ranks_prompts_with_the_trained_weights(tmp_path):
     results = run_ranks(on_two_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
     assert all(distance < 1e-4 for distances, _, _ in results for distance in distances)

@@ -6,7 +6,9 @@ import dataclasses
 import gc
 import logging
 import os
+import uuid
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +71,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
             logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are read whole there")
         self.llm = _start_engine(arguments, self.on_cuda)
+        if name := arguments.get("additional_config", {}).get("shared_memory_name"):
+            dist.barrier()  # every rank has mapped the segments: without names they end with their processes
+            for segment in Path("/dev/shm").glob(f"{name}-*"):
+                segment.unlink(missing_ok=True)
         self.has_weights = config.load_format != "dummy"
         self._warm_up()
         self.release()
@@ -95,6 +101,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if not self.on_cuda:
             given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
             given["enable_chunked_prefill"] = False  # it winds seeds of requests back, which CPU generators cannot
+            if config.tensor_model_parallel_size > 1:
+                name = [f"verl-{uuid.uuid4().hex}"]
+                dist.broadcast_object_list(name, src=0)
+                given["worker_cls"] = "verl.workers.rollout.vllm_cpu_worker.SharedMemoryCPUWorker"
+                given["additional_config"] = {"shared_memory_name": name[0]}
         return given | _engine_kwargs(config)
 
     def _warm_up(self) -> None:
