@@ -3,8 +3,6 @@
 Naming this module in `actor_rollout_ref.model.external_lib` registers the model loader "spd_scorer".
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

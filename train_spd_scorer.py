@@ -7,8 +7,6 @@ TOKENIZER_PATH, ADAPTER_PATH, SPD_VLLM_URLS, SPD_SEP_TOKEN_ID, SPD_SAMPLE_TEMPER
 REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE and LOGURU_LEVEL are read from the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """Cost of DataProto's verbs on 1024 x 4096 with 10 tensor columns."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 

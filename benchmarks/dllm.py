@@ -1,7 +1,5 @@
 """Iterative refinement: memory and gradients of the rounds, shared instructions, the cache in generation."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

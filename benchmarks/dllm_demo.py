@@ -1,7 +1,5 @@
 """`make demo-dllm` on three seeds: what each run has to show, and its time."""
 
-from __future__ import annotations
-
 import json
 
 from benchmarks.harness import Row, row, say

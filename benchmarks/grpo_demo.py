@@ -1,7 +1,5 @@
 """`make demo-grpo` on three seeds: validation accuracy of start, GRPO and control, and the time of each."""
 
-from __future__ import annotations
-
 import json
 
 from benchmarks.harness import Row, ratios, row, say

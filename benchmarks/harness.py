@@ -1,7 +1,5 @@
 """Times alternatives in turn within one run, and keeps medians with their range."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import operator

@@ -1,7 +1,5 @@
 """Rewards: programs a second in the sandbox, answers a second through the grading processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

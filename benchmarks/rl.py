@@ -1,7 +1,5 @@
 """The text trainer's figures: log-probs, shared prompts and padding, DataProto, Ray, rollouts, whole steps."""
 
-from __future__ import annotations
-
 from benchmarks import dataproto, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step
 from benchmarks.harness import Row, say
 

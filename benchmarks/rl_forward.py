@@ -1,7 +1,5 @@
 """An actor's update with prompts forwarded once for their samples, and with padding left out."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM

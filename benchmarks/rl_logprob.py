@@ -1,7 +1,5 @@
 """Log-probs of response tokens by the policy, a few tokens' logits at a time, against logits held whole."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """The hybrid engine: sending weights to vLLM, and its rollouts compared with generation by transformers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

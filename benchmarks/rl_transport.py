@@ -1,7 +1,5 @@
 """What a step sends through Ray, and what the driver computes itself."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Iterator

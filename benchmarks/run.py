@@ -1,7 +1,5 @@
 """Runs the benchmarks and writes benchmarks/results/*.json: `python -m benchmarks.run [name ...]`; by default NAMES."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

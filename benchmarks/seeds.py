@@ -1,7 +1,5 @@
 """A demo repeated on several seeds, by the command that a user types; a seed measured before is not run again."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

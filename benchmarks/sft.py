@@ -1,7 +1,5 @@
 """Supervised fine-tuning: a step on packed rows, against the same step on padded ones."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

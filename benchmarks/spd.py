@@ -1,7 +1,5 @@
 """Benchmarks of the speculative-decoding scorer: a training step, judging during decoding, completions."""
 
-from __future__ import annotations
-
 from benchmarks import spd_completions, spd_judging, spd_step
 from benchmarks.harness import Row, say
 

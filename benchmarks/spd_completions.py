@@ -1,7 +1,5 @@
 """Completions that a training asks its server for: every distinct one once, in two epochs of the real command."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

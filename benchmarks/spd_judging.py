@@ -1,7 +1,5 @@
 """Cost of judging a drafted block, compared with the target's forward that verifies it."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Cost of a scorer's training step: the n samples of a prompt sharing one forward, against every prompt repeated."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 

@@ -1,7 +1,5 @@
 """Steps of TRL's GRPOTrainer on a folder of benchmarks.rl_whole_step; its process holds nothing else."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

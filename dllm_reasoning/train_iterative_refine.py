@@ -1,7 +1,5 @@
 """Entry: `torchrun --standalone --nproc_per_node=N -m dllm_reasoning.train_iterative_refine key=value ...`."""
 
-from __future__ import annotations
-
 from omegaconf import DictConfig
 
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer

@@ -1,7 +1,5 @@
 """Shared by the demos: commands with a log, progress bars, phases with a time budget."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

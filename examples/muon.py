@@ -6,8 +6,6 @@ Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. In float32:
 slower on most CPUs, and takes matrices alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -8,8 +8,6 @@ reason in that file; where a reason excuses nothing any more; where CHANGES.md n
 departure that is no default and that no test of scripts/audit/departures.yaml shows, or holds other tables than these.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

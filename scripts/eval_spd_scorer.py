@@ -7,8 +7,6 @@ Real multi-round decoding until the end token or the limit. Writes evaluation.js
 (the runs on the validation questions that chose the scorer's threshold).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ throughput. Prints the largest difference of each training, expected 0; exit cod
     python scripts/loss_compare.py HEAD HEAD --only grpo          # the noise of a training itself
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

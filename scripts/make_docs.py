@@ -1,7 +1,5 @@
 """Writes docs/config.md and docs/metrics.md from the code: python scripts/make_docs.py [--check]."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

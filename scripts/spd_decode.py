@@ -7,8 +7,6 @@ Without --prompt and --prompts each line of standard input is a prompt. The text
 table below it compares both ways of decoding on the same prompts in the same batches.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

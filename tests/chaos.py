@@ -7,8 +7,6 @@ the completions are recorded beforehand, the others are asked anew. A moment tha
 line a kill; exit code 1 if one run ends otherwise, or a kill never hit. About a minute a kill on 2 cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """BaseConfig: what every component's settings have in common."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields

@@ -1,7 +1,5 @@
 """Settings of the noise, the rounds and the own answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from dllm_reasoning.utils.noise_utils import PATTERNS, SCHEDULES

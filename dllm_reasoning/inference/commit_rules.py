@@ -4,8 +4,6 @@ By causality a prediction equals token-by-token decoding as soon as everything f
 only such tokens are lossless.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
     python -m dllm_reasoning.inference.demo --model_path DIR (--prompt TEXT | --prompts_file FILE) [options]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

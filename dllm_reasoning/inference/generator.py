@@ -4,8 +4,6 @@
     result.tokens, result.stats.tokens_per_forward
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Forwards of ragged rows through any causal model: with a key/value cache that rolls back, or without one."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

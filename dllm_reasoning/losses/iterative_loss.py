@@ -4,8 +4,6 @@ The prediction that is fed back carries no gradient, so each round's backward pa
 not grow with the number of rounds, and the gradient is that of the summed loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ The prefix's own graph is kept. Each round uses detached copies, where the gradi
 backward pass at the end takes those through the prefix. Works with every model that accepts a transformers cache.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 

@@ -3,8 +3,6 @@
     python -m dllm_reasoning.scripts.verify_label_alignment --model_path DIR [--instruction TEXT] [--response TEXT]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Own-answer data: the starting model's greedy answers to the training instructions, filtered by a reward function."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

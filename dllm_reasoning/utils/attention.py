@@ -1,7 +1,5 @@
 """How far back a model's layers attend, and whether masks and positions made here can replace its own."""
 
-from __future__ import annotations
-
 import inspect
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Warnings that concern a run, not a step."""
 
-from __future__ import annotations
-
 import functools
 import os
 

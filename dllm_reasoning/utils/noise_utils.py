@@ -1,7 +1,5 @@
 """The noise of responses before refinement: pattern, level and token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

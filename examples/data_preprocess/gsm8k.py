@@ -1,7 +1,5 @@
 """GSM8K's format to verl's: python -m examples.data_preprocess.gsm8k --local_dataset_path DIR --local_save_dir DIR."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared by the scripts of this folder: converts local files to parquet files with verl's columns."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

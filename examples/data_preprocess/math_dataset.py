@@ -1,7 +1,5 @@
 """MATH's format to verl's: examples.data_preprocess.math_dataset --local_dataset_path D --local_save_dir E"""
 
-from __future__ import annotations
-
 from typing import Any
 
 from examples.data_preprocess.local_files import field, run

@@ -1,7 +1,5 @@
 """Acceptance criteria of a demo run, computed from its evaluation.json; each value must reach its minimum."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

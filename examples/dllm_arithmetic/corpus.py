@@ -6,8 +6,6 @@ Problems are those of the SPD demo (2 to 5 steps); answers are in its house styl
 spelled out. Writes train.parquet, val.parquet and test.parquet (instruction, output, answer); no question occurs twice.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

@@ -1,7 +1,5 @@
 """Pictures of the demo: losses of the rounds over steps, accuracy over tokens per forward and per second."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

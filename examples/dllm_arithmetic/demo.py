@@ -6,8 +6,6 @@ Trains a base, then refinement and its SFT twin in parallel, one thread each. En
 forward and per second for every mode, acceptance criteria (acceptance.py), OUT/evaluation.json and OUT/curves.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -7,8 +7,6 @@ time (none of them: the rows have no tokens_per_second). Every forward counts. O
 `correct` has each question's verdict under greedy. With --speed-only OUT is {mode: tokens per second}.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

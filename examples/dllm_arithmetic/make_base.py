@@ -7,8 +7,6 @@ fine-tune, this is a model from scratch. OUT/model is the model, OUT/*.parquet a
 val.parquet and test.parquet are excluded from its training.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import shutil

@@ -6,8 +6,6 @@ Two trainings run at a time, one thread each; existing results are reused. Ends 
 and OUT/options.json. The plain SFT twin is among the options; `--steps` changes its steps by the same factor.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

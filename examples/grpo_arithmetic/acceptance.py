@@ -1,7 +1,5 @@
 """Acceptance criteria of a demo run: it learns, more than its control, within its time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

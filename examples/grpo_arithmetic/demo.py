@@ -10,8 +10,6 @@ The control is short: its weights never change and validation is greedy, so that
 of the start. It shows that the gain comes from the updates, not from the rollout, the weight sync or the validation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

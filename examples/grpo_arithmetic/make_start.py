@@ -6,8 +6,6 @@ The model is trained in plain torch. Some training answers are the bare result, 
 guesses, and is more often correct when it shows its work. A start that the same arguments made before is reused.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

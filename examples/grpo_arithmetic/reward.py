@@ -1,7 +1,5 @@
 """Rule reward of the word problems: 1 if the number after "the answer is" is correct, else 0."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from recipe.spd.answers import extract_answer, is_correct

@@ -1,7 +1,5 @@
 """Drafted blocks from real speculative decoding, and counterfactual labels of what each mismatch does."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

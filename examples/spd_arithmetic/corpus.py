@@ -5,8 +5,6 @@ Some words look like wording but decide the result (each / in total, more / fewe
 whom), and some figures look decisive but are free (3 + 4 or 4 + 3): no rule on the kind of token can tell harm.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Ends with the evaluation table and OUT/evaluation.json. Everything is made here 
 arguments made before is reused.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -8,8 +8,6 @@ a table and a picture for each softness, and OUT/frontier.json. With --kept, row
 folder, and those that are there already are not measured again: the measurement can be spread over machines.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

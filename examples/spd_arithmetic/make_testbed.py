@@ -4,8 +4,6 @@
     python -m examples.spd_arithmetic.make_testbed --out DIR --questions gsm8k.jsonl --target DIR --draft DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A small Llama in plain torch, quick to train on one CPU thread, exported to a Hugging Face directory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon in float32 with equal shapes batched: torch.optim.Muon works in bfloat16, far slower on most CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

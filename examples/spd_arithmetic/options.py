@@ -6,8 +6,6 @@ Wants a test bed (`make demo` makes it). All trainings share one store of comple
 trained already is reused. Ends with a table of means over seeds and OUT/options.json; the test questions are not used.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

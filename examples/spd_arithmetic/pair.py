@@ -1,7 +1,5 @@
 """Target and draft of a test bed, decoded in worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

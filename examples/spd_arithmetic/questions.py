@@ -1,7 +1,5 @@
 """Questions of a test bed, split three ways: drawn from the corpus, or read from a GSM8K-format file."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Word-level tokenizer of the arithmetic corpus, as a Hugging Face fast tokenizer."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
 """Training of the target and the draft model of the test bed, in plain torch on a CPU."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator

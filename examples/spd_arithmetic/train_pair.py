@@ -1,7 +1,5 @@
 """Target and draft trained side by side in worker processes, and kept for the next time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

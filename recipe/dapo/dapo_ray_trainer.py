@@ -1,7 +1,5 @@
 """RayDAPOTrainer: draws prompts until enough groups have samples with different rewards."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

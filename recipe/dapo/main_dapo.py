@@ -1,7 +1,5 @@
 """Entry of DAPO training: `python -m recipe.dapo.main_dapo key=value ...`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

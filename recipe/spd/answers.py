@@ -1,7 +1,5 @@
 """Extracts the final answer of a text and compares it with the ground truth (never as a substring)."""
 
-from __future__ import annotations
-
 import re
 
 _NUMBER = r"[-+]?\$?\s*\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"

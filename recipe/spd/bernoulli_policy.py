@@ -1,7 +1,5 @@
 """The accept/reject policy: one Bernoulli action per judged draft token."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict

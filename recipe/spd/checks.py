@@ -1,7 +1,5 @@
 """Checks of the SPD recipe before a run starts (servers, token ids, the saved scorer), and the scorer's size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

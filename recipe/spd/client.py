@@ -1,7 +1,5 @@
 """Client of vLLM servers: greedy completions of token ids, each requested once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

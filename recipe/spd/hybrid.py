@@ -1,7 +1,5 @@
 """Accept/reject actions of drafted blocks, and the hybrid contexts that they lead to."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any

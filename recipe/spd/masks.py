@@ -4,8 +4,6 @@ Every function takes attention_mask [B, P] (1 = text) and spd_layout [B, 5] int6
 (context_start, context_len, draft_start, draft_len, target_start) in columns of the padded input.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

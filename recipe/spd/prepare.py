@@ -1,7 +1,5 @@
 """Prepares training data of the scorer from drafted blocks and the questions' metadata."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

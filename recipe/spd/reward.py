@@ -1,7 +1,5 @@
 """Reward of a judged block: accepted draft tokens against the effect on the answer."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

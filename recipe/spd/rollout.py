@@ -1,7 +1,5 @@
 """The rollout in which a scorer judges drafted blocks: actions, hybrid contexts, and whether the answer stays right."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Further rounds of speculative decoding, scorer included, between the judged block and the target's completion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Values on disk that are computed once for all processes: completions of contexts, hidden states of blocks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sqlite3

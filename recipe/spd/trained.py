@@ -1,7 +1,5 @@
 """The trained part of a scorer in a folder: checked against a base model, and loaded onto it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

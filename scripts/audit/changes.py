@@ -1,7 +1,5 @@
 """Checks what CHANGES.md says of this tree: all that it names in backticks is there, and each departure is shown."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks CHANGES.md's table of departures: a row states defaults, which are compared, or tests show what it says."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

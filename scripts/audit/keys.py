@@ -1,7 +1,5 @@
 """Compares configuration keys with their defaults, and metric names, of an upstream release with ours."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Compares public names and signatures: upstream's by syntax tree, ours by looking at the imported module."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

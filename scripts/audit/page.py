@@ -1,7 +1,5 @@
 """Writes the findings of an audit: a table in Markdown, a page in HTML, lines for a terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

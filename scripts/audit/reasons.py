@@ -1,7 +1,5 @@
 """Why a name or key is not there or differs: scripts/audit/reasons.yaml, checked as strictly as the code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path

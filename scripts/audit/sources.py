@@ -1,7 +1,5 @@
 """Reads the files of an upstream release as text, from its wheel or an unpacked folder; nothing of it is imported."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

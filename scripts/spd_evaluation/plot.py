@@ -1,7 +1,5 @@
 """The picture of an evaluation: accuracy against accepted draft tokens per target forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

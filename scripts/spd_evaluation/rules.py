@@ -4,8 +4,6 @@ A judge maps a Block to a bool tensor [B, g], True = accept. It rules on every p
 accepted; the decoder keeps the leading accepts and accepts matches whatever the judge says.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

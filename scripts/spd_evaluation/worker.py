@@ -1,7 +1,5 @@
 """The models of one worker process, and the execution of its tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized

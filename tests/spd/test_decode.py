@@ -1,7 +1,5 @@
 """Claims on the speculative decoder: exact match is greedy decoding, and its caches equal a plain forward."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

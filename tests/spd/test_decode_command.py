@@ -3,8 +3,6 @@
 Not covered: a GPU.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace

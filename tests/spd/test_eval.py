@@ -1,7 +1,5 @@
 """The evaluation's arithmetic by hand, and the command on tiny random models."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

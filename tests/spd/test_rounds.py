@@ -1,7 +1,5 @@
 """Further rounds: the same text as a loop of plain forwards, and the same number of forwards on every rank."""
 
-from __future__ import annotations
-
 import torch
 
 from recipe.spd.rounds import FurtherRounds

@@ -1,7 +1,5 @@
 """Each rule against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 Not covered: a cluster of several nodes, a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

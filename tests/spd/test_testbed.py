@@ -1,7 +1,5 @@
 """The test bed's corpus, models and blocks."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Turns a per-token loss into one number that does not depend on how a batch is cut into micro-batches."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.utils.torch_functional import masked_sum

@@ -1,7 +1,5 @@
 """Estimators of the KL divergence from log-probabilities, together with the controllers of its coefficient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Names of the algorithms that come with verl, for a driver that checks a config without loading them."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

@@ -1,7 +1,5 @@
 """Policy losses, one function per loss, in one registry; the value loss and the entropy loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ truncated importance weights (Ionides 2008; for RL rollouts: Yao et al. 2025, "Y
 brings you off-policy RL training").
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

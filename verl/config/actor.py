@@ -1,7 +1,5 @@
 """Settings of the actor: PPO's mini-batches, clipping, losses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

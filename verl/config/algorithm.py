@@ -1,7 +1,5 @@
 """Settings of the RL algorithm: advantages, KL control, group filter, rollout correction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

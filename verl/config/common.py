@@ -1,7 +1,5 @@
 """Settings of the run and of what actor, critic and reward share: checkpoints, models, plug-in modules."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

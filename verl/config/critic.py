@@ -1,7 +1,5 @@
 """Settings of the critic: the value model and its update."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of the data: files, columns, lengths, batches, order."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of the training engine: precision, sharding, offload, batch cuts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

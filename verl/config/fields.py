@@ -1,7 +1,5 @@
 """Dataclass fields that carry their permitted values next to their default."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

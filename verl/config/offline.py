@@ -1,7 +1,5 @@
 """Settings of the entries that train nothing: main_generation, main_eval."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of the reward model and of the sandbox that grades code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of the rollout: sampling, engine, validation, multi-turn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

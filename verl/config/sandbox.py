@@ -1,7 +1,5 @@
 """Limits of a program that runs in the sandbox."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl.base_config import BaseConfig

@@ -1,7 +1,5 @@
 """Settings of supervised fine-tuning: data, model, optimizer, run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits the time of a call, in place or in a process that can be killed."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

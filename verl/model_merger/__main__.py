@@ -4,8 +4,6 @@
     python -m verl.model_merger test  --backend fsdp --local_dir .../global_step_N/actor --test_hf_dir DIR
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

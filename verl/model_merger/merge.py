@@ -1,7 +1,5 @@
 """Writes a checkpoint as a Hugging Face folder, one tensor in memory at a time, or compares it with one."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file a rank."""
 
-from __future__ import annotations
-
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

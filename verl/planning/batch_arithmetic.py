@@ -1,7 +1,5 @@
 """Batch sizes: what a step is cut into on each rank, with the cuts that do not come out even."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks of what a run needs beyond its config: data, tokenizer, model, packages, this machine."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

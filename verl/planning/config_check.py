@@ -1,7 +1,5 @@
 """Checks of a composed config before anything starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import importlib

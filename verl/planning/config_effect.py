@@ -1,7 +1,5 @@
 """Settings that this version accepts and does not read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path

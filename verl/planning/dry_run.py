@@ -1,7 +1,5 @@
 """Dry runs: `trainer.dry_run=true` prints a run's config, its plan and every problem, and starts nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any

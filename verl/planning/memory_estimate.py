@@ -1,7 +1,5 @@
 """A rough estimate of one rank's memory, from a model's config alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What is wrong with a run, said before it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ Reads `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `sam
 `versions.json`; all but the first are optional, and the run need not have ended.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Draws the small panels of the report page as SVG text."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """LocalWorkerGroup: the roles of a single rank in this process, without Ray, for debuggers and tests."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Entry of supervised fine-tuning: `torchrun --standalone --nproc_per_node=N -m verl.trainer.fsdp_sft_trainer k=v`."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Entry of offline scoring: `python -m verl.trainer.main_eval data.path=... [custom_reward_function.path=...]`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Entry of RL training: `python -m verl.trainer.main_ppo key=value ...`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

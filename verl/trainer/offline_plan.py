@@ -1,7 +1,5 @@
 """Dry runs of the entries that train nothing: main_generation, main_eval."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

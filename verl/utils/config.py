@@ -1,7 +1,5 @@
 """From a composed config to dataclasses, and the check that stops a run before any worker starts."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Which accelerator this process has: CUDA, or none and then the CPU."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

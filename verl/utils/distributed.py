@@ -1,7 +1,5 @@
 """Starting and ending the process group of a rank."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

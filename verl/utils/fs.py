@@ -1,7 +1,5 @@
 """Copies model and data files to this machine."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

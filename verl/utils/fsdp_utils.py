@@ -1,7 +1,5 @@
 """Shards modules with FSDP2 and moves, gathers or clips what was sharded."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Statistics over the samples of one prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

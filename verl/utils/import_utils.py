@@ -1,7 +1,5 @@
 """Loads code by name: optional packages, modules by path, classes by dotted name."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

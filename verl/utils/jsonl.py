@@ -1,7 +1,5 @@
 """Reads files with one JSON object a line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A key/value cache whose rows have different lengths and are rolled back by overwriting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """Learning-rate schedules: factors of the optimizer's initial rate."""
 
-from __future__ import annotations
-
 import math
 
 from torch.optim import Optimizer

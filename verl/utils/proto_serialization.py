@@ -4,8 +4,6 @@ A tensor becomes (dtype name, shape, numpy array); types numpy lacks (bfloat16, 
 width. Contiguous arrays go out of band with pickle protocol 5, so Ray's object store hands them on without a copy.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

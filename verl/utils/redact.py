@@ -1,7 +1,5 @@
 """Removes secrets from what is printed, logged or stored."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A registry of named plug-ins that suggests the nearest entry for an unknown name."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from typing import Generic, TypeVar

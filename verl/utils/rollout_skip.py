@@ -1,7 +1,5 @@
 """Answers every generation with the first one, kept on disk, to work on what follows the rollout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

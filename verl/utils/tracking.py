@@ -1,7 +1,5 @@
 """Sends metrics to the backends that `trainer.logger` names."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Import path of the Ray-facing roles on FSDP engines."""
 
-from __future__ import annotations
-
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.roles.critic import CriticWorker

@@ -1,7 +1,5 @@
 """Base classes for a sampler of `data.sampler.{class_path,class_name}`."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sized
 

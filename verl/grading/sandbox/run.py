@@ -1,7 +1,5 @@
 """Runs one Python program in the sandbox."""
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -1,7 +1,5 @@
 """Fetching what ranks returned, or the error that explains why they did not."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

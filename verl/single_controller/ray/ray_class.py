@@ -1,7 +1,5 @@
 """Actor classes with their constructors' arguments: one role a process, or several roles that share one."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reserving places for ranks: one placement group a node, one bundle a rank."""
 
-from __future__ import annotations
-
 import secrets
 import string
 

@@ -1,7 +1,5 @@
 """A limit on what ranks may take for one call: beyond it the run ends and says which rank hangs, and where."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

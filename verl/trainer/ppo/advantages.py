@@ -1,7 +1,5 @@
 """From scores to token rewards to advantages, on the driver."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.protocol import DataProto

@@ -1,7 +1,5 @@
 """Metrics of a step and of a validation, by the names that dashboards know."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from numbers import Number

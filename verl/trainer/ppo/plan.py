@@ -1,7 +1,5 @@
 """Plan and checks of an RL run: plug-ins, data, batch sizes, memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

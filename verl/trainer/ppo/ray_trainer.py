@@ -1,7 +1,5 @@
 """RayPPOTrainer: the RL loop, one short method per step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Builds the reward manager of a configuration and scores batches with it."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

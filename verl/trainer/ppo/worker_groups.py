@@ -1,7 +1,5 @@
 """Resource pools, and the ranks of every role: roles that are placed on one pool share its processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

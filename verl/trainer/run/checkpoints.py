@@ -1,7 +1,5 @@
 """Checkpoints of a run: models, data position, counters, KL controller, random states; saved, rotated, resumed from."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Ends a run whose updates are skipped repeatedly."""
 
-from __future__ import annotations
-
 
 class NonFiniteRun(RuntimeError):
     """Too many steps in a row were skipped for a non-finite loss or gradient."""

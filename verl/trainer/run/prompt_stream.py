@@ -1,7 +1,5 @@
 """Draws batches of prompts from a StatefulDataLoader, epoch after epoch, from a position that can be saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the ranks of a job must agree on; without a process group this process is the only rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The driver's side of a run: its own Ray cluster, signals, error messages."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Samples as rows of text and scores, for dumps and for the report."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

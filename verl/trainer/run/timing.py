@@ -1,7 +1,5 @@
 """Times each step of the training loop under a name that its failure carries as well."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """One pass over a validation set: generate, score, name the metrics."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

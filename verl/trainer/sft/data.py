@@ -1,7 +1,5 @@
 """From data files to each rank's share of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the SFT tree to the settings of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

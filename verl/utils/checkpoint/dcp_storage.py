@@ -1,7 +1,5 @@
 """Reads torch's distributed checkpoints without trusting their pickled metadata."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -4,8 +4,6 @@ Layout of the folder: `model/` and `optim/` (torch distributed checkpoints of te
 parameter groups, names), `rng_rank_<r>.safetensors`, `fsdp_config.json`, `huggingface/`, `lora_adapter/`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The states of all random generators as plain tensors."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Builds the data set and the sampler of RL training from the `data` section."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Conversations for supervised fine-tuning, in which every assistant turn is learned."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts for reinforcement learning: rows of parquet or JSON files, rendered and tokenised."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Question and answer pairs for supervised fine-tuning, tokenised and masked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every metric that a run logs: its name (a pattern, * for a variable part) and its meaning."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 METRICS: dict[str, str] = {

@@ -1,7 +1,5 @@
 """Reduces the lists of values that ranks and micro-batches collect to one number per metric."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rule rewards by data source."""
 
-from __future__ import annotations
-
 import importlib
 from fnmatch import fnmatchcase
 from typing import Any

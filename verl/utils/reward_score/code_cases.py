@@ -4,8 +4,6 @@ A program gets its input only. Expected outputs stay outside, and its output is 
 result by knowing the right one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Geometry3K: a thought in <think> tags, then a boxed answer."""
 
-from __future__ import annotations
-
 from verl.utils.reward_score.math_reward import boxed_answer
 from verl.utils.reward_score.math_verify import is_equal
 

@@ -1,7 +1,5 @@
 """Exact match of the final number, for GSM8K."""
 
-from __future__ import annotations
-
 import re
 
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"

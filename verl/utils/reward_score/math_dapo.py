@@ -1,7 +1,5 @@
 """Answers of the DAPO and AIME data sets: +1 for the right final answer, -1 otherwise (arXiv 2503.14476)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Boxed answers of the MATH data set, compared as normalised LaTeX text."""
 
-from __future__ import annotations
-
 import re
 
 from loguru import logger

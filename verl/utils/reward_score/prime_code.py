@@ -1,7 +1,5 @@
 """Programs judged by test cases in the local sandbox: codecontests, apps, codeforces, taco."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

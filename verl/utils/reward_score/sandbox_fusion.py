@@ -1,7 +1,5 @@
 """Programs judged by test cases in a remote sandbox service (the SandboxFusion protocol: POST run_code)."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Short answers to questions, in <answer> tags, compared after normalisation (SQuAD, Search-R1)."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The interface of an actor: log-probs of a batch, one policy update on a batch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

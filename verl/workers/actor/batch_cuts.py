@@ -1,7 +1,5 @@
 """Cuts a rank's batch into mini-batches and micro-batches, equally many on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The PPO update loop of the actor over an engine and a policy."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import asdict, replace

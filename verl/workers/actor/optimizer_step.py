@@ -1,7 +1,5 @@
 """One optimizer step on a mini-batch, the same for policy and value model: counts, accumulation, metrics."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The interface of a critic: values of a batch, one update on a batch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 
 import torch

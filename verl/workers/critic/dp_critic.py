@@ -1,7 +1,5 @@
 """Values of response tokens and their clipped regression to the returns (Schulman et al. 2017, PPO)."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The policy interface: from a micro-batch to the log-probs of its actions."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 

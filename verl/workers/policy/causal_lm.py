@@ -1,7 +1,5 @@
 """The token policy: log-probs of response tokens under a causal language model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The interface of reward managers: a callable from a batch of answers to token-level scores."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores the answers of a batch in one call of the reward function."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

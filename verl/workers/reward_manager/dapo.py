@@ -1,7 +1,5 @@
 """The naive manager with DAPO's soft penalty for overlong answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores the answers of a batch one by one."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores the answers of a batch in parallel processes."""
 
-from __future__ import annotations
-
 import os
 
 from verl.config.reward_model import RewardModelConfig

@@ -1,7 +1,5 @@
 """The names of the reward managers."""
 
-from __future__ import annotations
-
 from verl.utils.registry import Registry
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 

@@ -1,7 +1,5 @@
 """Converts a batch to rows that a reward function can score, and scores of rows to token-level scores."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

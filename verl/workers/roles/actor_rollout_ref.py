@@ -1,7 +1,5 @@
 """One rank of the hybrid engine: actor, rollout and reference policy in one process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """One rank of the critic."""
 
-from __future__ import annotations
-
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

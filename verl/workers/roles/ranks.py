@@ -1,7 +1,5 @@
 """What every role does on a rank: joining the others, sharing batch sizes out, checkpoints."""
 
-from __future__ import annotations
-
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 

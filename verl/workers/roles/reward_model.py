@@ -1,7 +1,5 @@
 """One rank of a reward model that scores complete responses."""
 
-from __future__ import annotations
-
 import torch
 
 from verl.protocol import DataProto

@@ -1,7 +1,5 @@
 """Rollouts: engines that turn prompts into answers."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generates with the actor's own module: no second engine, no copy of the weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

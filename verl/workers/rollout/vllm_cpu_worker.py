@@ -5,8 +5,6 @@ vLLM names the segments of a tensor-parallel group after the port in its init me
 would stop the next one (`create shm ... errno: 17`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
