@@ -12,7 +12,7 @@
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
 #   make audit                    public names, keys and metrics beside upstream's 0.7.0 wheel, which pip fetches
-#   make lint                     ruff
+#   make lint                     ruff; yaml files and tables of the docs are those of the code
 SHELL := /bin/bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -70,6 +70,7 @@ audit: env
 
 lint: env
 	@$(PY) -m ruff check .
+	@$(PY) scripts/make_docs.py --check
 
 clean:
 	rm -rf outputs .pytest_cache .ruff_cache build *.egg-info

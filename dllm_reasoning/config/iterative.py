@@ -1,26 +1,42 @@
 """Settings of the noise, the rounds and the own answers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dllm_reasoning.utils.noise_utils import PATTERNS, SCHEDULES
 from verl.base_config import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
-from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
+from verl.config.sft import (
+    SFTConfig,
+    SFTDataConfig,
+    SFTModelConfig,
+    SFTMultiturnConfig,
+    SFTOptimConfig,
+    SFTTrainerConfig,
+)
 
 
 @dataclass
 class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
     """Training on the starting model's own greedy answers, those kept that a reward function scores above 0."""
 
-    enable: bool = False
-    max_prompts: int = setting(-1, low=-1)
-    batch_size: int = setting(64, low=1)
-    max_new_tokens: int = setting(1024, low=1)
-    item_timeout: float = setting(300.0, above=0)
-    keep_ground_truth: bool = False
-    ground_truth_key: str | None = None
-    reward_function: ModuleConfig = field(default_factory=lambda: ModuleConfig(name="compute_score"))
+    enable: bool = setting(False, "Generate answers before training.")
+    max_prompts: int = setting(-1, "Instructions of data.train_files to answer, from the first; -1 for all.", low=-1)
+    batch_size: int = setting(64, "Answers generated at a time.", low=1)
+    max_new_tokens: int = setting(
+        1024, "Maximum tokens of an answer; data.max_length limits it with its instruction.", low=1
+    )
+    item_timeout: float = setting(
+        300.0, "Seconds of the reward function per answer; slower ones are not kept.", above=0
+    )
+    keep_ground_truth: bool = setting(False, "Also train on the rows of data.train_files.")
+    ground_truth_key: str | None = setting(
+        None, "Column that the reward function compares with; null for the response."
+    )
+    reward_function: ModuleConfig = setting(
+        lambda: ModuleConfig(name="compute_score"),
+        "Reward function in the RL signature; answers scored above 0 are kept.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,22 +51,40 @@ class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
 class IterativeConfig(BaseConfig, section="iterative"):
     """Noise, rounds and their weights. `block_length` is W, the tokens that one forward of generation predicts."""
 
-    num_iterations: int = setting(2, low=1)
-    single_round_steps: int = setting(0, low=0)
-    noise_pattern: str = setting("iid", choices=tuple(PATTERNS))
-    noise_min: float = setting(0.1, low=0, high=1)
-    noise_max: float = setting(0.9, low=0, high=1)
-    noise_schedule: str = setting("uniform", choices=tuple(SCHEDULES))
-    noise_token: str = "eos"
-    noise_seed: int = setting(0, low=0)
-    loss_weights: list[float] | None = None
-    ar_loss_weight: float = setting(0.0, low=0)
-    block_length: int = setting(128, low=1)
-    windows_per_sample: int = setting(8, low=1)
-    aligned_windows: float = setting(0.0, low=0, high=1)
-    trajectory_max_rounds: int = setting(4, low=0)
-    share_instruction: str = setting("auto", choices=("auto", "on", "off"))
-    self_generate: SelfGenerateConfig = field(default_factory=SelfGenerateConfig)
+    num_iterations: int = setting(2, "K, the number of refinement rounds; 1 without noise is plain SFT.", low=1)
+    single_round_steps: int = setting(
+        0, "First steps that train one round only; later rounds need a good first one.", low=0
+    )
+    noise_pattern: str = setting("iid", "Where noise is placed.", choices=tuple(PATTERNS))
+    noise_min: float = setting(0.1, "Minimum share of noised response tokens (iid).", low=0, high=1)
+    noise_max: float = setting(0.9, "Maximum share of noised response tokens (iid).", low=0, high=1)
+    noise_schedule: str = setting(
+        "uniform",
+        "Share per sample: uniform between both; linear and cosine rise over the run.",
+        choices=tuple(SCHEDULES),
+    )
+    noise_token: str = setting("eos", "Noise token: eos, mask, or a token of the vocabulary.")
+    noise_seed: int = setting(0, "Seed of the noise's own generator.", low=0)
+    loss_weights: list[float] | None = setting(None, "Weight of each round's loss; null for 1 each.")
+    ar_loss_weight: float = setting(
+        0.0, "Weight of the next-token loss on the clean text; packed needs no extra forward for it.", low=0
+    )
+    block_length: int = setting(128, "W: tokens of a noised block, a window and a block in generation.", low=1)
+    windows_per_sample: int = setting(8, "Windows per sample (packed).", low=1)
+    aligned_windows: float = setting(
+        0.0, "Share of windows that start at a multiple of block_length, as in generation.", low=0, high=1
+    )
+    trajectory_max_rounds: int = setting(
+        4, "Maximum own rounds before the first trained one (trajectory); drawn from 0 to this.", low=0
+    )
+    share_instruction: str = setting(
+        "auto",
+        "Rounds share the instruction's keys and values; auto where that is faster.",
+        choices=("auto", "on", "off"),
+    )
+    self_generate: SelfGenerateConfig = setting(
+        SelfGenerateConfig, "Training on the starting model's own greedy answers."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,13 +110,23 @@ class IterativeDataConfig(SFTDataConfig):
 
     train_files: str | list[str] = "~/data/dllm/train.parquet"
     val_files: str | list[str] | None = None
-    train_batch_size: int = setting(32, low=1)
-    prompt_key: str = "instruction"
-    response_key: str = "output"
-    max_length: int = setting(2048, low=2)
-    dataloader_num_workers: int = setting(0, low=0)
-    use_chat_template: bool = False
-    bad_rows: str = setting("stop", choices=("stop", "skip"))
+    train_batch_size: int = 32
+    prompt_key: str = setting("instruction", "Column of the instruction.")
+    response_key: str = setting("output", "Column of the response.")
+    max_length: int = 2048
+    dataloader_num_workers: int = setting(
+        0, "Processes per rank that read ahead; rows are tokenized at the start.", low=0
+    )
+    use_shm: bool = setting(False, unused="data files are read from their own path")
+    multiturn: SFTMultiturnConfig = setting(SFTMultiturnConfig, unused="a row is an instruction and its response")
+    custom_cls: ModuleConfig = setting(ModuleConfig, unused="the data set is IterativeSFTDataset")
+    packing: bool = setting(False, unused="rounds keep their rows; data.micro_batch_size_per_gpu decides")
+    use_chat_template: bool = setting(False, "Send the instruction through the chat template as a user turn.")
+    bad_rows: str = setting(
+        "stop",
+        "Rows that cannot be trained on: stop the run and name file and row, or skip and count them.",
+        choices=("stop", "skip"),
+    )
 
 
 @dataclass
@@ -90,15 +134,17 @@ class IterativeModelConfig(SFTModelConfig):
     """Without gradient checkpointing, so that rounds can share the instruction."""
 
     partial_pretrain: str = "~/models/start"
-    enable_gradient_checkpointing: bool = False
+    enable_gradient_checkpointing: bool = setting(
+        False, "Recompute activations in the backward; rounds then cannot share a prefix."
+    )
 
 
 @dataclass
 class IterativeOptimConfig(SFTOptimConfig):
     """`warmup_steps_ratio` is this recipe's name of lr_warmup_steps_ratio."""
 
-    lr: float = setting(2e-5, low=0)
-    warmup_steps_ratio: float = setting(0.1, low=0, high=1)
+    lr: float = 2e-5
+    warmup_steps_ratio: float = setting(0.1, "Warm-up as a share of all steps.", low=0, high=1)
 
 
 @dataclass
@@ -108,17 +154,18 @@ class IterativeTrainerConfig(SFTTrainerConfig):
     default_local_dir: str = "checkpoints/dllm_reasoning/iterative_refine"
     project_name: str = "dllm_reasoning"
     experiment_name: str = "iterative_refine"
-    total_epochs: int = setting(3, low=1)
-    save_checkpoint_steps: int = setting(1000, low=-1)
-    save_freq: int = setting(1000, low=-1)
+    total_epochs: int = 3
+    save_checkpoint_steps: int = setting(1000, "Steps between checkpoints; -1 for one at the end only.", low=-1)
+    save_freq: int = setting(1000, "The same by its name in sft_trainer.", low=-1)
 
 
 @dataclass
 class IterativeRefineConfig(SFTConfig, section=""):
     """The whole tree of iterative_refine.yaml."""
 
-    data: IterativeDataConfig = field(default_factory=IterativeDataConfig)
-    model: IterativeModelConfig = field(default_factory=IterativeModelConfig)
-    optim: IterativeOptimConfig = field(default_factory=IterativeOptimConfig)
-    iterative: IterativeConfig = field(default_factory=IterativeConfig)
-    trainer: IterativeTrainerConfig = field(default_factory=IterativeTrainerConfig)
+    data: IterativeDataConfig = setting(IterativeDataConfig)
+    model: IterativeModelConfig = setting(IterativeModelConfig)
+    optim: IterativeOptimConfig = setting(IterativeOptimConfig)
+    iterative: IterativeConfig = setting(IterativeConfig, "Noise, refinement rounds and self-generated answers.")
+    use_remove_padding: bool = setting(False, unused="rounds keep their padding, which is cut to the longest row")
+    trainer: IterativeTrainerConfig = setting(IterativeTrainerConfig)

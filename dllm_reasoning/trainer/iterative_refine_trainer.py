@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from omegaconf import DictConfig
@@ -51,19 +51,12 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
     """
 
     config_type = IterativeRefineConfig
-    not_read: ClassVar[Mapping[str, str]] = {
-        "data.use_shm": "data files are read from their own path",
-        "data.multiturn.*": "a row is an instruction and its response",
-        "data.custom_cls.*": "the data set is IterativeSFTDataset",
-        "data.packing": "rounds keep their rows; data.micro_batch_size_per_gpu decides",
-        "use_remove_padding": "rounds keep their padding, which is cut to the longest row",
-    }
 
     def __init__(
         self, config: DictConfig, device_mesh: Any, ulysses_device_mesh: Any, tokenizer: Any, train_dataset: Dataset,
         val_dataset: Dataset | None = None,
     ) -> None:
-        config.use_remove_padding = config.data.packing = False  # see `not_read`
+        config.use_remove_padding = config.data.packing = False  # rounds keep their rows and padding
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
         self.iterative, self.val_noise = settings, replace(settings, noise_schedule="uniform")

@@ -12,7 +12,8 @@ from recipe.spd.checks import check_servers_and_separator
 from spd_scorer import load_spd_scorer
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from tests.helpers.models import make_tokenizer
-from verl.planning.config_effect import settings_without_effect
+from verl.config.ppo import PPOConfig
+from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
 from verl.planning.problems import CHECKS
 
@@ -42,7 +43,7 @@ def test_external_lib_registers_the_check():
 
 def test_the_recipe_sets_nothing_that_has_no_effect():
     config = compose_ppo("actor_rollout_ref.model.path=m", config_dir=RECIPE, config_name="spd_trainer")
-    assert settings_without_effect(config) == []
+    assert unused_settings(config, PPOConfig) == []
 
 
 def test_a_server_that_does_not_answer_is_absent(monkeypatch):

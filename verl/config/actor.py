@@ -1,6 +1,6 @@
 """Settings of the actor: PPO's mini-batches, clipping, losses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -26,54 +26,64 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 class PolicyLossConfig(BaseConfig, section="actor.policy_loss", mutable=("loss_mode", "rollout_correction")):
     """Policy loss by registered name, and the numbers that some of them read."""
 
-    loss_mode: str = "vanilla"
-    clip_cov_ratio: float = setting(0.0002, low=0, high=1)
-    clip_cov_lb: float = 1.0
-    clip_cov_ub: float = 5.0
-    kl_cov_ratio: float = setting(0.0002, low=0, high=1)
-    ppo_kl_coef: float = setting(0.1, low=0)
-    rollout_correction: Any = None
+    loss_mode: str = setting(
+        "vanilla", "Registered policy loss: vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, cispo."
+    )
+    clip_cov_ratio: float = setting(0.0002, "Share of tokens that clip_cov leaves out.", low=0, high=1)
+    clip_cov_lb: float = setting(1.0, "Lower bound of the covariance for clip_cov.")
+    clip_cov_ub: float = setting(5.0, "Upper bound of the covariance for clip_cov.")
+    kl_cov_ratio: float = setting(0.0002, "Share of tokens that kl_cov penalises.", low=0, high=1)
+    ppo_kl_coef: float = setting(0.1, "Weight of kl_cov's penalty.", low=0)
+    rollout_correction: Any = setting(None, "algorithm.rollout_correction, set by the trainer in bypass mode.")
 
 
 @dataclass
 class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_info")):
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
 
-    strategy: str = setting(MISSING, choices=STRATEGIES, hint=STRATEGY_HINT)
-    ppo_mini_batch_size: int = setting(256, low=1)
-    ppo_micro_batch_size: int | None = setting(None, low=1)
-    ppo_micro_batch_size_per_gpu: int | None = setting(None, low=1)
+    strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
+    ppo_mini_batch_size: int = setting(
+        256, "Prompts per optimizer step, over all ranks, with rollout.n samples each.", low=1
+    )
+    ppo_micro_batch_size: int | None = setting(None, "Deprecated: ppo_micro_batch_size_per_gpu, over all ranks.", low=1)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    use_dynamic_bsz: bool = False
-    ppo_max_token_len_per_gpu: int = setting(16384, low=1)
+    use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens, not by samples.")
+    ppo_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
     ppo_infer_max_token_len_per_gpu: int = setting(16384, low=1)
-    clip_ratio: float = setting(0.2, low=0)
-    clip_ratio_low: float | None = setting(None, low=0)
-    clip_ratio_high: float | None = setting(None, low=0)
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    clip_ratio_c: float = setting(3.0, above=1)
-    loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
-    loss_scale_factor: int | None = setting(None, low=1)
-    entropy_coeff: float = 0
-    tau_pos: float = setting(1.0, above=0)
-    tau_neg: float = setting(1.05, above=0)
-    calculate_entropy: bool = False
-    use_kl_loss: bool = False
-    use_torch_compile: bool = False
-    kl_loss_coef: float = setting(0.001, low=0)
-    kl_loss_type: str = setting("low_var_kl", choices=KL_CHOICES)
-    ppo_epochs: int = setting(1, low=1)
-    shuffle: bool = False
-    data_loader_seed: int = setting(42, low=0)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-6))
-    use_fused_kernels: bool = False
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    engine: Any = field(default_factory=BaseConfig)
-    rollout_n: int = setting(MISSING, low=1)
+    clip_ratio: float = setting(0.2, "Clip range of the probability ratio.", low=0)
+    clip_ratio_low: float | None = setting(None, "Clip range below 1; null takes clip_ratio.", low=0)
+    clip_ratio_high: float | None = setting(None, "Clip range above 1; null takes clip_ratio.", low=0)
+    policy_loss: PolicyLossConfig = setting(PolicyLossConfig, "The policy loss.")
+    clip_ratio_c: float = setting(3.0, "Bound on the ratio for negative advantages (dual clip).", above=1)
+    loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
+    loss_scale_factor: int | None = setting(
+        None, "Divisor of seq-mean-token-sum-norm; null takes the response length.", low=1
+    )
+    entropy_coeff: float = setting(0, "Weight of the entropy bonus.")
+    tau_pos: float = setting(1.0, "Temperature of SAPO for positive advantages.", above=0)
+    tau_neg: float = setting(1.05, "Temperature of SAPO for negative advantages.", above=0)
+    calculate_entropy: bool = setting(False, "Measure the entropy although its weight is 0.")
+    use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
+    use_torch_compile: bool = setting(False, "Use torch.compile.", unused="nothing is compiled")
+    kl_loss_coef: float = setting(0.001, "Weight of that KL.", low=0)
+    kl_loss_type: str = setting("low_var_kl", "Estimator of that KL; a + takes the gradient of k2.", choices=KL_CHOICES)
+    ppo_epochs: int = setting(1, "Passes over each batch.", low=1)
+    shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
+    data_loader_seed: int = setting(42, "Seed of that shuffle.", low=0)
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
+    optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-6), "Optimizer of the actor.")
+    use_fused_kernels: bool = setting(
+        False, "Compute log-probs with a fused kernel.", unused="logits are always computed in chunks"
+    )
+    profiler: ProfilerConfig = setting(ProfilerConfig)
+    engine: Any = setting(BaseConfig)
+    rollout_n: int = setting(MISSING, "Samples of each prompt.", low=1, unused="actor_rollout_ref.rollout.n decides")
     model_config: HFModelConfig | None = None
-    global_batch_info: dict[str, Any] = field(default_factory=dict)
-    share_prompt_forward: bool = False
+    global_batch_info: dict[str, Any] = setting(dict)
+    share_prompt_forward: bool = setting(
+        False, "Keep a prompt's samples in one micro-batch and compute what they share once."
+    )
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
@@ -86,28 +96,56 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
 class FSDPActorConfig(ActorConfig):
     """ActorConfig on FSDP2."""
 
-    strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
-    grad_clip: float = setting(1.0, above=0)
-    ulysses_sequence_parallel_size: int = setting(1, low=1)
-    entropy_from_logits_with_chunking: bool = False
-    entropy_checkpointing: bool = False
-    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-6))
-    use_remove_padding: bool = False
-    use_rollout_log_probs: bool = False
+    strategy: str = "fsdp"
+    grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Ranks that share one sequence.",
+        low=1,
+        unused="each rank keeps full sequences, which takes more memory for the same loss",
+    )
+    entropy_from_logits_with_chunking: bool = setting(
+        False, "Compute the entropy in chunks.", unused="logits are always computed in chunks"
+    )
+    entropy_checkpointing: bool = setting(
+        False,
+        "Recompute the entropy's activations in the backward.",
+        unused="chunks of logits are always recomputed in the backward",
+    )
+    fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "FSDP2 engine of the actor.")
+    optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-6))
+    use_remove_padding: bool = setting(False, "Remove padding before the forward.")
+    use_rollout_log_probs: bool = setting(
+        False, "Use the rollout's log-probs as old log-probs.", unused="old log-probs always come from the actor"
+    )
 
 
 @dataclass
 class FSDPRefConfig(BaseConfig, section="ref"):
     """The reference policy: a forward only."""
 
-    strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
-    use_torch_compile: bool = False
-    log_prob_micro_batch_size: int | None = setting(None, low=1)
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    log_prob_use_dynamic_bsz: bool = False
-    log_prob_max_token_len_per_gpu: int = setting(16384, low=1)
-    ulysses_sequence_parallel_size: int = setting(1, low=1)
-    entropy_from_logits_with_chunking: bool = False
-    entropy_checkpointing: bool = False
-    fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
+    strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
+    use_torch_compile: bool = setting(False, "Use torch.compile.", unused="nothing is compiled")
+    log_prob_micro_batch_size: int | None = setting(
+        None, "Deprecated: log_prob_micro_batch_size_per_gpu, over all ranks.", low=1
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
+    log_prob_use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
+    log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank.", low=1)
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Ranks that share one sequence.",
+        low=1,
+        unused="each rank keeps full sequences, which takes more memory for the same loss",
+    )
+    entropy_from_logits_with_chunking: bool = setting(
+        False, "Compute the entropy in chunks.", unused="logits are always computed in chunks"
+    )
+    entropy_checkpointing: bool = setting(
+        False,
+        "Recompute the entropy's activations in the backward.",
+        unused="chunks of logits are always recomputed in the backward",
+    )
+    fsdp_config: FSDPEngineConfig = setting(
+        lambda: FSDPEngineConfig(forward_only=True), "FSDP2 engine of the reference."
+    )

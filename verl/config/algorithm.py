@@ -1,6 +1,6 @@
 """Settings of the RL algorithm: advantages, KL control, group filter, rollout correction."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
@@ -14,20 +14,24 @@ KL_CHOICES = KL_TYPES + tuple(f"{t}+" for t in KL_TYPES)  # "+": straight-throug
 class KLControlConfig(BaseConfig, section="algorithm.kl_ctrl"):
     """Coefficient of the KL penalty in the reward: fixed, or adapted towards `target_kl` over `horizon` samples."""
 
-    type: str = setting("fixed", choices=("fixed", "adaptive"))
-    kl_coef: float = setting(0.001, low=0)
-    horizon: int = setting(10000, low=1)
-    target_kl: float = setting(0.1, above=0)
+    type: str = setting(
+        "fixed", "fixed keeps kl_coef; adaptive moves it towards target_kl.", choices=("fixed", "adaptive")
+    )
+    kl_coef: float = setting(0.001, "Coefficient, or its first value.", low=0)
+    horizon: int = setting(10000, "Number of samples over which the adaptive coefficient reacts.", low=1)
+    target_kl: float = setting(0.1, "KL that the adaptive coefficient aims at.", above=0)
 
 
 @dataclass
 class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
     """DAPO: groups whose samples all have the same metric are drawn anew; max_num_gen_batches <= 0 sets no limit."""
 
-    enable: bool = False
-    metric: str | None = None
-    max_num_gen_batches: int = 0
-    keep_surplus: bool = True
+    enable: bool = setting(False, "Filter groups.")
+    metric: str | None = setting(
+        None, "Value that must differ within a group: acc, score, seq_reward or another key of the reward."
+    )
+    max_num_gen_batches: int = setting(0, "Maximum generations per training batch; 0 for no limit.")
+    keep_surplus: bool = setting(True, "Start the next batch with usable prompts that this one had no room for.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,15 +46,27 @@ class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
 class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"):
     """Importance weights and rejection between the rollout's policy and the trained one."""
 
-    rollout_is: str | None = setting("sequence", choices=("token", "sequence"))
-    rollout_is_threshold: float = setting(2.0, above=0)
-    rollout_rs: str | None = setting(None, choices=("token", "sequence", "geometric"))
-    rollout_rs_threshold: float | None = setting(None, above=0)
-    rollout_rs_threshold_lower: float | None = setting(None, above=0)
-    rollout_token_veto_threshold: float | None = setting(None, above=0)
-    bypass_mode: bool = False
-    loss_type: str = setting("ppo_clip", choices=("ppo_clip", "reinforce"))
-    rollout_is_batch_normalize: bool = False
+    rollout_is: str | None = setting(
+        "sequence", "Importance weights per token or sequence; null for none.", choices=("token", "sequence")
+    )
+    rollout_is_threshold: float = setting(2.0, "Upper bound of the weights; larger ones are truncated.", above=0)
+    rollout_rs: str | None = setting(
+        None, "Rejection outside of the bounds; null for none.", choices=("token", "sequence", "geometric")
+    )
+    rollout_rs_threshold: float | None = setting(
+        None, "Upper bound of the ratio; null takes rollout_is_threshold.", above=0
+    )
+    rollout_rs_threshold_lower: float | None = setting(
+        None, "Lower bound of the ratio; null takes the upper one's reciprocal.", above=0
+    )
+    rollout_token_veto_threshold: float | None = setting(
+        None, "Reject sequences with a token ratio below this; null for no veto.", above=0
+    )
+    bypass_mode: bool = setting(False, "Use the rollout's log-probs as old log-probs, without a forward of their own.")
+    loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
+    rollout_is_batch_normalize: bool = setting(
+        False, "Divide the weights by their batch mean (micro-batch: bypass with reinforce)."
+    )
 
     @classmethod
     def decoupled_token_is(cls, threshold=2.0):
@@ -128,14 +144,23 @@ def _geometric(upper: float, lower: float | None, veto: float | None) -> dict[st
 class AlgoConfig(BaseConfig, section="algorithm"):
     """How scores become advantages."""
 
-    gamma: float = setting(1.0, low=0, high=1)
-    lam: float = setting(1.0, low=0, high=1)
-    adv_estimator: str = "gae"
-    norm_adv_by_std_in_grpo: bool = True
-    use_kl_in_reward: bool = False
-    kl_penalty: str = setting("kl", choices=KL_CHOICES)
-    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    use_pf_ppo: bool = False
-    pf_ppo: dict[str, Any] = field(default_factory=lambda: {"reweight_method": "pow", "weight_pow": 2.0})
-    filter_groups: FilterGroupsConfig | None = None
-    rollout_correction: RolloutCorrectionConfig | None = field(default_factory=RolloutCorrectionConfig.disabled)
+    gamma: float = setting(1.0, "Discount of later rewards.", low=0, high=1)
+    lam: float = setting(1.0, "Lambda of generalized advantage estimation.", low=0, high=1)
+    adv_estimator: str = setting("gae", "Registered advantage estimator, such as gae, grpo, rloo or remax.")
+    norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the standard deviation of the group.")
+    use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from each token's reward.")
+    kl_penalty: str = setting(
+        "kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).", choices=KL_CHOICES
+    )
+    kl_ctrl: KLControlConfig = setting(KLControlConfig, "Coefficient of that KL.")
+    use_pf_ppo: bool = setting(False, "Resample with weights from the scores (preference feedback PPO).")
+    pf_ppo: dict[str, Any] = setting(
+        lambda: {"reweight_method": "pow", "weight_pow": 2.0},
+        "Resampling: reweight_method (pow, max_min, max_random) and weight_pow, its exponent.",
+    )
+    filter_groups: FilterGroupsConfig | None = setting(
+        None, "DAPO: replace groups whose samples all have the same metric."
+    )
+    rollout_correction: RolloutCorrectionConfig | None = setting(
+        RolloutCorrectionConfig.disabled, "Correction for a rollout policy that differs from the trained one."
+    )

@@ -1,6 +1,6 @@
 """Settings of the run and of what actor, critic and reward share: checkpoints, models, plug-in modules."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
@@ -17,9 +17,15 @@ def _contents() -> Any:
 class CheckpointConfig(BaseConfig, section="checkpoint"):
     """What a checkpoint holds: model, optimizer, extra (scheduler, RNG), hf_model (Hugging Face safetensors)."""
 
-    save_contents: list[str] = _contents()
-    load_contents: list[str] = _contents()
-    async_save: bool = False
+    save_contents: list[str] = setting(
+        lambda: list(CHECKPOINT_CONTENTS[:3]),
+        "Parts to save; hf_model is the full model for transformers.",
+        each_of=CHECKPOINT_CONTENTS,
+    )
+    load_contents: list[str] = setting(
+        lambda: list(CHECKPOINT_CONTENTS[:3]), "Parts to load.", each_of=CHECKPOINT_CONTENTS
+    )
+    async_save: bool = setting(False, "Save in the background.", unused="saving is finished before the next step")
 
 
 @dataclass
@@ -36,29 +42,35 @@ class ProfileConfig(BaseConfig, section="profile"):
 class BaseModelConfig(BaseConfig, section="model"):
     """Where a model and its tokenizer lie, and what is changed in its config."""
 
-    path: str = "~/models/deepseek-llm-7b-chat"
-    tokenizer_path: str | None = None
-    override_config: dict[str, Any] = field(default_factory=dict)
-    external_lib: str | None = None
-    trust_remote_code: bool = False
-    lora: dict[str, Any] = field(default_factory=dict)
+    path: str = setting(
+        "~/models/deepseek-llm-7b-chat", "Directory, or name on the hub, of the model that the critic starts from."
+    )
+    tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
+    override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
+    external_lib: str | None = setting(None, "Python module to import first.")
+    trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
+    lora: dict[str, Any] = setting(dict)
 
 
 @dataclass
 class ModuleConfig(BaseConfig, section="module"):
     """A name in a file or module: `path` is a plain path, file://... or pkg://module."""
 
-    path: str | None = None
-    name: str | None = None
+    path: str | None = setting(None, "File (a path, file://... or pkg://package.module); null for none.")
+    name: str | None = setting(None, "Name in that file.")
 
 
 @dataclass
 class RewardManagerConfig(BaseConfig, section="reward_manager"):
     """Reward manager by registered name, or imported from `module`."""
 
-    source: str = setting("register", choices=("register", "importlib"))
-    name: str = "naive"
-    module: ModuleConfig | None = field(default_factory=ModuleConfig)
+    source: str = setting(
+        "register",
+        "register: a manager by name; importlib: a class from reward_manager.module.",
+        choices=("register", "importlib"),
+    )
+    name: str = setting("naive", "Name of the manager: the registered one, or the class in the module.")
+    module: ModuleConfig | None = setting(ModuleConfig, "File of the class, for source=importlib.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,47 +82,73 @@ class RewardManagerConfig(BaseConfig, section="reward_manager"):
 class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
     """Seconds that ranks may take for one call of a phase before the run ends; None waits for ever."""
 
-    init: float | None = setting(1800.0, above=0)
-    generate: float | None = setting(3600.0, above=0)
-    log_prob: float | None = setting(1800.0, above=0)
-    update: float | None = setting(3600.0, above=0)
-    save: float | None = setting(1800.0, above=0)
+    init: float | None = setting(1800.0, "Loading the models.", above=0)
+    generate: float | None = setting(3600.0, "One batch of generation.", above=0)
+    log_prob: float | None = setting(1800.0, "Log-probs, reference log-probs or values of one batch.", above=0)
+    update: float | None = setting(3600.0, "One step of updates.", above=0)
+    save: float | None = setting(1800.0, "Writing or reading a checkpoint.", above=0)
 
 
 @dataclass
 class TrainerConfig(BaseConfig, section="trainer"):
     """One run on nnodes x n_gpus_per_node ranks; steps count optimizer rounds, -1 turns a frequency off."""
 
-    total_epochs: int = setting(30, low=1)
-    total_training_steps: int | None = setting(None, low=1)
-    project_name: str = "verl_examples"
-    experiment_name: str = "gsm8k"
-    logger: Any = field(default_factory=lambda: ["console", "tensorboard"])
-    nnodes: int = setting(1, low=1)
-    n_gpus_per_node: int = setting(8, low=1)
-    device: str = setting("cuda", choices=("cuda", "cpu"))
-    dry_run: bool = False
-    report: bool = True
-    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    nonfinite_steps_max: int = setting(5, low=1)
-    balance_batch: bool = True
-    critic_warmup: int = setting(0, low=0)
-    val_before_train: bool = True
-    val_only: bool = False
-    test_freq: int = setting(-1, low=-1)
-    log_val_generations: int = setting(0, low=0)
-    rollout_data_dir: str | None = None
-    validation_data_dir: str | None = None
-    save_freq: int = setting(-1, low=-1)
-    esi_redundant_time: float = setting(0, low=0)
-    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = None
-    allow_data_change: bool = False
-    default_local_dir: str = "checkpoints/verl_examples/gsm8k"
-    default_hdfs_dir: str | None = None
-    del_local_ckpt_after_load: bool = False
-    max_actor_ckpt_to_keep: int | None = setting(None, low=1)
-    max_critic_ckpt_to_keep: int | None = setting(None, low=1)
-    ray_wait_register_center_timeout: int = setting(300, low=1)
-    use_legacy_worker_impl: str = setting("auto", choices=("auto", "enable", "disable"))
-    local: bool = False
+    total_epochs: int = setting(30, "Epochs over the training data.", low=1)
+    total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
+    project_name: str = setting("verl_examples", "Project in the trackers and in default_local_dir.")
+    experiment_name: str = setting("gsm8k", "Experiment in the trackers and in default_local_dir.")
+    logger: Any = setting(
+        lambda: ["console", "tensorboard"], "Where metrics go: console, file, tensorboard, wandb, trackio."
+    )
+    nnodes: int = setting(1, "Machines.", low=1)
+    n_gpus_per_node: int = setting(8, "Ranks on each machine, with device=cpu too.", low=1)
+    device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
+    dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
+    report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
+    watchdog: WatchdogConfig = setting(
+        WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."
+    )
+    nonfinite_steps_max: int = setting(5, "Skipped updates (NaN or Inf) in a row after which the run stops.", low=1)
+    balance_batch: bool = setting(True, "Distribute samples so that ranks get equal numbers of tokens.")
+    critic_warmup: int = setting(0, "Steps in which only the critic is trained.", low=0)
+    val_before_train: bool = setting(True, "Validate the untrained model first.")
+    val_only: bool = setting(False, "End the run after that first validation.")
+    test_freq: int = setting(-1, "Steps between validations; -1 for none.", low=-1)
+    log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
+    rollout_data_dir: str | None = setting(
+        None, "Folder of one jsonl file of training samples per step; null for none."
+    )
+    validation_data_dir: str | None = setting(
+        None, "Folder of one jsonl file of validation samples each time; null for none."
+    )
+    save_freq: int = setting(-1, "Steps between checkpoints; -1 for none.", low=-1)
+    esi_redundant_time: float = setting(
+        0,
+        "Seconds kept for saving before an elastic instance expires; 0 turns it off.",
+        low=0,
+        unused="no instance's expiry is watched",
+    )
+    resume_mode: str = setting(
+        "auto",
+        "auto resumes from the newest valid checkpoint, resume_path from resume_from_path.",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(None, "Folder global_step_N to resume from with resume_mode=resume_path.")
+    allow_data_change: bool = setting(False, "Allow a resumed run to use other training data than the checkpoint's.")
+    default_local_dir: str = setting("checkpoints/verl_examples/gsm8k", "Folder of checkpoints and report.")
+    default_hdfs_dir: str | None = setting(
+        None,
+        "Remote folder that checkpoints are copied to; null for none.",
+        unused="checkpoints stay in trainer.default_local_dir",
+    )
+    del_local_ckpt_after_load: bool = setting(False, "Delete a checkpoint once it is loaded.")
+    max_actor_ckpt_to_keep: int | None = setting(None, "Newest actor checkpoints to keep; null keeps all.", low=1)
+    max_critic_ckpt_to_keep: int | None = setting(None, "Newest critic checkpoints to keep; null keeps all.", low=1)
+    ray_wait_register_center_timeout: int = setting(300, "Seconds to wait until all ranks have registered.", low=1)
+    use_legacy_worker_impl: str = setting(
+        "auto",
+        "Accepted for scripts that set it.",
+        choices=("auto", "enable", "disable"),
+        unused="there is one worker implementation",
+    )
+    local: bool = setting(False, "Run the one rank in the command's own process, without Ray, for a debugger.")

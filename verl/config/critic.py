@@ -1,6 +1,6 @@
 """Settings of the critic: the value model and its update."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -19,42 +19,46 @@ from verl.utils.profiler import ProfilerConfig
 class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     """The value model on FSDP2."""
 
-    use_shm: bool = False
-    enable_activation_offload: bool = False
-    use_remove_padding: bool = False
-    enable_gradient_checkpointing: bool = True
-    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
-    lora_rank: int = setting(0, low=0)
-    lora_alpha: int = setting(16, above=0)
-    target_modules: Any = "all-linear"
+    use_shm: bool = setting(False, "Copy weights to shared memory first.", unused="weights are read where they are")
+    enable_activation_offload: bool = setting(
+        False, "Move activations to the CPU between forward and backward.", unused="activations stay on the device"
+    )
+    use_remove_padding: bool = setting(False, "Remove padding before the forward.")
+    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
+    fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "FSDP2 engine of the critic.")
+    lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
+    lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
+    target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
 
 
 @dataclass
 class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     """The update of the value model; enable null means: on where the advantage estimator needs values."""
 
-    strategy: str = setting(MISSING, choices=STRATEGIES, hint=STRATEGY_HINT)
-    ppo_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    enable: bool | None = None
-    rollout_n: int = setting(1, low=1)
-    ppo_mini_batch_size: int = setting(256, low=1)
-    use_dynamic_bsz: bool = False
-    ppo_max_token_len_per_gpu: int = setting(32768, low=1)
-    forward_max_token_len_per_gpu: int = setting(32768, low=1)
+    strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
+    enable: bool | None = setting(None, "Use a critic; null: if the advantage estimator needs one.")
+    rollout_n: int = setting(1, "Samples of each prompt.", low=1)
+    ppo_mini_batch_size: int = setting(256, "Prompts per optimizer step, over all ranks.", low=1)
+    use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
+    ppo_max_token_len_per_gpu: int = setting(
+        32768, "Tokens per forward and backward on one rank with use_dynamic_bsz.", low=1
+    )
+    forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
     ppo_infer_max_token_len_per_gpu: int = setting(32768, low=1)
-    ppo_epochs: int = setting(1, low=1)
-    data_loader_seed: int = setting(42, low=0)
-    shuffle: bool = False
-    cliprange_value: float = setting(0.5, low=0)
-    loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES)
-    ppo_micro_batch_size: int | None = setting(None, low=1)
-    engine: Any = field(default_factory=BaseConfig)
-    optim: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    model: BaseModelConfig = field(default_factory=BaseModelConfig)
+    ppo_epochs: int = setting(1, "Passes over each batch.", low=1)
+    data_loader_seed: int = setting(42, "Seed of that shuffle.", low=0)
+    shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
+    cliprange_value: float = setting(0.5, "Clip range of the value's change.", low=0)
+    loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
+    ppo_micro_batch_size: int | None = setting(None, "Deprecated: ppo_micro_batch_size_per_gpu, over all ranks.", low=1)
+    engine: Any = setting(BaseConfig)
+    optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-5), "Optimizer of the critic.")
+    model: BaseModelConfig = setting(BaseModelConfig, "The value model.")
     model_config: Any = None
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
+    profiler: ProfilerConfig = setting(ProfilerConfig)
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
@@ -67,10 +71,17 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
 class FSDPCriticConfig(CriticConfig):
     """CriticConfig on FSDP2."""
 
-    strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
-    forward_micro_batch_size: int | None = setting(None, low=1)
-    forward_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    ulysses_sequence_parallel_size: int = setting(1, low=1)
-    grad_clip: float = setting(1.0, above=0)
-    model: FSDPCriticModelCfg = field(default_factory=FSDPCriticModelCfg)
-    optim: FSDPOptimizerConfig = field(default_factory=lambda: FSDPOptimizerConfig(lr=1e-5))
+    strategy: str = "fsdp"
+    forward_micro_batch_size: int | None = setting(
+        None, "Deprecated: forward_micro_batch_size_per_gpu, over all ranks.", low=1
+    )
+    forward_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Ranks that share one sequence.",
+        low=1,
+        unused="each rank keeps full sequences, which takes more memory for the same loss",
+    )
+    grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
+    model: FSDPCriticModelCfg = setting(FSDPCriticModelCfg)
+    optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-5))

@@ -1,6 +1,6 @@
 """Settings of the training engine: precision, sharding, offload, batch cuts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
@@ -22,12 +22,17 @@ STRATEGY_HINT = "Both mean FSDP2 here; Megatron is not supported."
 class EngineConfig(BaseConfig, section="engine", mutable=MUTABLE):
     """What every engine needs; *_per_gpu are counts on one rank."""
 
-    param_offload: bool = False
-    optimizer_offload: bool = False
+    param_offload: bool = setting(False, "Keep weights on the CPU while they are not used.")
+    optimizer_offload: bool = setting(False, "Keep the optimizer state on the CPU while it is not used.")
     grad_offload: bool = False
-    forward_only: bool = False
+    forward_only: bool = setting(False, "The engine only runs forward, without an optimizer.")
     strategy: str | None = setting(None, choices=STRATEGIES, hint=STRATEGY_HINT)
-    dtype: str = setting("bfloat16", choices=DTYPES[:4], hint="float16 would need loss scaling.")
+    dtype: str = setting(
+        "bfloat16",
+        "Type of the computation; float32 turns autocast off.",
+        choices=DTYPES[:4],
+        hint="float16 would need loss scaling.",
+    )
     use_dynamic_bsz: bool = True
     max_token_len_per_gpu: int | None = setting(None, low=1)
     micro_batch_size_per_gpu: int | None = setting(None, low=1)
@@ -35,8 +40,8 @@ class EngineConfig(BaseConfig, section="engine", mutable=MUTABLE):
     infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
     use_fused_kernels: bool = False
     use_remove_padding: bool = True
-    seed: int = setting(42, low=0)
-    full_determinism: bool = False
+    seed: int = setting(42, "Seed of this engine's random numbers.", low=0)
+    full_determinism: bool = setting(False, "Use deterministic kernels only, which are slower.")
 
 
 @dataclass
@@ -46,19 +51,36 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     `dtype` is the type of autocast; float32 turns autocast off.
     """
 
-    wrap_policy: dict[str, Any] = field(default_factory=lambda: {"min_num_params": 0})
-    offload_policy: bool = False
-    reshard_after_forward: bool = True
-    fsdp_size: int = setting(-1, low=-1)
-    forward_prefetch: bool = False
-    model_dtype: str = setting("fp32", choices=DTYPES)
-    use_orig_params: bool = False
-    mixed_precision: dict[str, Any] | None = None
-    ulysses_sequence_parallel_size: int = setting(1, low=1)
-    entropy_from_logits_with_chunking: bool = False
-    use_torch_compile: bool = False
-    entropy_checkpointing: bool = False
-    strategy: str | None = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
+    wrap_policy: dict[str, Any] = setting(
+        lambda: {"min_num_params": 0}, "Submodules that are sharded on their own; min_num_params 0: by layer class."
+    )
+    offload_policy: bool = setting(False, "FSDP2's own CPU offload of weights, gradients and optimizer state.")
+    reshard_after_forward: bool = setting(True, "Free gathered weights between forward and backward.")
+    fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
+    forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
+    model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
+    use_orig_params: bool = setting(
+        False, "Accepted for scripts that set it.", unused="FSDP2 always keeps the original parameters"
+    )
+    mixed_precision: dict[str, Any] | None = setting(
+        None, "param_dtype, reduce_dtype and buffer_dtype one by one; null follows dtype."
+    )
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Ranks that share one sequence.",
+        low=1,
+        unused="each rank keeps full sequences, which takes more memory for the same loss",
+    )
+    entropy_from_logits_with_chunking: bool = setting(
+        False, "Compute the entropy in chunks.", unused="logits are always computed in chunks"
+    )
+    use_torch_compile: bool = setting(False, "Use torch.compile.", unused="nothing is compiled")
+    entropy_checkpointing: bool = setting(
+        False,
+        "Recompute the entropy's activations in the backward.",
+        unused="chunks of logits are always recomputed in the backward",
+    )
+    strategy: str | None = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
 
     def __post_init__(self) -> None:
         super().__post_init__()

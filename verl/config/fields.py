@@ -1,7 +1,8 @@
-"""Dataclass fields that carry their permitted values next to their default."""
+"""Dataclass fields that carry all there is to know of a setting: default, description, permitted values, use."""
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,21 +19,44 @@ BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
 )
 
 
-def setting(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING, **rule: Any) -> Any:
-    """A dataclass field with its permitted values.
+def setting(
+    default: Any = dataclasses.MISSING, help: str = "", *, unused: str | Mapping[str, str] | None = None, **rule: Any
+) -> Any:
+    """A dataclass field of a config. `default` is a value, or a callable that makes one.
 
-    `low` and `high` are inclusive, `above` is exclusive; `choices` lists the permitted values, `each_of` those of a
-    list's items. None is permitted where the annotation permits it. `hint` is added to the message of a refused value.
+    `help` is one sentence for the yaml files and docs/config.md; a field without it is internal and in neither.
+    `unused` says what happens instead of reading the value, for a key that is accepted for scripts that set it, with
+    all keys below it; a mapping from `rollout.name` restricts this to those rollouts.
+
+    Permitted values: `low` and `high` are inclusive, `above` is exclusive; `choices` lists the values, `each_of` those
+    of a list's items; `fixed` is the reason why only the default works. None is permitted where the annotation permits
+    it. `hint` is added to the message of a refused value.
     """
-    if unknown := set(rule) - {"low", "above", "high", "choices", "each_of", "hint"}:
+    if unknown := set(rule) - {"low", "above", "high", "choices", "each_of", "fixed", "hint"}:
         raise TypeError(f"setting() has no rule {', '.join(sorted(unknown))}.")
-    return dataclasses.field(default=default, default_factory=factory, metadata={"rule": rule})
+    metadata = {"help": help, "unused": unused, "rule": rule}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @functools.cache
 def field_types(dataclass_type: type) -> dict[str, Any]:
     """Resolved annotations of a dataclass, by field name."""
     return typing.get_type_hints(dataclass_type)
+
+
+@functools.cache
+def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
+    """Description, rules and use of a field; each from the nearest base class where a subclass changes the default."""
+    fields = [f for c in owner.__mro__ if dataclasses.is_dataclass(c) and (f := c.__dataclass_fields__.get(name))]
+    parts = {"help": "", "unused": None, "rule": {}}
+    return {part: next((v for f in fields if (v := f.metadata.get(part))), none) for part, none in parts.items()}
+
+
+def section_type(hint: Any) -> type | None:
+    """The dataclass in an annotation such as `X` or `X | None`; None if there is none."""
+    return next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
 
 
 def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) -> list[tuple[str, str]]:
@@ -47,8 +71,14 @@ def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) 
             continue
         key, value, hint = f"{section}.{field.name}".lstrip("."), values[field.name], hints[field.name]
         if not _fits(value, hint):
-            messages.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {_type_name(hint)}."))
-        elif value is not None and (message := _range_error(key, value, field.metadata.get("rule", {}))):
+            messages.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {type_name(hint)}."))
+            continue
+        rule = field_metadata(dataclass_type, field.name)["rule"]
+        if "fixed" in rule and value != field.default:
+            shown = value if isinstance(value, str) else json.dumps(value)
+            message = f"{key}={shown} does not work here: {rule['fixed']}. Set it to {json.dumps(field.default)}."
+            messages.append((field.name, message))
+        elif value is not None and (message := _range_error(key, value, rule)):
             messages.append((field.name, message))
     return messages
 
@@ -60,9 +90,10 @@ def check_settings(config: Any) -> None:
         raise ValueError("\n".join(message for _, message in errors))
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """An annotation in the words of messages: `int or null`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return " or ".join(_type_name(h) for h in typing.get_args(hint))
+        return " or ".join(type_name(h) for h in typing.get_args(hint))
     return "null" if hint is types.NoneType else str(getattr(hint, "__name__", hint))
 
 

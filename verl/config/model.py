@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -22,8 +22,8 @@ FILLED = (
 class PluginConfig(BaseConfig, section="model.plugin"):
     """A registered part by name, with the keyword arguments it is built with."""
 
-    name: str = MISSING
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str = setting(MISSING, "Registered name.")
+    kwargs: dict[str, Any] = setting(dict, "Keyword arguments; any key.")
 
 
 @dataclass
@@ -33,37 +33,58 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     The fields hf_config, generation_config, tokenizer and processor are empty until `load()` fills them.
     """
 
-    path: str = MISSING
+    path: str = setting(MISSING, "Directory, or name on the hub, of the Hugging Face model.")
     local_path: str | None = None
-    hf_config_path: str | None = None
+    hf_config_path: str | None = setting(
+        None,
+        "Folder of the config.json; null takes the model's.",
+        unused="the model is built from the config.json in its own folder",
+    )
     local_hf_config_path: str | None = None
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
     local_tokenizer_path: str | None = None
     load_tokenizer: bool = True
     hf_config: Any = None
     generation_config: Any = None
     tokenizer: Any = None
     processor: Any = None
-    use_shm: bool = False
-    trust_remote_code: bool = False
-    custom_chat_template: str | None = None
-    external_lib: str | None = None
-    override_config: dict[str, Any] = field(default_factory=dict)
-    enable_gradient_checkpointing: bool = True
-    enable_activation_offload: bool = False
-    use_remove_padding: bool = True
-    lora_rank: int = setting(0, low=0)
-    lora_alpha: int = setting(16, above=0)
-    target_modules: Any = "all-linear"
-    exclude_modules: Any = None
-    lora: dict[str, Any] = field(default_factory=dict)
-    lora_adapter_path: str | None = None
-    use_liger: bool = False
-    use_fused_kernels: bool = False
-    fused_kernel_options: dict[str, Any] = field(default_factory=lambda: {"impl_backend": None})
+    use_shm: bool = setting(False, "Copy weights to shared memory first.", unused="weights are read where they are")
+    trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
+    custom_chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
+    external_lib: str | None = setting(
+        None, "Python module to import first; it may register loaders, rewards or estimators."
+    )
+    override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
+    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
+    enable_activation_offload: bool = setting(
+        False, "Move activations to the CPU between forward and backward.", unused="activations stay on the device"
+    )
+    use_remove_padding: bool = setting(True, "Remove padding before the forward.")
+    lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
+    lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
+    target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
+    exclude_modules: Any = setting(None, "Layers without LoRA.")
+    lora: dict[str, Any] = setting(dict)
+    lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
+    use_liger: bool = setting(
+        False, "Use Liger's kernels.", unused="the model's own layers run, and logits are always computed in chunks"
+    )
+    use_fused_kernels: bool = setting(
+        False,
+        "Compute log-probs with a fused kernel that never holds all logits.",
+        unused="the model's own layers run, and logits are always computed in chunks",
+    )
+    fused_kernel_options: dict[str, Any] = setting(
+        lambda: {"impl_backend": None}, "Options of the fused kernel.", unused="there are no fused kernels"
+    )
     architectures: list[str] | None = None
-    loader: PluginConfig = field(default_factory=lambda: PluginConfig(name="auto"))
-    policy: PluginConfig = field(default_factory=lambda: PluginConfig(name="causal_lm"))
+    loader: PluginConfig = setting(
+        lambda: PluginConfig(name="auto"), "How the module is built; auto is AutoModelForCausalLM."
+    )
+    policy: PluginConfig = setting(
+        lambda: PluginConfig(name="causal_lm"),
+        "How a batch becomes log-probs: causal_lm, or bernoulli for accept/reject.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

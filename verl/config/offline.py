@@ -1,41 +1,109 @@
 """Settings of the entries that train nothing: main_generation, main_eval."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.config.fields import setting
+from verl.config.model import HFModelConfig
+from verl.config.ppo import CustomRewardFunctionConfig
+from verl.config.reward_model import SandboxFusionConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.sandbox import SandboxConfig
 
 
 @dataclass
 class GenerationTrainerConfig(BaseConfig, section="trainer"):
     """The ranks that generate."""
 
-    device: str = setting("cuda", choices=("cuda", "cpu"))
-    nnodes: int = setting(1, low=1, high=1, hint="run one command on each machine, with a part of the prompts.")
-    n_gpus_per_node: int = setting(1, low=1)
-    dry_run: bool = False
+    device: str = setting("cuda", "Device of the ranks.", choices=("cuda", "cpu"))
+    nnodes: int = setting(
+        1,
+        "Number of machines; only 1 is supported.",
+        low=1,
+        high=1,
+        hint="run one command on each machine, with a part of the prompts.",
+    )
+    n_gpus_per_node: int = setting(
+        1, "Ranks, each with its share of the prompts; torchrun starts more than one.", low=1
+    )
+    dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
 
 
 @dataclass
 class GenerationDataConfig(BaseConfig, section="data"):
     """Prompts to answer, and the parquet file to write."""
 
-    path: str = "~/data/rlhf/math/test.parquet"
-    prompt_key: str = "prompt"
-    n_samples: int = setting(5, low=1)
-    output_path: str = "outputs/generation.parquet"
-    batch_size: int = setting(128, low=1)
-    truncation: str = setting("error", choices=("error", "left", "right", "middle"))
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    path: str = setting("~/data/rlhf/math/test.parquet", "File with the prompts: parquet, jsonl or json.")
+    prompt_key: str = setting("prompt", "Column that holds a prompt's chat messages.")
+    n_samples: int = setting(5, "Answers per prompt.", low=1)
+    output_path: str = setting(
+        "outputs/generation.parquet", "Parquet file to write: the rows of path with a column responses."
+    )
+    batch_size: int = setting(128, "Prompts sent to the engine at a time.", low=1)
+    truncation: str = setting(
+        "error",
+        "What happens to a prompt longer than rollout.prompt_length.",
+        choices=("error", "left", "right", "middle"),
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the chat template; any key.")
 
 
 @dataclass
 class EvaluationDataConfig(BaseConfig, section="data"):
     """Answers to score, and the columns that say how."""
 
-    path: str = "outputs/generation.parquet"
-    prompt_key: str = "prompt"
-    response_key: str = "responses"
-    data_source_key: str = "data_source"
-    reward_model_key: str = "reward_model"
+    path: str = setting("outputs/generation.parquet", "Parquet, jsonl or json file, such as main_generation writes.")
+    prompt_key: str = setting("prompt", "Column that holds a prompt's chat messages.")
+    response_key: str = setting("responses", "Column that holds the answers: a text, or a list of texts.")
+    data_source_key: str = setting("data_source", "Column that selects the reward function.")
+    reward_model_key: str = setting("reward_model", "Column that holds {ground_truth: ...}.")
+
+
+def _generation_rollout() -> RolloutConfig:
+    lengths = {"prompt_length": 1536, "response_length": 512}
+    return RolloutConfig(name="vllm", top_k=50, top_p=0.7, load_format="auto", **lengths)
+
+
+@dataclass
+class GenerationConfig(BaseConfig, section=""):
+    """The full tree of generation.yaml."""
+
+    trainer: GenerationTrainerConfig = setting(GenerationTrainerConfig, "The ranks.")
+    data: GenerationDataConfig = setting(GenerationDataConfig, "Prompts and answers.")
+    model: HFModelConfig = setting(HFModelConfig, "The model that generates.")
+    rollout: RolloutConfig = setting(_generation_rollout, "How answers are generated.")
+
+
+@dataclass
+class EvaluationRewardConfig(BaseConfig, section="reward_model"):
+    """How answers are graded."""
+
+    num_workers: int = setting(2, "Processes that grade.", low=0)
+    item_timeout: float = setting(300.0, "Seconds of one answer before its process is killed.", above=0)
+    error: str = setting(
+        "raise",
+        "An answer that raises or hangs: raise ends the run and names the row, drop skips it.",
+        choices=("raise", "drop"),
+    )
+    sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
+    sandbox: SandboxConfig = setting(SandboxConfig, "The local sandbox; limits of one program on one test case.")
+
+
+@dataclass
+class EvaluationTrainerConfig(BaseConfig, section="trainer"):
+    """The run itself."""
+
+    dry_run: bool = setting(False, "Print config, plan and all problems, and score nothing.")
+
+
+@dataclass
+class EvaluationConfig(BaseConfig, section=""):
+    """The full tree of evaluation.yaml."""
+
+    data: EvaluationDataConfig = setting(EvaluationDataConfig, "The answers and their columns.")
+    custom_reward_function: CustomRewardFunctionConfig = setting(
+        CustomRewardFunctionConfig, "A reward function of your own."
+    )
+    reward_model: EvaluationRewardConfig = setting(EvaluationRewardConfig, "How answers are graded.")
+    trainer: EvaluationTrainerConfig = setting(EvaluationTrainerConfig, "The run itself.")

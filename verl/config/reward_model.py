@@ -1,6 +1,6 @@
 """Settings of the reward model and of the sandbox that grades code."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
@@ -15,46 +15,71 @@ from verl.config.sandbox import SandboxConfig
 class SandboxFusionConfig(BaseConfig, section="reward_model.sandbox_fusion"):
     """A remote sandbox service for code rewards."""
 
-    url: str | None = None
-    max_concurrent: int = setting(64, low=1)
-    memory_limit_mb: int = setting(1024, low=1)
+    url: str | None = setting(None, "Address such as http://host:8080/run_code; null uses the local sandbox.")
+    max_concurrent: int = setting(64, "Maximum number of concurrent requests.", low=1)
+    memory_limit_mb: int = setting(1024, "MiB of memory for one program.", low=1)
 
 
 @dataclass
 class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     """The reward model; input_tokenizer is the policy's, whose text is tokenised anew for the reward model."""
 
-    path: str = "~/models/FsfairX-LLaMA3-RM-v0.1"
-    input_tokenizer: str | None = None
-    use_remove_padding: bool = False
-    fsdp_config: FSDPEngineConfig = field(default_factory=lambda: FSDPEngineConfig(forward_only=True))
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Directory, or name on the hub, of the reward model.")
+    input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")
+    use_remove_padding: bool = setting(
+        False, "Remove padding before the forward.", unused="the reward model reads padded rows"
+    )
+    fsdp_config: FSDPEngineConfig = setting(
+        lambda: FSDPEngineConfig(forward_only=True), "FSDP2 engine of the reward model."
+    )
 
 
 @dataclass
 class RewardModelConfig(BaseConfig, section="reward_model"):
     """Where scores come from: rule rewards through a manager, or a model."""
 
-    reward_manager: str | None = "naive"
-    enable: bool = False
-    enable_resource_pool: bool = False
-    n_gpus_per_node: int = setting(8, low=0)
-    nnodes: int = setting(0, low=0)
-    strategy: str = setting("fsdp", choices=STRATEGIES, hint=STRATEGY_HINT)
-    num_workers: int = setting(1, low=0)
-    error: str = setting("raise", choices=("raise", "drop"))
-    item_timeout: float = setting(300.0, above=0)
-    batch_timeout: float = setting(3600.0, above=0)
-    launch_reward_fn_async: bool = False
-    use_reward_loop: bool = True
-    use_dynamic_bsz: bool = False
-    micro_batch_size: int | None = setting(None, low=1)
-    micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    forward_max_token_len_per_gpu: int = setting(32768, low=1)
-    ulysses_sequence_parallel_size: int = setting(1, low=1)
-    max_length: int | None = setting(None, low=1)
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    overlong_buffer: dict[str, Any] | None = None
+    reward_manager: str | None = setting("naive", "Registered name of the reward manager: naive, batch, dapo, prime.")
+    enable: bool = setting(False, "Score with a model.")
+    enable_resource_pool: bool = setting(False, "Give that model its own ranks.")
+    n_gpus_per_node: int = setting(8, "Its ranks on each machine.", low=0)
+    nnodes: int = setting(0, "The machines of those ranks.", low=0)
+    strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
+    num_workers: int = setting(
+        1, "Reward processes; 0: in the trainer, without time limits; prime uses all cores.", low=0
+    )
+    error: str = setting(
+        "raise",
+        "A reward that raises or hangs: raise ends the run and names the row, drop skips it.",
+        choices=("raise", "drop"),
+    )
+    item_timeout: float = setting(300.0, "Seconds of one row's reward before its process is killed.", above=0)
+    batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
+    launch_reward_fn_async: bool = setting(
+        False, "Compute rewards in parallel with the old log-probs.", unused="rewards are computed after generation"
+    )
+    use_reward_loop: bool = setting(
+        True, "Accepted for scripts that set it.", unused="rewards are computed after generation"
+    )
+    use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
+    micro_batch_size: int | None = setting(None, "Deprecated: micro_batch_size_per_gpu, over all ranks.", low=1)
+    micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)
+    forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Ranks that share one sequence.",
+        low=1,
+        unused="each rank keeps full sequences, which takes more memory for the same loss",
+    )
+    max_length: int | None = setting(
+        None, "Maximum tokens of the reward model's sequences; null: prompt plus response.", low=1
+    )
+    reward_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the reward manager; any key.")
+    overlong_buffer: dict[str, Any] | None = setting(
+        None, "Penalty near the length limit (enable, len, penalty_factor, log) of manager dapo."
+    )
     rollout: RolloutConfig | None = None
-    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    sandbox_fusion: SandboxFusionConfig = field(default_factory=SandboxFusionConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    model: RewardModelModelConfig = setting(RewardModelModelConfig, "The reward model.")
+    sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
+    sandbox: SandboxConfig = setting(
+        SandboxConfig, "The local sandbox and its limits for one program on one test case."
+    )

@@ -1,6 +1,6 @@
 """Settings of the rollout: sampling, engine, validation, multi-turn."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import MISSING
@@ -11,35 +11,43 @@ from verl.config.fields import setting
 from verl.utils.profiler import ProfilerConfig
 
 ROLLOUTS_OF_THE_ACTOR = ("hf", "spd")  # these generate with the actor's own module: no second engine, no second weights
+# What these rollouts do instead of reading the settings of an engine.
+NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
 
 
 @dataclass
 class SamplingConfig(BaseConfig, section="sampling"):
     """How tokens are drawn; top_k -1 and top_p 1 turn those filters off."""
 
-    temperature: float = setting(1.0, low=0)
-    top_k: int = setting(-1, low=-1)
-    top_p: float = setting(1.0, above=0, high=1)
-    do_sample: bool = True
-    n: int = setting(1, low=1)
+    temperature: float = setting(1.0, "Sampling temperature.", low=0)
+    top_k: int = setting(-1, "Number of most likely tokens to draw from; -1 for all.", low=-1)
+    top_p: float = setting(1.0, "Probability mass to draw from.", above=0, high=1)
+    do_sample: bool = setting(True, "Draw tokens; false takes the most likely one.")
+    n: int = setting(1, "Samples of each prompt.", low=1)
 
 
 @dataclass
 class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_assistant_turns", "max_user_turns")):
     """Turns with tools and interactions."""
 
-    enable: bool = False
-    max_assistant_turns: int | None = setting(None, low=1)
-    tool_config_path: str | None = None
-    max_user_turns: int | None = setting(None, low=1)
-    max_parallel_calls: int = setting(1, low=1)
-    max_tool_response_length: int = setting(256, low=1)
-    tool_response_truncate_side: str = setting("middle", choices=("left", "right", "middle"))
-    interaction_config_path: str | None = None
-    use_inference_chat_template: bool = False
-    tokenization_sanity_check_mode: str = setting("strict", choices=("disable", "strict", "ignore_strippable"))
-    format: str = "hermes"
-    num_repeat_rollouts: int | None = setting(None, low=1)
+    enable: bool = setting(False, "Turn multi-turn rollout on.", fixed="multi-turn is not built yet")
+    max_assistant_turns: int | None = setting(None, "Maximum turns of the assistant; null for no limit.", low=1)
+    tool_config_path: str | None = setting(None, "File that lists the tools.")
+    max_user_turns: int | None = setting(None, "Maximum turns of the user; null for no limit.", low=1)
+    max_parallel_calls: int = setting(1, "Tool calls of one turn that run in parallel.", low=1)
+    max_tool_response_length: int = setting(256, "Characters of a tool's response that are kept.", low=1)
+    tool_response_truncate_side: str = setting(
+        "middle", "Side at which a longer response is cut.", choices=("left", "right", "middle")
+    )
+    interaction_config_path: str | None = setting(None, "File that lists the interactions.")
+    use_inference_chat_template: bool = setting(
+        False, "Use the chat template of inference, which may drop earlier reasoning."
+    )
+    tokenization_sanity_check_mode: str = setting(
+        "strict", "Check of turn-by-turn against full tokenization.", choices=("disable", "strict", "ignore_strippable")
+    )
+    format: str = setting("hermes", "Format of the model's tool calls.")
+    num_repeat_rollouts: int | None = setting(None, "Repetitions of a conversation; null for none.", low=1)
 
 
 @dataclass
@@ -51,99 +59,183 @@ class CustomAsyncServerConfig(ModuleConfig, section="rollout.agent.custom_async_
 class AgentLoopConfig(BaseConfig, section="rollout.agent"):
     """Workers that drive conversations."""
 
-    num_workers: int = setting(8, low=1)
-    default_agent_loop: str = "single_turn_agent"
-    agent_loop_config_path: str | None = None
-    custom_async_server: CustomAsyncServerConfig = field(default_factory=CustomAsyncServerConfig)
-    agent_loop_manager_class: str | None = None
+    num_workers: int = setting(8, "Number of workers.", low=1)
+    default_agent_loop: str = setting("single_turn_agent", "Agent loop of rows that name none.")
+    agent_loop_config_path: str | None = setting(None, "File that lists further agent loops.")
+    custom_async_server: CustomAsyncServerConfig = setting(CustomAsyncServerConfig, "Server class.")
+    agent_loop_manager_class: str | None = setting(None, "Class that manages the workers; null for the built-in one.")
 
 
 @dataclass
 class TraceConfig(BaseConfig, section="rollout.trace"):
     """Where single rollouts are traced to."""
 
-    backend: str | None = setting(None, choices=("mlflow", "weave"))
-    token2text: bool = False
-    max_samples_per_step_per_worker: int | None = setting(None, low=1)
+    backend: str | None = setting(None, "mlflow or weave; null for none.", choices=("mlflow", "weave"))
+    token2text: bool = setting(False, "Store text next to token ids.")
+    max_samples_per_step_per_worker: int | None = setting(
+        None, "Maximum traced samples per step and worker; null for all.", low=1
+    )
 
 
 @dataclass
 class ServerConfig(BaseConfig, section="rollout.server"):
     """Patience with a server: seconds, attempts, connections."""
 
-    timeout: float = setting(60.0, above=0)
-    max_attempts: int = setting(3, low=1)
-    retry_delay: float = setting(2.0, low=0)
-    max_connections: int = setting(1000, low=1)
-    max_start_wait_time: float = setting(300.0, above=0)
+    timeout: float = setting(60.0, "Seconds to wait for a response.", above=0)
+    max_attempts: int = setting(3, "Attempts of one request.", low=1)
+    retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0)
+    max_connections: int = setting(1000, "Maximum number of connections.", low=1)
+    max_start_wait_time: float = setting(300.0, "Seconds to wait until the server is ready.", above=0)
 
 
 @dataclass
 class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
     """Scraping of the servers' metrics."""
 
-    enable: bool = False
-    port: int = setting(9090, low=1, high=65535)
-    file: str = "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml"
-    served_model_name: str | None = None
+    enable: bool = setting(False, "Turn metrics collection on.")
+    port: int = setting(9090, "Port of Prometheus.", low=1, high=65535)
+    file: str = setting("/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", "Prometheus' own config file.")
+    served_model_name: str | None = setting(
+        None, "Name of the model in the metrics; null takes the last part of its path."
+    )
 
 
 @dataclass
 class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
     """How completions are generated; prompt_length and response_length are in tokens."""
 
-    name: str | None = MISSING
-    mode: str = setting("sync", choices=("sync", "async"))
-    temperature: float = setting(1.0, low=0)
-    top_k: int = setting(-1, low=-1)
-    top_p: float = setting(1.0, above=0, high=1)
-    do_sample: bool = True
-    n: int = setting(1, low=1)
-    repetition_penalty: float = setting(1.0, above=0)
-    over_sample_rate: float = setting(0.0, low=0, high=1)
-    prompt_length: int = setting(512, low=1)
-    response_length: int = setting(512, low=1)
-    dtype: str = setting("bfloat16", choices=("bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "auto"))
-    gpu_memory_utilization: float = setting(0.5, above=0, high=1)
-    ignore_eos: bool = False
-    enforce_eager: bool = False
-    cudagraph_capture_sizes: list[int] | None = None
-    free_cache_engine: bool = True
-    data_parallel_size: int = setting(1, low=1)
-    expert_parallel_size: int = setting(1, low=1)
-    tensor_model_parallel_size: int = setting(1, low=1)
-    pipeline_model_parallel_size: int = setting(1, low=1)
-    max_num_batched_tokens: int = setting(8192, low=1)
-    logprobs_mode: str | None = "processed_logprobs"
-    val_kwargs: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0, do_sample=False))
-    max_model_len: int | None = setting(None, low=1)
-    max_num_seqs: int = setting(1024, low=1)
-    log_prob_micro_batch_size: int | None = setting(None, low=1)
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    log_prob_use_dynamic_bsz: bool = False
-    log_prob_max_token_len_per_gpu: int = setting(16384, low=1)
-    disable_log_stats: bool = True
-    multi_stage_wake_up: bool = False
-    engine_kwargs: dict[str, Any] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
-    calculate_log_probs: bool = False
-    agent: AgentLoopConfig = field(default_factory=AgentLoopConfig)
-    trace: TraceConfig = field(default_factory=TraceConfig)
-    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
-    custom: dict[str, Any] | None = field(default_factory=dict)
-    update_weights_bucket_megabytes: int = setting(512, low=1)
-    skip_rollout: bool = False
-    skip_dump_dir: str = "/tmp/rollout_dump"
+    name: str | None = setting(MISSING, "Registered name of the rollout: hf (transformers' generate), vllm, spd.")
+    mode: str = setting(
+        "sync",
+        "sync generates full batches; async needs a server.",
+        choices=("sync", "async"),
+        unused="a step generates in one call on the ranks (sync)",
+    )
+    temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
+    top_k: int = setting(-1, "Number of most likely tokens to draw from; -1 for all.", low=-1)
+    top_p: float = setting(1.0, "Probability mass to draw from.", above=0, high=1)
+    do_sample: bool = setting(True, "Draw tokens; false takes the most likely one.")
+    n: int = setting(1, "Samples of each prompt.", low=1)
+    repetition_penalty: float = setting(
+        1.0, "Factor on the logits of tokens already used; 1 for none.", above=0, unused=NO_ENGINE
+    )
+    over_sample_rate: float = setting(
+        0.0,
+        "Share of extra samples to start, so that the slowest can be dropped.",
+        low=0,
+        high=1,
+        unused=NO_ENGINE | {"vllm": "every prompt is answered"},
+    )
+    prompt_length: int = setting(512, "Tokens of a prompt.", low=1)
+    response_length: int = setting(512, "Tokens of a response.", low=1)
+    dtype: str = setting(
+        "bfloat16",
+        "Type of weights and computation.",
+        choices=("bfloat16", "float16", "float32", "bf16", "fp16", "fp32", "auto"),
+        unused=NO_ENGINE,
+    )
+    gpu_memory_utilization: float = setting(
+        0.5, "Share of the GPU's memory for vLLM's weights and KV cache.", above=0, high=1, unused=NO_ENGINE
+    )
+    ignore_eos: bool = setting(False, "Continue after the end-of-sequence token.")
+    enforce_eager: bool = setting(False, "Run without CUDA graphs, as vLLM on a CPU always does.", unused=NO_ENGINE)
+    cudagraph_capture_sizes: list[int] | None = setting(
+        None, "Batch sizes with CUDA graphs; null lets the engine choose.", unused=NO_ENGINE
+    )
+    free_cache_engine: bool = setting(True, "Free the KV cache during training.", unused=NO_ENGINE)
+    data_parallel_size: int = setting(
+        1,
+        "Ranks of one engine that split the requests.",
+        low=1,
+        unused=NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"},
+    )
+    expert_parallel_size: int = setting(
+        1,
+        "Ranks of one engine that split the experts.",
+        low=1,
+        unused=NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"},
+    )
+    tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1, unused=NO_ENGINE)
+    pipeline_model_parallel_size: int = setting(
+        1,
+        "Ranks of one engine that split the layers among them.",
+        low=1,
+        unused=NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"},
+    )
+    max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
+    logprobs_mode: str | None = setting("processed_logprobs", "Which log-probs the engine returns.", unused=NO_ENGINE)
+    val_kwargs: SamplingConfig = setting(
+        lambda: SamplingConfig(temperature=0, do_sample=False), "Sampling in validation."
+    )
+    max_model_len: int | None = setting(
+        None, "Longest sequence in tokens; null: prompt_length plus response_length.", low=1, unused=NO_ENGINE
+    )
+    max_num_seqs: int = setting(1024, "Sequences that the engine processes at a time.", low=1)
+    log_prob_micro_batch_size: int | None = setting(
+        None, "Deprecated: log_prob_micro_batch_size_per_gpu, over all ranks.", low=1
+    )
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        None, "Samples per forward of the old log-probs on one rank.", low=1
+    )
+    log_prob_use_dynamic_bsz: bool = setting(False, "Cut those micro-batches by tokens.")
+    log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
+    disable_log_stats: bool = setting(True, "Turn the engine's own statistics off.", unused=NO_ENGINE)
+    multi_stage_wake_up: bool = setting(
+        False,
+        "Wake weights and KV cache one after the other.",
+        unused=NO_ENGINE | {"vllm": "weights wake before the cache"},
+    )
+    engine_kwargs: dict[str, Any] = setting(
+        lambda: {"vllm": {}, "sglang": {}},
+        "Engine arguments without a key of their own, by engine; any key.",
+        unused=NO_ENGINE,
+    )
+    calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
+    agent: AgentLoopConfig = setting(
+        AgentLoopConfig, "Workers that run agent loops.", unused="there is no multi-turn rollout"
+    )
+    trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused="single rollouts are not traced")
+    multi_turn: MultiTurnConfig = setting(
+        MultiTurnConfig, "Multi-turn conversations with tools.", unused="there is no multi-turn rollout"
+    )
+    server: ServerConfig = setting(
+        ServerConfig, "Time limits and retries of the rollout server.", unused="there is no server mode"
+    )
+    prometheus: PrometheusConfig = setting(
+        PrometheusConfig, "Metrics of the rollout servers.", unused="there is no server mode"
+    )
+    custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
+    update_weights_bucket_megabytes: int = setting(
+        512,
+        "MiB of weights sent to the engine at a time.",
+        low=1,
+        unused=NO_ENGINE | {"vllm": "weights are sent tensor by tensor"},
+    )
+    skip_rollout: bool = setting(
+        False, "Whether training generations are answered from the first one, which later runs use again too."
+    )
+    skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of such generations.")
     profiler: ProfilerConfig | None = None
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    load_format: str = "dummy"
-    layered_summon: bool = False
-    layer_name_map: dict[str, Any] = field(default_factory=dict)
+    enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.", unused=NO_ENGINE)
+    enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.", unused=NO_ENGINE)
+    load_format: str = setting(
+        "dummy", "Source of the engine's first weights: dummy (the actor's replace them) or auto.", unused=NO_ENGINE
+    )
+    layered_summon: bool = setting(
+        False, "Gather LoRA weights layer by layer.", unused=NO_ENGINE | {"vllm": "weights are sent tensor by tensor"}
+    )
+    layer_name_map: dict[str, Any] = setting(dict)
     sglang_engine_mode: str = "local"
     limit_images: int | None = setting(None, low=0)
-    skip_tokenizer_init: bool = False
-    quantization: str | None = None
-    quantization_config_file: str | None = None
-    enable_sleep_mode: bool = True
+    skip_tokenizer_init: bool = setting(
+        False,
+        "Start the engine without a tokenizer.",
+        unused=NO_ENGINE | {"vllm": "the engine takes and gives token ids"},
+    )
+    quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.", unused=NO_ENGINE)
+    quantization_config_file: str | None = setting(
+        None,
+        "File with settings of that quantization.",
+        unused=NO_ENGINE | {"vllm": "engine_kwargs.vllm.hf_overrides takes such settings"},
+    )
+    enable_sleep_mode: bool = setting(True, "Let the engine sleep.", unused=NO_ENGINE)

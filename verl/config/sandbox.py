@@ -10,9 +10,9 @@ from verl.config.fields import setting
 class SandboxConfig(BaseConfig, section="reward_model.sandbox"):
     """What one program may use; `unconfined` runs it without namespaces, Landlock and system call filter."""
 
-    unconfined: bool = False
-    seconds: float = setting(10.0, above=0)
-    memory_mb: int = setting(1024, low=64)
-    disk_mb: int = setting(16, low=1)
-    output_kb: int = setting(1024, low=1)
-    threads: int = setting(16, low=1)
+    unconfined: bool = setting(False, "Run programs with resource limits alone, where the kernel grants no more.")
+    seconds: float = setting(10.0, "Seconds of one program on one test case; below item_timeout.", above=0)
+    memory_mb: int = setting(1024, "MiB of address space.", low=64)
+    disk_mb: int = setting(16, "MiB of files.", low=1)
+    output_kb: int = setting(1024, "KiB of output.", low=1)
+    threads: int = setting(16, "Threads.", low=1)

@@ -1,6 +1,6 @@
 """Settings of supervised fine-tuning: data, model, optimizer, run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
@@ -16,119 +16,170 @@ SCHEDULES = ("cosine", "wsd", "linear", "constant")
 class SFTMultiturnConfig(BaseConfig, section="data.multiturn"):
     """Columns of conversations."""
 
-    enable: bool = False
-    messages_key: str = "messages"
-    tools_key: str = "tools"
-    enable_thinking_key: str = "enable_thinking"
+    enable: bool = setting(False, "Rows hold conversations.")
+    messages_key: str = setting("messages", "Column of the messages, a list of {role, content}.")
+    tools_key: str = setting("tools", "Column of the tools for the chat template; optional.")
+    enable_thinking_key: str = setting(
+        "enable_thinking", "Column that turns thinking on or off in the chat template; optional."
+    )
 
 
 @dataclass
 class SFTDataConfig(BaseConfig, section="data"):
     """SFT data; train_batch_size counts samples over all ranks, lengths count tokens."""
 
-    train_batch_size: int = setting(256, low=1)
-    micro_batch_size: int | None = setting(None, low=1)
-    micro_batch_size_per_gpu: int = setting(4, low=1)
-    packing: bool = False
-    train_files: str | list[str] = "~/data/gsm8k/train.parquet"
-    val_files: str | list[str] | None = "~/data/gsm8k/test.parquet"
-    train_max_samples: int = setting(-1, low=-1)
-    val_max_samples: int = setting(-1, low=-1)
-    prompt_key: str = "question"
-    response_key: str = "answer"
-    prompt_dict_keys: list[str] | None = None
-    response_dict_keys: list[str] | None = None
-    multiturn: SFTMultiturnConfig = field(default_factory=SFTMultiturnConfig)
-    max_length: int = setting(1024, low=2)
-    truncation: str = setting("error", choices=("error", "left", "right"))
-    balance_dp_token: bool = False
-    chat_template: str | None = None
-    custom_cls: ModuleConfig = field(default_factory=ModuleConfig)
-    use_shm: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    dataloader_num_workers: int = setting(2, low=0)
+    train_batch_size: int = setting(256, "Samples per step, over all ranks.", low=1)
+    micro_batch_size: int | None = setting(
+        None, "Deprecated name of micro_batch_size_per_gpu.", low=1, unused="data.micro_batch_size_per_gpu decides"
+    )
+    micro_batch_size_per_gpu: int = setting(4, "Samples per forward on one rank, in validation too.", low=1)
+    packing: bool = setting(False, "Pack samples without padding, up to micro_batch_size_per_gpu x max_length tokens.")
+    train_files: str | list[str] = setting(
+        "~/data/gsm8k/train.parquet", "Parquet, jsonl or json file to train on, or a list of them."
+    )
+    val_files: str | list[str] | None = setting("~/data/gsm8k/test.parquet", "The same for validation; null for none.")
+    train_max_samples: int = setting(-1, "Rows to train on, the first ones; -1 for all.", low=-1)
+    val_max_samples: int = setting(-1, "Rows to validate on, the first ones; -1 for all.", low=-1)
+    prompt_key: str = setting("question", "Column of the question in single-turn data.")
+    response_key: str = setting("answer", "Column of the answer in single-turn data.")
+    prompt_dict_keys: list[str] | None = setting(
+        None, "Keys that lead to the question inside that column; null: the column itself."
+    )
+    response_dict_keys: list[str] | None = setting(
+        None, "Keys that lead to the answer inside that column; null: the column itself."
+    )
+    multiturn: SFTMultiturnConfig = setting(SFTMultiturnConfig, "Multi-turn conversations.")
+    max_length: int = setting(1024, "Maximum tokens of a sample.", low=2)
+    truncation: str = setting(
+        "error",
+        "What happens to a longer sample: an error, or the side that is cut.",
+        choices=("error", "left", "right"),
+    )
+    balance_dp_token: bool = setting(
+        False,
+        "Give ranks equal numbers of tokens.",
+        unused="every rank gets as many samples; data.packing balances their lengths",
+    )
+    chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
+    custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of torch.utils.data.Dataset.")
+    use_shm: bool = setting(False, "Copy data files to shared memory first.")
+    apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Further arguments of the chat template; any key.")
+    dataloader_num_workers: int = setting(
+        2, "Processes per rank that read and tokenize ahead; 0 reads between steps.", low=0
+    )
 
 
 @dataclass
 class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     """How the weights lie on the ranks; `dtype` is the type of autocast, float32 turns it off."""
 
-    model_dtype: str = setting("fp32", choices=DTYPES)
-    dtype: str = setting("bfloat16", choices=DTYPES)
-    wrap_policy: dict[str, Any] = field(default_factory=lambda: {"min_num_params": 0})
-    cpu_offload: bool = False
-    offload_params: bool = False
-    fsdp_size: int = setting(-1, low=-1)
-    full_determinism: bool = False
+    model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
+    dtype: str = setting("bfloat16", "Type of the computation; float32 turns autocast off.", choices=DTYPES)
+    wrap_policy: dict[str, Any] = setting(
+        lambda: {"min_num_params": 0}, "Submodules that are sharded on their own; min_num_params 0: by layer class."
+    )
+    cpu_offload: bool = setting(False, "FSDP2's own CPU offload of weights, gradients and optimizer state.")
+    offload_params: bool = setting(False, "Keep weights and optimizer state on the CPU between steps.")
+    fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
+    full_determinism: bool = setting(False, "Use deterministic kernels only, which are slower.")
 
 
 @dataclass
 class SFTModelConfig(BaseConfig, section="model"):
     """The model to start from, and what of it is trained."""
 
-    partial_pretrain: str = "~/models/gemma-1.1-7b-it"
-    use_shm: bool = False
-    fsdp_config: SFTEngineConfig = field(default_factory=SFTEngineConfig)
-    external_lib: str | None = None
-    enable_gradient_checkpointing: bool = True
-    trust_remote_code: bool = False
-    lora_rank: int = setting(0, low=0)
-    lora_alpha: int = setting(16, above=0)
-    target_modules: Any = "all-linear"
-    use_liger: bool = False
-    strategy: str = setting("fsdp2", choices=STRATEGIES, hint="Both mean FSDP2 here; Megatron is not supported.")
+    partial_pretrain: str = setting(
+        "~/models/gemma-1.1-7b-it", "Directory, or name on the hub, of the Hugging Face model to start from."
+    )
+    use_shm: bool = setting(False, "Copy the model's files to shared memory first.")
+    fsdp_config: SFTEngineConfig = setting(SFTEngineConfig, "How weights are sharded over the ranks.")
+    external_lib: str | None = setting(None, "Python module to import first; it may register model loaders.")
+    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
+    trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
+    lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
+    lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
+    target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
+    use_liger: bool = setting(
+        False, "Use Liger's kernels.", unused="the model's own layers run, and logits are always computed in chunks"
+    )
+    strategy: str = setting(
+        "fsdp2",
+        "fsdp or fsdp2; both mean FSDP2.",
+        choices=STRATEGIES,
+        hint="Both mean FSDP2 here; Megatron is not supported.",
+    )
 
 
 @dataclass
 class SFTOptimConfig(BaseConfig, section="optim"):
     """The optimizer (a class of any module), warm-up, schedule."""
 
-    optimizer: str = "AdamW"
-    optimizer_impl: str = "torch.optim"
-    override_optimizer_config: dict | None = None
-    lr: float = setting(1e-5, low=0)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    weight_decay: float = setting(0.01, low=0)
-    lr_warmup_steps_ratio: float = setting(0.1, low=0, high=1)
-    clip_grad: float = setting(1.0, above=0)
-    lr_scheduler: str = setting("cosine", choices=SCHEDULES)
+    optimizer: str = setting("AdamW", "Class of the optimizer in optimizer_impl.")
+    optimizer_impl: str = setting("torch.optim", "Module of the optimizer's class.")
+    override_optimizer_config: dict | None = setting(None, "Further keyword arguments of the optimizer; any key.")
+    lr: float = setting(1e-5, "Learning rate after warm-up.", low=0)
+    betas: list[float] = setting(lambda: [0.9, 0.95], "Decay rates of the optimizer's moments.")
+    weight_decay: float = setting(0.01, "Weight decay.", low=0)
+    lr_warmup_steps_ratio: float = setting(0.1, "Warm-up as a share of all steps.", low=0, high=1)
+    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0)
+    lr_scheduler: str = setting("cosine", "Schedule after warm-up: cosine, wsd, linear or constant.", choices=SCHEDULES)
 
 
 @dataclass
 class SFTTrainerConfig(BaseConfig, section="trainer"):
     """One run under torchrun; -1 turns a frequency off, the last step is saved and validated all the same."""
 
-    default_local_dir: str = "checkpoints/gsm8k-sft/test"
-    default_hdfs_dir: str | None = None
-    project_name: str = "gsm8k-sft"
-    experiment_name: str = "test"
-    total_epochs: int = setting(4, low=1)
-    total_training_steps: int | None = setting(None, low=1)
-    logger: Any = field(default_factory=lambda: ["console", "tensorboard"])
-    seed: int = setting(1, low=0)
-    save_freq: int = setting(-1, low=-1)
-    test_freq: int = setting(-1, low=-1)
-    nnodes: int = setting(1, low=1)
-    n_gpus_per_node: int = setting(8, low=1)
-    max_ckpt_to_keep: int | None = setting(None, low=1)
-    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = None
-    allow_data_change: bool = False
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    device: str = setting("cuda", choices=("cuda", "cpu"))
-    nonfinite_steps_max: int = setting(5, low=1)
-    dry_run: bool = False
-    report: bool = True
-    use_legacy_worker_impl: str = setting("auto", choices=("auto", "enable", "disable"))
+    default_local_dir: str = setting("checkpoints/gsm8k-sft/test", "Folder of checkpoints and report.")
+    default_hdfs_dir: str | None = setting(
+        None,
+        "Remote folder that checkpoints are copied to; null for none.",
+        unused="checkpoints stay in trainer.default_local_dir",
+    )
+    project_name: str = setting("gsm8k-sft", "Project in the trackers and in default_local_dir.")
+    experiment_name: str = setting("test", "Experiment in the trackers and in default_local_dir.")
+    total_epochs: int = setting(4, "Epochs over the training data.", low=1)
+    total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
+    logger: Any = setting(
+        lambda: ["console", "tensorboard"], "Where metrics go: console, file, tensorboard, wandb, trackio."
+    )
+    seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
+    save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only.", low=-1)
+    test_freq: int = setting(-1, "Steps between validations; -1 for one at the end only.", low=-1)
+    nnodes: int = setting(1, "Machines, for the plan of a dry run; torchrun decides.", low=1)
+    n_gpus_per_node: int = setting(8, "Ranks on each machine, for the plan of a dry run; torchrun decides.", low=1)
+    max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null keeps all.", low=1)
+    resume_mode: str = setting(
+        "auto",
+        "auto resumes from the newest valid checkpoint, resume_path from resume_from_path.",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: str | None = setting(None, "Folder global_step_N to resume from with resume_mode=resume_path.")
+    allow_data_change: bool = setting(False, "Allow a resumed run to use other training data than the checkpoint's.")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
+    device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
+    nonfinite_steps_max: int = setting(5, "Skipped steps (NaN or Inf) in a row after which the run stops.", low=1)
+    dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
+    report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
+    use_legacy_worker_impl: str = setting(
+        "auto",
+        "Accepted for scripts that set it.",
+        choices=("auto", "enable", "disable"),
+        unused="there is one worker implementation",
+    )
 
 
 @dataclass
 class SFTConfig(BaseConfig, section=""):
     """The whole tree of sft_trainer.yaml; a trainer that adds a section subclasses it."""
 
-    data: SFTDataConfig = field(default_factory=SFTDataConfig)
-    model: SFTModelConfig = field(default_factory=SFTModelConfig)
-    optim: SFTOptimConfig = field(default_factory=SFTOptimConfig)
-    ulysses_sequence_parallel_size: int = setting(1, low=1)
-    use_remove_padding: bool = False
-    trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
+    data: SFTDataConfig = setting(SFTDataConfig, "The data and its batches.")
+    model: SFTModelConfig = setting(SFTModelConfig, "The model that is trained.")
+    optim: SFTOptimConfig = setting(SFTOptimConfig, "The optimizer and its schedule.")
+    ulysses_sequence_parallel_size: int = setting(
+        1,
+        "Ranks that share one sequence.",
+        low=1,
+        unused="each rank keeps full sequences, which takes more memory for the same loss",
+    )
+    use_remove_padding: bool = setting(False, "Remove padding before the forward; data.packing does so too.")
+    trainer: SFTTrainerConfig = setting(SFTTrainerConfig, "The run.")

@@ -4,31 +4,17 @@ import dataclasses
 import difflib
 import importlib
 import json
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.fields import field_types, value_errors
+from verl.config.fields import field_types, section_type, value_errors
+from verl.config.ppo import PPOConfig
 from verl.planning.batch_arithmetic import batch_problems
 from verl.planning.problems import Problem, wrong
-from verl.trainer import config as trainer
-from verl.workers import config as workers
 
-SECTIONS: dict[str, type] = {
-    "data": trainer.DataConfig,
-    "actor_rollout_ref.model": workers.HFModelConfig,
-    "actor_rollout_ref.actor": workers.FSDPActorConfig,
-    "actor_rollout_ref.ref": workers.FSDPRefConfig,
-    "actor_rollout_ref.rollout": workers.RolloutConfig,
-    "critic": workers.FSDPCriticConfig,
-    "reward_model": workers.RewardModelConfig,
-    "reward_manager": workers.RewardManagerConfig,
-    "algorithm": trainer.AlgoConfig,
-    "trainer": trainer.TrainerConfig,
-}
 # Below these any key is accepted: a name anywhere, or the end of a path.
 OPEN = (
     "override_config", "override_optimizer_config", "engine_kwargs", "reward_kwargs", "apply_chat_template_kwargs",
@@ -46,14 +32,6 @@ ARITHMETIC = {
     "model_dtype", "lora_rank", "max_num_seqs",
 }  # fmt: skip
 
-# Keys that users' scripts set and that have one working value here: what each must be, and why.
-FIXED: dict[str, tuple[Any, str]] = {
-    "actor_rollout_ref.hybrid_engine": (True, "training and rollout always share their ranks"),
-    "actor_rollout_ref.rollout.multi_turn.enable": (False, "multi-turn is not built yet"),
-    "transfer_queue.enable": (False, "the transfer queue is not part of this project"),
-    "global_profiler.tool": (None, "no profiler is built in yet"),
-}
-
 
 def is_open(path: str) -> bool:
     """Whether any sub-key is accepted under this dotted path."""
@@ -70,9 +48,9 @@ def find_problems(
     """All problems of an RL config: unknown keys, values, names of registered parts, batch arithmetic.
 
     `known` is the tree without overrides, composed here inside a Hydra application; without either, only the keys of
-    SECTIONS are compared. The two roles follow from the config where they are not given.
+    PPOConfig are compared. The two roles follow from the config where they are not given.
     """
-    problems, plain = tree_problems(config, SECTIONS, known=known, fixed=FIXED)
+    problems, plain = tree_problems(config, PPOConfig, known)
     if plain is None:
         return problems
     return problems + rl_problems(config, plain, problems, use_reference_policy, use_critic)
@@ -89,7 +67,8 @@ def rl_problems(
     if "actor_rollout_ref" not in plain or "algorithm" not in plain:
         return []
     more = registered_names(plain)
-    complete = all(isinstance(select(plain, section, None), Mapping) for section in SECTIONS)
+    sections = [*PPOConfig(), *(f"actor_rollout_ref.{name}" for name in ("model", "actor", "ref", "rollout"))]
+    complete = all(isinstance(select(plain, name, None), Mapping) for name in sections if name != "_target_")
     if complete and not any(p.key.rpartition(".")[2] in ARITHMETIC for p in problems):
         reference, critic = roles_in_use(plain)
         reference = reference if use_reference_policy is None else use_reference_policy
@@ -100,15 +79,11 @@ def rl_problems(
 
 
 def tree_problems(
-    config: DictConfig,
-    sections: Mapping[str, type],
-    *,
-    known: DictConfig | None = None,
-    fixed: Mapping[str, tuple[Any, str]] | None = None,
+    config: DictConfig, config_type: type, known: DictConfig | None = None
 ) -> tuple[list[Problem], dict[str, Any] | None]:
     """Unknown keys, missing values, types and ranges of any tree; and the resolved tree, None where that fails.
 
-    `sections`: dataclass of each section, "" for the root; `fixed`: keys with one working value, and why.
+    `config_type` is the dataclass of the tree; sections that it does not have, such as a recipe's, are not checked.
     """
     known = known_tree() if known is None else known
     raw = OmegaConf.to_container(config, resolve=False)
@@ -122,12 +97,7 @@ def tree_problems(
             issues.append(wrong(str(e.full_key), f"{e.full_key} cannot be resolved: {str(e.msg).splitlines()[0]}"))
         return issues, None
     reported = {p.key for p in issues}
-    values = [p for section, t in sections.items() for p in value_problems(plain, section, t) if p.key not in reported]
-    values += [
-        wrong(key, f"{key}={text(value)} does not work here: {why}. Set it to {text(needed)}.")
-        for key, (needed, why) in (fixed or {}).items()
-        if (value := select(plain, key, needed)) != needed and key not in {p.key for p in values}
-    ]
+    values = [p for p in value_problems(plain, "", config_type) if p.key not in reported]
     return issues + drop_followers(values + grading_problems(plain), raw), plain
 
 
@@ -202,11 +172,11 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
     issues = [
         wrong(key, f"{key} is no known key{nearest_key(key, known)}")
         for key in (f"{start}{name}" for name in node)
-        if key not in known and key not in ADDABLE
+        if section and key not in known and key not in ADDABLE
     ]
     issues += [wrong(f"{start}{name}", message) for name, message in value_errors(dataclass_type, node, section)]
     for name, hint in field_types(dataclass_type).items():
-        nested = next((t for t in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(t)), None)
+        nested = section_type(hint)
         if nested is not None and isinstance(node.get(name), Mapping):
             issues += value_problems(plain, f"{start}{name}", nested)
     if not issues:

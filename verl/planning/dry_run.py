@@ -4,15 +4,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from verl.planning.config_check import FIXED, tree_problems
+from verl.planning.config_check import tree_problems
+from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import ModelSize
-from verl.planning.problems import TITLES, WRONG, Problem
+from verl.planning.problems import TITLES, UNUSED, WRONG, Problem, raise_if_any
 from verl.utils.redact import redact_text, redacted_yaml
 
 Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Problem]]
@@ -22,24 +24,33 @@ Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Proble
 class Entry:
     """A command that reads a config: what its dry run checks and plans, and what stops its start.
 
-    `config_type`: the dataclass of each section of the tree, "" for the root. `checks(config, plain, problems)` are
-    rules beyond types and ranges; `plain` is the resolved tree, `problems` what is known before. `plan(console,
-    config)` prints the plan and returns further problems, for example of data and models; it is left out for a config
-    with problems unless `plans_wrong_configs`.
+    `config_type` is the dataclass of the tree. `checks(config, plain, problems)` are rules beyond types and ranges;
+    `plain` is the resolved tree, `problems` what is known before. `plan(console, config)` prints the plan and returns
+    further problems, for example of data and models; it is left out for a config with problems unless
+    `plans_wrong_configs`.
     """
 
-    config_type: Mapping[str, type]
+    config_type: type
     checks: tuple[Check, ...]
     plan: Callable[[Console, DictConfig], Iterable[Problem]]
     plans_wrong_configs: bool = False
 
     def problems(self, config: DictConfig, known: DictConfig | None = None) -> list[Problem]:
         """The problems of the tree itself; `known` is the tree without overrides, see `tree_problems`."""
-        problems, plain = tree_problems(config, self.config_type, known=known, fixed=FIXED)
+        problems, plain = tree_problems(config, self.config_type, known)
         if plain is not None:
             for check in self.checks:
                 problems += check(config, plain, problems)
+            problems += unused_settings(config, self.config_type)
         return problems
+
+    def refuse_problems(self, config: DictConfig, warn: bool = True) -> None:
+        """Raise one ConfigError with everything that is wrong on every machine; warn of settings without effect."""
+        problems = self.problems(config)
+        raise_if_any(problems)
+        for problem in problems if warn else ():
+            if problem.kind == UNUSED:
+                logger.warning("{}", problem.message)
 
     def dry_run(self, config: DictConfig, known: DictConfig | None = None) -> int:
         """Print config, plan and problems; the exit code, 1 if anything is wrong on every machine."""

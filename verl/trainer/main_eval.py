@@ -12,7 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.offline import EvaluationDataConfig
 from verl.grading.pool import Failure, GradingPool
-from verl.planning.problems import raise_if_any
 from verl.trainer.offline_plan import evaluation_entry
 from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
@@ -27,7 +26,7 @@ def main(config: DictConfig) -> None:
     if config.trainer.dry_run:
         sys.exit(entry.dry_run(config))
     try:
-        raise_if_any(entry.problems(config))
+        entry.refuse_problems(config)
         scores = evaluate(config)
     except (ValueError, OSError, RewardError, RuntimeError, AttributeError, OmegaConfBaseException) as error:
         sys.exit(str(error))

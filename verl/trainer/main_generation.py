@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
-from verl.planning.problems import raise_if_any
 from verl.protocol import DataProto
 from verl.trainer.offline_plan import generation_entry
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
@@ -45,7 +44,7 @@ def main(config: DictConfig) -> None:
     if config.trainer.dry_run:
         sys.exit(entry.dry_run(config))
     try:
-        raise_if_any(entry.problems(config))
+        entry.refuse_problems(config)
         run_generation(config)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         sys.exit(str(error))

@@ -6,11 +6,10 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 
-from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.planning.checks import Findings, check_gpus, check_models
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.problems import Problem, one_line, wrong
-from verl.workers.config import HFModelConfig, RewardModelConfig, RolloutConfig
 
 
 def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
@@ -31,8 +30,7 @@ def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
         })  # fmt: skip
         return [*findings.problems, *check_gpus(config)]
 
-    sections = {"trainer": GenerationTrainerConfig, "data": GenerationDataConfig, "model": HFModelConfig}
-    return Entry({**sections, "rollout": RolloutConfig}, (), plan)
+    return Entry(GenerationConfig, (), plan)
 
 
 def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:
@@ -47,7 +45,7 @@ def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callabl
         print_rows(console, {"answers": count_text(count), "processes": count_text(config.reward_model.num_workers)})
         return problems
 
-    return Entry({"data": EvaluationDataConfig, "reward_model": RewardModelConfig}, (), plan)
+    return Entry(EvaluationConfig, (), plan)
 
 
 def _tried(problems: list[Problem], key: str, work: Callable[[], Any]) -> Any:

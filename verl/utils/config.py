@@ -78,9 +78,10 @@ def validate_config(
 
     `known`: see `verl.planning.config_check.find_problems`.
     """
+    from verl.config.ppo import PPOConfig
     from verl.planning.config_check import find_problems
-    from verl.planning.config_effect import settings_without_effect
+    from verl.planning.config_effect import unused_settings
 
     raise_if_any(find_problems(config, known=known, use_reference_policy=use_reference_policy, use_critic=use_critic))
-    for problem in settings_without_effect(config):
+    for problem in unused_settings(config, PPOConfig):
         logger.warning("{}", problem.message)

@@ -9,8 +9,17 @@ from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.base_config import BaseConfig
-from verl.planning.config_check import SECTIONS
+from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPRefConfig,
+    HFModelConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)  # fmt: skip
 
 KEYS_FILE = Path(__file__).with_name("public_keys.txt")
 
@@ -43,6 +52,14 @@ def at(tree, path):
     for part in path.split("."):
         tree = tree[part]
     return tree
+
+
+SECTIONS = {
+    "data": DataConfig, "actor_rollout_ref.model": HFModelConfig, "actor_rollout_ref.actor": FSDPActorConfig,
+    "actor_rollout_ref.ref": FSDPRefConfig, "actor_rollout_ref.rollout": RolloutConfig, "critic": FSDPCriticConfig,
+    "reward_model": RewardModelConfig, "reward_manager": RewardManagerConfig, "algorithm": AlgoConfig,
+    "trainer": TrainerConfig,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from verl.config.ppo import PPOConfig
 from verl.planning.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
 from verl.planning.checks import (
     ROWS_AT_START,
@@ -18,8 +19,7 @@ from verl.planning.checks import (
     check_models,
     check_splits,
 )
-from verl.planning.config_check import ARITHMETIC, SECTIONS, find_problems, rl_problems
-from verl.planning.config_effect import settings_without_effect
+from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
 from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
@@ -159,7 +159,4 @@ def _memory_table(config: DictConfig, findings: Findings, plan: BatchPlan) -> Ta
     return table
 
 
-ENTRY = Entry(
-    SECTIONS, (rl_problems, lambda config, plain, problems: settings_without_effect(config)), _plan,
-    plans_wrong_configs=True,
-)  # fmt: skip
+ENTRY = Entry(PPOConfig, (rl_problems,), _plan, plans_wrong_configs=True)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -21,11 +20,10 @@ from verl.planning.checks import (
     check_splits,
     row_problems,
 )
-from verl.planning.config_check import resume_problems, select
-from verl.planning.config_effect import unread
+from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
-from verl.planning.problems import ABSENT, UNUSED, WRONG, ConfigError, Problem, raise_if_any, wrong
+from verl.planning.problems import ABSENT, WRONG, ConfigError, Problem, wrong
 from verl.trainer.sft.settings import engine_parts, model_settings
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.import_utils import import_external_libs
@@ -34,16 +32,6 @@ if TYPE_CHECKING:
     from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 NEEDED = ("input_ids", "attention_mask", "position_ids", "loss_mask")
-# Pattern of a key -> what is done instead.
-NOT_READ = {
-    "data.micro_batch_size": "data.micro_batch_size_per_gpu decides",
-    "data.balance_dp_token": "every rank gets as many samples; data.packing evens their lengths out",
-    "model.use_liger": "the model's own layers run, and logits are always taken in chunks",
-    "ulysses_sequence_parallel_size": "each rank keeps whole sequences, which takes more memory for the same loss",
-    "trainer.default_hdfs_dir": "checkpoints stay in trainer.default_local_dir",
-    "trainer.checkpoint.async_save": "saving is finished before the next step",
-    "trainer.use_legacy_worker_impl": "there is one worker implementation",
-}
 
 
 def ranks_of(config: Mapping[str, Any]) -> int:
@@ -55,10 +43,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
     """The dry run of a trainer; `ranks`: None takes those of `ranks_of`."""
 
     def checks(config: DictConfig, plain: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
-        if problems:
-            return []
-        tree_problems = _tree_problems(config, plain, ranks or ranks_of(plain))
-        return tree_problems or without_effect(config, trainer_class)
+        return [] if problems else _tree_problems(config, plain, ranks or ranks_of(plain))
 
     def plan(console: Console, config: DictConfig) -> list[Problem]:
         findings = Findings()
@@ -75,7 +60,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
         _print_plan(console, config, findings)
         return [*findings.problems, *check_machine(config)]
 
-    return Entry({"": trainer_class.config_type}, (checks,), plan)
+    return Entry(trainer_class.config_type, (checks,), plan)
 
 
 def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> list[Problem]:
@@ -103,10 +88,7 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
     The first rank warns of settings without effect.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    raise_if_any([p for p in entry_of(trainer_class, ranks).problems(config) if p.kind != UNUSED])
-    if int(os.environ.get("RANK", "0")) == 0:
-        for problem in without_effect(config, trainer_class):
-            logger.warning("{}", problem.message)
+    entry_of(trainer_class, ranks).refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0)
     findings = Findings(to_start=True)
     check_models(model_settings(config), findings, "model", "model.partial_pretrain")
     findings.problems += trainer_class.problems(config, findings)
@@ -118,12 +100,6 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
             findings.problems.append(wrong("trainer.device", rule))
     if findings.problems:
         raise ConfigError(findings.problems)
-
-
-def without_effect(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) -> list[Problem]:
-    """A problem for each key that differs from its default and has no effect."""
-    default = trainer_class.config_type()
-    return unread(config, {**NOT_READ, **trainer_class.not_read}, lambda key: select(default, key, None))
 
 
 def refuse_bad_rows(dataset: Any, key: str) -> None:

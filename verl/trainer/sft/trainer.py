@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from loguru import logger
@@ -49,7 +49,6 @@ class FSDPSFTTrainer:
     #: dataclass of the whole config tree, which checks keys and values
     config_type: type[SFTConfig] = SFTConfig
     #: settings that this trainer alone does not read: pattern of a key -> what is done instead
-    not_read: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
