@@ -23,16 +23,10 @@ class SelfGenerateConfig(BaseConfig, section="iterative.self_generate"):
     enable: bool = setting(False, "Generate answers before training.")
     max_prompts: int = setting(-1, "Instructions of data.train_files to answer, from the first; -1 for all.", low=-1)
     batch_size: int = setting(64, "Answers generated at a time.", low=1)
-    max_new_tokens: int = setting(
-        1024, "Maximum tokens of an answer; data.max_length limits it with its instruction.", low=1
-    )
-    item_timeout: float = setting(
-        300.0, "Seconds of the reward function per answer; slower ones are not kept.", above=0
-    )
+    max_new_tokens: int = setting(1024, "Maximum tokens of an answer, limited by data.max_length too.", low=1)
+    item_timeout: float = setting(300.0, "Seconds of the reward per answer; slower ones are dropped.", above=0)
     keep_ground_truth: bool = setting(False, "Also train on the rows of data.train_files.")
-    ground_truth_key: str | None = setting(
-        None, "Column that the reward function compares with; null for the response."
-    )
+    ground_truth_key: str | None = setting(None, "Column the reward function compares with; null for the response.")
     reward_function: ModuleConfig = setting(
         lambda: ModuleConfig(name="compute_score"),
         "Reward function in the RL signature; answers scored above 0 are kept.",
@@ -52,9 +46,7 @@ class IterativeConfig(BaseConfig, section="iterative"):
     """Noise, rounds and their weights. `block_length` is W, the tokens that one forward of generation predicts."""
 
     num_iterations: int = setting(2, "K, the number of refinement rounds; 1 without noise is plain SFT.", low=1)
-    single_round_steps: int = setting(
-        0, "First steps that train one round only; later rounds need a good first one.", low=0
-    )
+    single_round_steps: int = setting(0, "First steps that train one round only, which later rounds build on.", low=0)
     noise_pattern: str = setting("iid", "Where noise is placed.", choices=tuple(PATTERNS))
     noise_min: float = setting(0.1, "Minimum share of noised response tokens (iid).", low=0, high=1)
     noise_max: float = setting(0.9, "Maximum share of noised response tokens (iid).", low=0, high=1)
@@ -66,25 +58,19 @@ class IterativeConfig(BaseConfig, section="iterative"):
     noise_token: str = setting("eos", "Noise token: eos, mask, or a token of the vocabulary.")
     noise_seed: int = setting(0, "Seed of the noise's own generator.", low=0)
     loss_weights: list[float] | None = setting(None, "Weight of each round's loss; null for 1 each.")
-    ar_loss_weight: float = setting(
-        0.0, "Weight of the next-token loss on the clean text; packed needs no extra forward for it.", low=0
-    )
+    ar_loss_weight: float = setting(0.0, "Weight of the next-token loss on the clean text.", low=0)
     block_length: int = setting(128, "W: tokens of a noised block, a window and a block in generation.", low=1)
     windows_per_sample: int = setting(8, "Windows per sample (packed).", low=1)
-    aligned_windows: float = setting(
-        0.0, "Share of windows that start at a multiple of block_length, as in generation.", low=0, high=1
-    )
+    aligned_windows: float = setting(0.0, "Share of windows that start at multiples of block_length.", low=0, high=1)
     trajectory_max_rounds: int = setting(
-        4, "Maximum own rounds before the first trained one (trajectory); drawn from 0 to this.", low=0
+        4, "Maximum untrained rounds before the first trained one (trajectory).", low=0
     )
     share_instruction: str = setting(
         "auto",
         "Rounds share the instruction's keys and values; auto where that is faster.",
         choices=("auto", "on", "off"),
     )
-    self_generate: SelfGenerateConfig = setting(
-        SelfGenerateConfig, "Training on the starting model's own greedy answers."
-    )
+    self_generate: SelfGenerateConfig = setting(SelfGenerateConfig, "Training on the model's own greedy answers.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,9 +100,7 @@ class IterativeDataConfig(SFTDataConfig):
     prompt_key: str = setting("instruction", "Column of the instruction.")
     response_key: str = setting("output", "Column of the response.")
     max_length: int = 2048
-    dataloader_num_workers: int = setting(
-        0, "Processes per rank that read ahead; rows are tokenized at the start.", low=0
-    )
+    dataloader_num_workers: int = setting(0, "Processes per rank that read ahead; rows are tokenized before.", low=0)
     use_shm: bool = setting(False, unused="data files are read from their own path")
     multiturn: SFTMultiturnConfig = setting(SFTMultiturnConfig, unused="a row is an instruction and its response")
     custom_cls: ModuleConfig = setting(ModuleConfig, unused="the data set is IterativeSFTDataset")
@@ -134,9 +118,7 @@ class IterativeModelConfig(SFTModelConfig):
     """Without gradient checkpointing, so that rounds can share the instruction."""
 
     partial_pretrain: str = "~/models/start"
-    enable_gradient_checkpointing: bool = setting(
-        False, "Recompute activations in the backward; rounds then cannot share a prefix."
-    )
+    enable_gradient_checkpointing: bool = setting(False, "Recompute activations; rounds then share no prefix.")
 
 
 @dataclass

@@ -7,7 +7,13 @@ from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
 from verl.config.algorithm import KL_CHOICES
-from verl.config.common import CheckpointConfig
+from verl.config.common import (
+    CheckpointConfig,
+    entropy_in_chunks,
+    entropy_recomputed,
+    sequence_parallel_size,
+    torch_compile,
+)
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
@@ -26,9 +32,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 class PolicyLossConfig(BaseConfig, section="actor.policy_loss", mutable=("loss_mode", "rollout_correction")):
     """Policy loss by registered name, and the numbers that some of them read."""
 
-    loss_mode: str = setting(
-        "vanilla", "Registered policy loss: vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, cispo."
-    )
+    loss_mode: str = setting("vanilla", "Policy loss: vanilla, gspo, sapo, gpg, clip_cov, kl_cov, geo_mean, cispo.")
     clip_cov_ratio: float = setting(0.0002, "Share of tokens that clip_cov leaves out.", low=0, high=1)
     clip_cov_lb: float = setting(1.0, "Lower bound of the covariance for clip_cov.")
     clip_cov_ub: float = setting(5.0, "Upper bound of the covariance for clip_cov.")
@@ -42,10 +46,8 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
 
     strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
-    ppo_mini_batch_size: int = setting(
-        256, "Prompts per optimizer step, over all ranks, with rollout.n samples each.", low=1
-    )
-    ppo_micro_batch_size: int | None = setting(None, "Deprecated: ppo_micro_batch_size_per_gpu, over all ranks.", low=1)
+    ppo_mini_batch_size: int = setting(256, "Prompts (each with rollout.n samples) per optimizer step.", low=1)
+    ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens, not by samples.")
@@ -57,15 +59,13 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     policy_loss: PolicyLossConfig = setting(PolicyLossConfig, "The policy loss.")
     clip_ratio_c: float = setting(3.0, "Bound on the ratio for negative advantages (dual clip).", above=1)
     loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
-    loss_scale_factor: int | None = setting(
-        None, "Divisor of seq-mean-token-sum-norm; null takes the response length.", low=1
-    )
+    loss_scale_factor: int | None = setting(None, "Divisor of seq-mean-token-sum-norm; null: response length.", low=1)
     entropy_coeff: float = setting(0, "Weight of the entropy bonus.")
     tau_pos: float = setting(1.0, "Temperature of SAPO for positive advantages.", above=0)
     tau_neg: float = setting(1.05, "Temperature of SAPO for negative advantages.", above=0)
     calculate_entropy: bool = setting(False, "Measure the entropy although its weight is 0.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
-    use_torch_compile: bool = setting(False, "Use torch.compile.", unused="nothing is compiled")
+    use_torch_compile: bool = torch_compile()
     kl_loss_coef: float = setting(0.001, "Weight of that KL.", low=0)
     kl_loss_type: str = setting("low_var_kl", "Estimator of that KL; a + takes the gradient of k2.", choices=KL_CHOICES)
     ppo_epochs: int = setting(1, "Passes over each batch.", low=1)
@@ -74,16 +74,14 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-6), "Optimizer of the actor.")
     use_fused_kernels: bool = setting(
-        False, "Compute log-probs with a fused kernel.", unused="logits are always computed in chunks"
+        False, "Compute log-probs with a fused kernel.", unused="logits are always chunked"
     )
     profiler: ProfilerConfig = setting(ProfilerConfig)
     engine: Any = setting(BaseConfig)
     rollout_n: int = setting(MISSING, "Samples of each prompt.", low=1, unused="actor_rollout_ref.rollout.n decides")
     model_config: HFModelConfig | None = None
     global_batch_info: dict[str, Any] = setting(dict)
-    share_prompt_forward: bool = setting(
-        False, "Keep a prompt's samples in one micro-batch and compute what they share once."
-    )
+    share_prompt_forward: bool = setting(False, "Compute a prompt once for its samples, in one micro-batch.")
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
@@ -98,21 +96,10 @@ class FSDPActorConfig(ActorConfig):
 
     strategy: str = "fsdp"
     grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "Ranks that share one sequence.",
-        low=1,
-        unused="each rank keeps full sequences, which takes more memory for the same loss",
-    )
-    entropy_from_logits_with_chunking: bool = setting(
-        False, "Compute the entropy in chunks.", unused="logits are always computed in chunks"
-    )
-    entropy_checkpointing: bool = setting(
-        False,
-        "Recompute the entropy's activations in the backward.",
-        unused="chunks of logits are always recomputed in the backward",
-    )
-    fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "FSDP2 engine of the actor.")
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    entropy_from_logits_with_chunking: bool = entropy_in_chunks()
+    entropy_checkpointing: bool = entropy_recomputed()
+    fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The actor's engine.")
     optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-6))
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     use_rollout_log_probs: bool = setting(
@@ -125,27 +112,12 @@ class FSDPRefConfig(BaseConfig, section="ref"):
     """The reference policy: a forward only."""
 
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
-    use_torch_compile: bool = setting(False, "Use torch.compile.", unused="nothing is compiled")
-    log_prob_micro_batch_size: int | None = setting(
-        None, "Deprecated: log_prob_micro_batch_size_per_gpu, over all ranks.", low=1
-    )
+    use_torch_compile: bool = torch_compile()
+    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank.", low=1)
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "Ranks that share one sequence.",
-        low=1,
-        unused="each rank keeps full sequences, which takes more memory for the same loss",
-    )
-    entropy_from_logits_with_chunking: bool = setting(
-        False, "Compute the entropy in chunks.", unused="logits are always computed in chunks"
-    )
-    entropy_checkpointing: bool = setting(
-        False,
-        "Recompute the entropy's activations in the backward.",
-        unused="chunks of logits are always recomputed in the backward",
-    )
-    fsdp_config: FSDPEngineConfig = setting(
-        lambda: FSDPEngineConfig(forward_only=True), "FSDP2 engine of the reference."
-    )
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    entropy_from_logits_with_chunking: bool = entropy_in_chunks()
+    entropy_checkpointing: bool = entropy_recomputed()
+    fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reference's engine.")

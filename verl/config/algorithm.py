@@ -14,9 +14,7 @@ KL_CHOICES = KL_TYPES + tuple(f"{t}+" for t in KL_TYPES)  # "+": straight-throug
 class KLControlConfig(BaseConfig, section="algorithm.kl_ctrl"):
     """Coefficient of the KL penalty in the reward: fixed, or adapted towards `target_kl` over `horizon` samples."""
 
-    type: str = setting(
-        "fixed", "fixed keeps kl_coef; adaptive moves it towards target_kl.", choices=("fixed", "adaptive")
-    )
+    type: str = setting("fixed", "fixed, or adaptive: moves kl_coef towards target_kl.", choices=("fixed", "adaptive"))
     kl_coef: float = setting(0.001, "Coefficient, or its first value.", low=0)
     horizon: int = setting(10000, "Number of samples over which the adaptive coefficient reacts.", low=1)
     target_kl: float = setting(0.1, "KL that the adaptive coefficient aims at.", above=0)
@@ -27,9 +25,7 @@ class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
     """DAPO: groups whose samples all have the same metric are drawn anew; max_num_gen_batches <= 0 sets no limit."""
 
     enable: bool = setting(False, "Filter groups.")
-    metric: str | None = setting(
-        None, "Value that must differ within a group: acc, score, seq_reward or another key of the reward."
-    )
+    metric: str | None = setting(None, "What must differ within a group: acc, score, seq_reward, ...")
     max_num_gen_batches: int = setting(0, "Maximum generations per training batch; 0 for no limit.")
     keep_surplus: bool = setting(True, "Start the next batch with usable prompts that this one had no room for.")
 
@@ -53,20 +49,14 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
     rollout_rs: str | None = setting(
         None, "Rejection outside of the bounds; null for none.", choices=("token", "sequence", "geometric")
     )
-    rollout_rs_threshold: float | None = setting(
-        None, "Upper bound of the ratio; null takes rollout_is_threshold.", above=0
-    )
-    rollout_rs_threshold_lower: float | None = setting(
-        None, "Lower bound of the ratio; null takes the upper one's reciprocal.", above=0
-    )
+    rollout_rs_threshold: float | None = setting(None, "Upper bound of the ratio; null: rollout_is_threshold.", above=0)
+    rollout_rs_threshold_lower: float | None = setting(None, "Lower bound; null: reciprocal of the upper one.", above=0)
     rollout_token_veto_threshold: float | None = setting(
-        None, "Reject sequences with a token ratio below this; null for no veto.", above=0
+        None, "Reject sequences with a token ratio below; null: never.", above=0
     )
     bypass_mode: bool = setting(False, "Use the rollout's log-probs as old log-probs, without a forward of their own.")
     loss_type: str = setting("ppo_clip", "Loss in bypass mode.", choices=("ppo_clip", "reinforce"))
-    rollout_is_batch_normalize: bool = setting(
-        False, "Divide the weights by their batch mean (micro-batch: bypass with reinforce)."
-    )
+    rollout_is_batch_normalize: bool = setting(False, "Divide the weights by their mean over the batch.")
 
     @classmethod
     def decoupled_token_is(cls, threshold=2.0):
@@ -149,18 +139,14 @@ class AlgoConfig(BaseConfig, section="algorithm"):
     adv_estimator: str = setting("gae", "Registered advantage estimator, such as gae, grpo, rloo or remax.")
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the standard deviation of the group.")
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from each token's reward.")
-    kl_penalty: str = setting(
-        "kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).", choices=KL_CHOICES
-    )
+    kl_penalty: str = setting("kl", "Estimator of that KL: k1, abs, k2, low_var_kl (k3).", choices=KL_CHOICES)
     kl_ctrl: KLControlConfig = setting(KLControlConfig, "Coefficient of that KL.")
     use_pf_ppo: bool = setting(False, "Resample with weights from the scores (preference feedback PPO).")
     pf_ppo: dict[str, Any] = setting(
         lambda: {"reweight_method": "pow", "weight_pow": 2.0},
         "Resampling: reweight_method (pow, max_min, max_random) and weight_pow, its exponent.",
     )
-    filter_groups: FilterGroupsConfig | None = setting(
-        None, "DAPO: replace groups whose samples all have the same metric."
-    )
+    filter_groups: FilterGroupsConfig | None = setting(None, "DAPO: replace groups of samples with equal metrics.")
     rollout_correction: RolloutCorrectionConfig | None = setting(
         RolloutCorrectionConfig.disabled, "Correction for a rollout policy that differs from the trained one."
     )

@@ -13,6 +13,28 @@ def _contents() -> Any:
     return setting(factory=lambda: list(CHECKPOINT_CONTENTS[:3]), each_of=CHECKPOINT_CONTENTS)
 
 
+def sequence_parallel_size() -> Any:
+    """The setting ulysses_sequence_parallel_size, which several roles have."""
+    unused = "each rank keeps full sequences, which takes more memory for the same loss"
+    return setting(1, "Ranks that share one sequence.", low=1, unused=unused)
+
+
+def entropy_in_chunks() -> Any:
+    """The setting entropy_from_logits_with_chunking."""
+    return setting(False, "Compute the entropy in chunks.", unused="logits are always computed in chunks")
+
+
+def entropy_recomputed() -> Any:
+    """The setting entropy_checkpointing."""
+    unused = "chunks of logits are always recomputed in the backward"
+    return setting(False, "Recompute the entropy's activations in the backward.", unused=unused)
+
+
+def torch_compile() -> Any:
+    """The setting use_torch_compile."""
+    return setting(False, "Use torch.compile.", unused="nothing is compiled")
+
+
 @dataclass
 class CheckpointConfig(BaseConfig, section="checkpoint"):
     """What a checkpoint holds: model, optimizer, extra (scheduler, RNG), hf_model (Hugging Face safetensors)."""
@@ -42,9 +64,7 @@ class ProfileConfig(BaseConfig, section="profile"):
 class BaseModelConfig(BaseConfig, section="model"):
     """Where a model and its tokenizer lie, and what is changed in its config."""
 
-    path: str = setting(
-        "~/models/deepseek-llm-7b-chat", "Directory, or name on the hub, of the model that the critic starts from."
-    )
+    path: str = setting("~/models/deepseek-llm-7b-chat", "Folder or hub name of the model to start from.")
     tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
     external_lib: str | None = setting(None, "Python module to import first.")
@@ -56,7 +76,7 @@ class BaseModelConfig(BaseConfig, section="model"):
 class ModuleConfig(BaseConfig, section="module"):
     """A name in a file or module: `path` is a plain path, file://... or pkg://module."""
 
-    path: str | None = setting(None, "File (a path, file://... or pkg://package.module); null for none.")
+    path: str | None = setting(None, "File (path, file:// or pkg://package.module); null for none.")
     name: str | None = setting(None, "Name in that file.")
 
 
@@ -97,9 +117,7 @@ class TrainerConfig(BaseConfig, section="trainer"):
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
     project_name: str = setting("verl_examples", "Project in the trackers and in default_local_dir.")
     experiment_name: str = setting("gsm8k", "Experiment in the trackers and in default_local_dir.")
-    logger: Any = setting(
-        lambda: ["console", "tensorboard"], "Where metrics go: console, file, tensorboard, wandb, trackio."
-    )
+    logger: Any = setting(lambda: ["console", "tensorboard"], "Trackers: console, file, tensorboard, wandb, trackio.")
     nnodes: int = setting(1, "Machines.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, with device=cpu too.", low=1)
     device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
@@ -115,12 +133,8 @@ class TrainerConfig(BaseConfig, section="trainer"):
     val_only: bool = setting(False, "End the run after that first validation.")
     test_freq: int = setting(-1, "Steps between validations; -1 for none.", low=-1)
     log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
-    rollout_data_dir: str | None = setting(
-        None, "Folder of one jsonl file of training samples per step; null for none."
-    )
-    validation_data_dir: str | None = setting(
-        None, "Folder of one jsonl file of validation samples each time; null for none."
-    )
+    rollout_data_dir: str | None = setting(None, "Folder of a jsonl file of training samples per step; null for none.")
+    validation_data_dir: str | None = setting(None, "Folder of a jsonl file per validation; null for none.")
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for none.", low=-1)
     esi_redundant_time: float = setting(
         0,
@@ -146,9 +160,6 @@ class TrainerConfig(BaseConfig, section="trainer"):
     max_critic_ckpt_to_keep: int | None = setting(None, "Newest critic checkpoints to keep; null keeps all.", low=1)
     ray_wait_register_center_timeout: int = setting(300, "Seconds to wait until all ranks have registered.", low=1)
     use_legacy_worker_impl: str = setting(
-        "auto",
-        "Accepted for scripts that set it.",
-        choices=("auto", "enable", "disable"),
-        unused="there is one worker implementation",
+        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
     )
     local: bool = setting(False, "Run the one rank in the command's own process, without Ray, for a debugger.")

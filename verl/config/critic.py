@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
 from verl.config.actor import LOSS_AGG_MODES, MUTABLE
-from verl.config.common import BaseModelConfig, CheckpointConfig
+from verl.config.common import BaseModelConfig, CheckpointConfig, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
@@ -25,7 +25,7 @@ class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     )
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
-    fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "FSDP2 engine of the critic.")
+    fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The critic's engine.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
@@ -41,9 +41,7 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     rollout_n: int = setting(1, "Samples of each prompt.", low=1)
     ppo_mini_batch_size: int = setting(256, "Prompts per optimizer step, over all ranks.", low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
-    ppo_max_token_len_per_gpu: int = setting(
-        32768, "Tokens per forward and backward on one rank with use_dynamic_bsz.", low=1
-    )
+    ppo_max_token_len_per_gpu: int = setting(32768, "Tokens per micro-batch of one rank with use_dynamic_bsz.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
     ppo_infer_max_token_len_per_gpu: int = setting(32768, low=1)
@@ -52,7 +50,7 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
     cliprange_value: float = setting(0.5, "Clip range of the value's change.", low=0)
     loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)
-    ppo_micro_batch_size: int | None = setting(None, "Deprecated: ppo_micro_batch_size_per_gpu, over all ranks.", low=1)
+    ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     engine: Any = setting(BaseConfig)
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-5), "Optimizer of the critic.")
     model: BaseModelConfig = setting(BaseModelConfig, "The value model.")
@@ -72,16 +70,9 @@ class FSDPCriticConfig(CriticConfig):
     """CriticConfig on FSDP2."""
 
     strategy: str = "fsdp"
-    forward_micro_batch_size: int | None = setting(
-        None, "Deprecated: forward_micro_batch_size_per_gpu, over all ranks.", low=1
-    )
+    forward_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     forward_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward on one rank.", low=1)
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "Ranks that share one sequence.",
-        low=1,
-        unused="each rank keeps full sequences, which takes more memory for the same loss",
-    )
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
     grad_clip: float = setting(1.0, "Maximum gradient norm.", above=0)
     model: FSDPCriticModelCfg = setting(FSDPCriticModelCfg)
     optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-5))

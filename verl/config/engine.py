@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import CheckpointConfig
+from verl.config.common import (
+    CheckpointConfig,
+    entropy_in_chunks,
+    entropy_recomputed,
+    sequence_parallel_size,
+    torch_compile,
+)
 from verl.config.fields import setting
 from verl.config.optimizer import OptimizerConfig
 from verl.utils.profiler import ProfilerConfig
@@ -59,27 +65,12 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
-    use_orig_params: bool = setting(
-        False, "Accepted for scripts that set it.", unused="FSDP2 always keeps the original parameters"
-    )
-    mixed_precision: dict[str, Any] | None = setting(
-        None, "param_dtype, reduce_dtype and buffer_dtype one by one; null follows dtype."
-    )
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "Ranks that share one sequence.",
-        low=1,
-        unused="each rank keeps full sequences, which takes more memory for the same loss",
-    )
-    entropy_from_logits_with_chunking: bool = setting(
-        False, "Compute the entropy in chunks.", unused="logits are always computed in chunks"
-    )
-    use_torch_compile: bool = setting(False, "Use torch.compile.", unused="nothing is compiled")
-    entropy_checkpointing: bool = setting(
-        False,
-        "Recompute the entropy's activations in the backward.",
-        unused="chunks of logits are always recomputed in the backward",
-    )
+    use_orig_params: bool = setting(False, "For compatibility.", unused="FSDP2 always keeps the original parameters")
+    mixed_precision: dict[str, Any] | None = setting(None, "param_dtype, reduce_dtype, buffer_dtype; null: dtype.")
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    entropy_from_logits_with_chunking: bool = entropy_in_chunks()
+    use_torch_compile: bool = torch_compile()
+    entropy_checkpointing: bool = entropy_recomputed()
     strategy: str | None = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     The fields hf_config, generation_config, tokenizer and processor are empty until `load()` fills them.
     """
 
-    path: str = setting(MISSING, "Directory, or name on the hub, of the Hugging Face model.")
+    path: str = setting(MISSING, "Folder or hub name of the model.")
     local_path: str | None = None
     hf_config_path: str | None = setting(
         None,
@@ -51,9 +51,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     use_shm: bool = setting(False, "Copy weights to shared memory first.", unused="weights are read where they are")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     custom_chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
-    external_lib: str | None = setting(
-        None, "Python module to import first; it may register loaders, rewards or estimators."
-    )
+    external_lib: str | None = setting(None, "Module to import first; it may register loaders, rewards, estimators.")
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
     enable_activation_offload: bool = setting(
@@ -66,21 +64,15 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     exclude_modules: Any = setting(None, "Layers without LoRA.")
     lora: dict[str, Any] = setting(dict)
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
-    use_liger: bool = setting(
-        False, "Use Liger's kernels.", unused="the model's own layers run, and logits are always computed in chunks"
-    )
+    use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")
     use_fused_kernels: bool = setting(
-        False,
-        "Compute log-probs with a fused kernel that never holds all logits.",
-        unused="the model's own layers run, and logits are always computed in chunks",
+        False, "Compute log-probs with a fused kernel that never holds all logits.", unused="the model's own layers run"
     )
     fused_kernel_options: dict[str, Any] = setting(
         lambda: {"impl_backend": None}, "Options of the fused kernel.", unused="there are no fused kernels"
     )
     architectures: list[str] | None = None
-    loader: PluginConfig = setting(
-        lambda: PluginConfig(name="auto"), "How the module is built; auto is AutoModelForCausalLM."
-    )
+    loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")
     policy: PluginConfig = setting(
         lambda: PluginConfig(name="causal_lm"),
         "How a batch becomes log-probs: causal_lm, or bernoulli for accept/reject.",

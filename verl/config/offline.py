@@ -24,9 +24,7 @@ class GenerationTrainerConfig(BaseConfig, section="trainer"):
         high=1,
         hint="run one command on each machine, with a part of the prompts.",
     )
-    n_gpus_per_node: int = setting(
-        1, "Ranks, each with its share of the prompts; torchrun starts more than one.", low=1
-    )
+    n_gpus_per_node: int = setting(1, "Ranks, each with a share of the prompts; torchrun starts several.", low=1)
     dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
 
 
@@ -38,7 +36,7 @@ class GenerationDataConfig(BaseConfig, section="data"):
     prompt_key: str = setting("prompt", "Column that holds a prompt's chat messages.")
     n_samples: int = setting(5, "Answers per prompt.", low=1)
     output_path: str = setting(
-        "outputs/generation.parquet", "Parquet file to write: the rows of path with a column responses."
+        "outputs/generation.parquet", "Parquet file to write: rows of path plus column responses."
     )
     batch_size: int = setting(128, "Prompts sent to the engine at a time.", low=1)
     truncation: str = setting(
@@ -102,8 +100,6 @@ class EvaluationConfig(BaseConfig, section=""):
     """The full tree of evaluation.yaml."""
 
     data: EvaluationDataConfig = setting(EvaluationDataConfig, "The answers and their columns.")
-    custom_reward_function: CustomRewardFunctionConfig = setting(
-        CustomRewardFunctionConfig, "A reward function of your own."
-    )
+    custom_reward_function: CustomRewardFunctionConfig = setting(CustomRewardFunctionConfig, "Your reward function.")
     reward_model: EvaluationRewardConfig = setting(EvaluationRewardConfig, "How answers are graded.")
     trainer: EvaluationTrainerConfig = setting(EvaluationTrainerConfig, "The run itself.")

@@ -26,23 +26,19 @@ class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_step
 
     lr: float = setting(0.001, "Learning rate after warm-up.", low=0)
     lr_warmup_steps_ratio: float = setting(
-        0.0, "Warm-up as a share of all steps; used while lr_warmup_steps is negative.", low=0, high=1
+        0.0, "Warm-up as a share of all steps, without lr_warmup_steps.", low=0, high=1
     )
     total_training_steps: int = setting(-1, "Steps of the schedule; -1 is filled in by the trainer.", low=-1)
     weight_decay: float = setting(0.01, "Weight decay.", low=0)
     lr_warmup_steps: int | None = setting(-1, "Warm-up steps; negative uses lr_warmup_steps_ratio.")
     betas: tuple[float, float] = setting((0.9, 0.999), "Decay rates of the optimizer's moments.")
-    clip_grad: float = setting(
-        1.0, "Maximum gradient norm.", above=0, unused="the actor's and the critic's grad_clip decide"
-    )
+    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0, unused="grad_clip of the role decides")
     grad_clip: float | None = setting(None, above=0)
     optimizer: str = "adamw"
     lr_min: float = setting(0.0, low=0)
     lr_start: float = setting(0.0, low=0)
     lr_decay_ratio: float = setting(1.0, low=0, high=1)
-    lr_scheduler_type: str = setting(
-        "constant", "Schedule after warm-up: constant, cosine, linear or wsd.", choices=SCHEDULES
-    )
+    lr_scheduler_type: str = setting("constant", "Schedule after warm-up.", choices=SCHEDULES)
     override_optimizer_config: dict | None = setting(None, "Further keyword arguments of the optimizer; any key.")
 
     def __post_init__(self) -> None:
@@ -61,9 +57,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     optimizer: str = setting("AdamW", "Class of the optimizer in optimizer_impl.")
     optimizer_impl: str = setting("torch.optim", "Module of the optimizer's class.")
-    min_lr_ratio: float | None = setting(
-        0.0, "Final learning rate of the cosine schedule, as a share of lr.", low=0, high=1
-    )
+    min_lr_ratio: float | None = setting(0.0, "Final learning rate (cosine) as a share of lr.", low=0, high=1)
     warmup_style: str | None = setting(None, "Old name of lr_scheduler_type; leave it null.", choices=SCHEDULES)
     num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
 

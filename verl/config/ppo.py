@@ -17,7 +17,7 @@ from verl.config.rollout import RolloutConfig
 
 @dataclass
 class ActorRolloutRefConfig(BaseConfig, section="actor_rollout_ref"):
-    """Policy, rollout and reference: the roles that share one set of ranks."""
+    """Policy, rollout and reference on shared ranks."""
 
     hybrid_engine: bool = setting(
         True, "Training and rollout share the same ranks.", fixed="training and rollout always share their ranks"
@@ -31,11 +31,9 @@ class ActorRolloutRefConfig(BaseConfig, section="actor_rollout_ref"):
 
 @dataclass
 class CustomRewardFunctionConfig(BaseConfig, section="custom_reward_function"):
-    """A reward function of your own."""
+    """Your reward function."""
 
-    path: str | None = setting(
-        None, "File (a path, file://... or pkg://package.module); null uses the built-in rewards."
-    )
+    path: str | None = setting(None, "File (path, file:// or pkg://package.module); null: built-in rewards.")
     name: str = setting("compute_score", "Name of the function in that file.")
     reward_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the function; any key.")
 
@@ -52,9 +50,7 @@ class RayConfig(BaseConfig, section="ray_kwargs"):
 class TransferQueueConfig(BaseConfig, section="transfer_queue"):
     """The transfer queue, which is not part of this project."""
 
-    enable: bool = setting(
-        False, "Accepted for scripts that set it.", fixed="the transfer queue is not part of this project"
-    )
+    enable: bool = setting(False, "For compatibility.", fixed="there is no transfer queue")
 
 
 @dataclass
@@ -73,14 +69,12 @@ class PPOConfig(BaseConfig, section=""):
 
     data: DataConfig = setting(DataConfig, "Training and validation data.")
     actor_rollout_ref: ActorRolloutRefConfig = setting(
-        ActorRolloutRefConfig, "Policy, rollout and reference: the roles that share one set of ranks."
+        ActorRolloutRefConfig, "Policy, rollout and reference on shared ranks."
     )
     critic: FSDPCriticConfig = setting(FSDPCriticConfig, "The critic: a value model and its update.")
     reward_model: RewardModelConfig = setting(RewardModelConfig, "Where scores come from.")
     reward_manager: RewardManagerConfig = setting(RewardManagerConfig, "Where the reward manager comes from.")
-    custom_reward_function: CustomRewardFunctionConfig = setting(
-        CustomRewardFunctionConfig, "A reward function of your own."
-    )
+    custom_reward_function: CustomRewardFunctionConfig = setting(CustomRewardFunctionConfig, "Your reward function.")
     algorithm: AlgoConfig = setting(AlgoConfig, "How scores become advantages.")
     trainer: TrainerConfig = setting(TrainerConfig, "The run: its length, its ranks, what it writes.")
     ray_kwargs: RayConfig = setting(RayConfig, "How Ray is started.")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import BaseModelConfig
+from verl.config.common import BaseModelConfig, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.rollout import RolloutConfig
@@ -24,14 +24,10 @@ class SandboxFusionConfig(BaseConfig, section="reward_model.sandbox_fusion"):
 class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     """The reward model; input_tokenizer is the policy's, whose text is tokenised anew for the reward model."""
 
-    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Directory, or name on the hub, of the reward model.")
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.")
     input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")
-    use_remove_padding: bool = setting(
-        False, "Remove padding before the forward.", unused="the reward model reads padded rows"
-    )
-    fsdp_config: FSDPEngineConfig = setting(
-        lambda: FSDPEngineConfig(forward_only=True), "FSDP2 engine of the reward model."
-    )
+    use_remove_padding: bool = setting(False, "Remove padding before the forward.", unused="rows stay padded")
+    fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reward model's engine.")
 
 
 @dataclass
@@ -44,9 +40,7 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     n_gpus_per_node: int = setting(8, "Its ranks on each machine.", low=0)
     nnodes: int = setting(0, "The machines of those ranks.", low=0)
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
-    num_workers: int = setting(
-        1, "Reward processes; 0: in the trainer, without time limits; prime uses all cores.", low=0
-    )
+    num_workers: int = setting(1, "Reward processes; 0: in the trainer, without time limits; prime: all cores.", low=0)
     error: str = setting(
         "raise",
         "A reward that raises or hangs: raise ends the run and names the row, drop skips it.",
@@ -55,31 +49,20 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     item_timeout: float = setting(300.0, "Seconds of one row's reward before its process is killed.", above=0)
     batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
     launch_reward_fn_async: bool = setting(
-        False, "Compute rewards in parallel with the old log-probs.", unused="rewards are computed after generation"
+        False, "Compute rewards in parallel with the old log-probs.", unused="rewards follow generation"
     )
-    use_reward_loop: bool = setting(
-        True, "Accepted for scripts that set it.", unused="rewards are computed after generation"
-    )
+    use_reward_loop: bool = setting(True, "For compatibility.", unused="rewards follow generation")
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
-    micro_batch_size: int | None = setting(None, "Deprecated: micro_batch_size_per_gpu, over all ranks.", low=1)
+    micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "Ranks that share one sequence.",
-        low=1,
-        unused="each rank keeps full sequences, which takes more memory for the same loss",
-    )
-    max_length: int | None = setting(
-        None, "Maximum tokens of the reward model's sequences; null: prompt plus response.", low=1
-    )
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    max_length: int | None = setting(None, "Maximum tokens of a sequence; null: prompt plus response.", low=1)
     reward_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the reward manager; any key.")
     overlong_buffer: dict[str, Any] | None = setting(
-        None, "Penalty near the length limit (enable, len, penalty_factor, log) of manager dapo."
+        None, "Manager dapo's penalty near the length limit: enable, len, penalty_factor, log."
     )
     rollout: RolloutConfig | None = None
     model: RewardModelModelConfig = setting(RewardModelModelConfig, "The reward model.")
     sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
-    sandbox: SandboxConfig = setting(
-        SandboxConfig, "The local sandbox and its limits for one program on one test case."
-    )
+    sandbox: SandboxConfig = setting(SandboxConfig, "The local sandbox; limits of one program on one test case.")

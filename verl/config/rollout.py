@@ -40,9 +40,7 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
         "middle", "Side at which a longer response is cut.", choices=("left", "right", "middle")
     )
     interaction_config_path: str | None = setting(None, "File that lists the interactions.")
-    use_inference_chat_template: bool = setting(
-        False, "Use the chat template of inference, which may drop earlier reasoning."
-    )
+    use_inference_chat_template: bool = setting(False, "Use the inference chat template, which may drop reasoning.")
     tokenization_sanity_check_mode: str = setting(
         "strict", "Check of turn-by-turn against full tokenization.", choices=("disable", "strict", "ignore_strippable")
     )
@@ -73,7 +71,7 @@ class TraceConfig(BaseConfig, section="rollout.trace"):
     backend: str | None = setting(None, "mlflow or weave; null for none.", choices=("mlflow", "weave"))
     token2text: bool = setting(False, "Store text next to token ids.")
     max_samples_per_step_per_worker: int | None = setting(
-        None, "Maximum traced samples per step and worker; null for all.", low=1
+        None, "Traced samples per step and worker; null for all.", low=1
     )
 
 
@@ -95,9 +93,7 @@ class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
     enable: bool = setting(False, "Turn metrics collection on.")
     port: int = setting(9090, "Port of Prometheus.", low=1, high=65535)
     file: str = setting("/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", "Prometheus' own config file.")
-    served_model_name: str | None = setting(
-        None, "Name of the model in the metrics; null takes the last part of its path."
-    )
+    served_model_name: str | None = setting(None, "Name of the model in the metrics; null: last part of its path.")
 
 
 @dataclass
@@ -116,9 +112,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     top_p: float = setting(1.0, "Probability mass to draw from.", above=0, high=1)
     do_sample: bool = setting(True, "Draw tokens; false takes the most likely one.")
     n: int = setting(1, "Samples of each prompt.", low=1)
-    repetition_penalty: float = setting(
-        1.0, "Factor on the logits of tokens already used; 1 for none.", above=0, unused=NO_ENGINE
-    )
+    repetition_penalty: float = setting(1.0, "Penalty of repeated tokens; 1 for none.", above=0, unused=NO_ENGINE)
     over_sample_rate: float = setting(
         0.0,
         "Share of extra samples to start, so that the slowest can be dropped.",
@@ -164,18 +158,14 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     )
     max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
     logprobs_mode: str | None = setting("processed_logprobs", "Which log-probs the engine returns.", unused=NO_ENGINE)
-    val_kwargs: SamplingConfig = setting(
-        lambda: SamplingConfig(temperature=0, do_sample=False), "Sampling in validation."
-    )
+    val_kwargs: SamplingConfig = setting(lambda: SamplingConfig(temperature=0, do_sample=False), "Validation sampling.")
     max_model_len: int | None = setting(
-        None, "Longest sequence in tokens; null: prompt_length plus response_length.", low=1, unused=NO_ENGINE
+        None, "Maximum sequence length; null: prompt plus response.", low=1, unused=NO_ENGINE
     )
     max_num_seqs: int = setting(1024, "Sequences that the engine processes at a time.", low=1)
-    log_prob_micro_batch_size: int | None = setting(
-        None, "Deprecated: log_prob_micro_batch_size_per_gpu, over all ranks.", low=1
-    )
+    log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples per forward of the old log-probs on one rank.", low=1
+        None, "Samples per old log-prob forward of one rank.", low=1
     )
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut those micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
@@ -191,19 +181,11 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         unused=NO_ENGINE,
     )
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
-    agent: AgentLoopConfig = setting(
-        AgentLoopConfig, "Workers that run agent loops.", unused="there is no multi-turn rollout"
-    )
+    agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused="rollouts have one turn")
     trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused="single rollouts are not traced")
-    multi_turn: MultiTurnConfig = setting(
-        MultiTurnConfig, "Multi-turn conversations with tools.", unused="there is no multi-turn rollout"
-    )
-    server: ServerConfig = setting(
-        ServerConfig, "Time limits and retries of the rollout server.", unused="there is no server mode"
-    )
-    prometheus: PrometheusConfig = setting(
-        PrometheusConfig, "Metrics of the rollout servers.", unused="there is no server mode"
-    )
+    multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.", unused="rollouts have one turn")
+    server: ServerConfig = setting(ServerConfig, "Server time limits and retries.", unused="there is no server mode")
+    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused="there is no server mode")
     custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
     update_weights_bucket_megabytes: int = setting(
         512,
@@ -211,15 +193,13 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         low=1,
         unused=NO_ENGINE | {"vllm": "weights are sent tensor by tensor"},
     )
-    skip_rollout: bool = setting(
-        False, "Whether training generations are answered from the first one, which later runs use again too."
-    )
+    skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of such generations.")
     profiler: ProfilerConfig | None = None
     enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.", unused=NO_ENGINE)
     enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.", unused=NO_ENGINE)
     load_format: str = setting(
-        "dummy", "Source of the engine's first weights: dummy (the actor's replace them) or auto.", unused=NO_ENGINE
+        "dummy", "The engine's first weights: dummy (replaced by the actor's) or auto.", unused=NO_ENGINE
     )
     layered_summon: bool = setting(
         False, "Gather LoRA weights layer by layer.", unused=NO_ENGINE | {"vllm": "weights are sent tensor by tensor"}

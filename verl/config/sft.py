@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import CheckpointConfig, ModuleConfig
+from verl.config.common import CheckpointConfig, ModuleConfig, sequence_parallel_size
 from verl.config.fields import setting
 
 STRATEGIES = ("fsdp", "fsdp2")
@@ -19,9 +19,7 @@ class SFTMultiturnConfig(BaseConfig, section="data.multiturn"):
     enable: bool = setting(False, "Rows hold conversations.")
     messages_key: str = setting("messages", "Column of the messages, a list of {role, content}.")
     tools_key: str = setting("tools", "Column of the tools for the chat template; optional.")
-    enable_thinking_key: str = setting(
-        "enable_thinking", "Column that turns thinking on or off in the chat template; optional."
-    )
+    enable_thinking_key: str = setting("enable_thinking", "Column that turns thinking on or off; optional.")
 
 
 @dataclass
@@ -34,20 +32,14 @@ class SFTDataConfig(BaseConfig, section="data"):
     )
     micro_batch_size_per_gpu: int = setting(4, "Samples per forward on one rank, in validation too.", low=1)
     packing: bool = setting(False, "Pack samples without padding, up to micro_batch_size_per_gpu x max_length tokens.")
-    train_files: str | list[str] = setting(
-        "~/data/gsm8k/train.parquet", "Parquet, jsonl or json file to train on, or a list of them."
-    )
+    train_files: str | list[str] = setting("~/data/gsm8k/train.parquet", "Parquet, jsonl or json file, or a list.")
     val_files: str | list[str] | None = setting("~/data/gsm8k/test.parquet", "The same for validation; null for none.")
     train_max_samples: int = setting(-1, "Rows to train on, the first ones; -1 for all.", low=-1)
     val_max_samples: int = setting(-1, "Rows to validate on, the first ones; -1 for all.", low=-1)
     prompt_key: str = setting("question", "Column of the question in single-turn data.")
     response_key: str = setting("answer", "Column of the answer in single-turn data.")
-    prompt_dict_keys: list[str] | None = setting(
-        None, "Keys that lead to the question inside that column; null: the column itself."
-    )
-    response_dict_keys: list[str] | None = setting(
-        None, "Keys that lead to the answer inside that column; null: the column itself."
-    )
+    prompt_dict_keys: list[str] | None = setting(None, "Path of the question inside that column; null: itself.")
+    response_dict_keys: list[str] | None = setting(None, "Path of the answer inside that column; null: itself.")
     multiturn: SFTMultiturnConfig = setting(SFTMultiturnConfig, "Multi-turn conversations.")
     max_length: int = setting(1024, "Maximum tokens of a sample.", low=2)
     truncation: str = setting(
@@ -64,9 +56,7 @@ class SFTDataConfig(BaseConfig, section="data"):
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of torch.utils.data.Dataset.")
     use_shm: bool = setting(False, "Copy data files to shared memory first.")
     apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Further arguments of the chat template; any key.")
-    dataloader_num_workers: int = setting(
-        2, "Processes per rank that read and tokenize ahead; 0 reads between steps.", low=0
-    )
+    dataloader_num_workers: int = setting(2, "Processes per rank that read ahead; 0 reads between steps.", low=0)
 
 
 @dataclass
@@ -88,20 +78,16 @@ class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
 class SFTModelConfig(BaseConfig, section="model"):
     """The model to start from, and what of it is trained."""
 
-    partial_pretrain: str = setting(
-        "~/models/gemma-1.1-7b-it", "Directory, or name on the hub, of the Hugging Face model to start from."
-    )
+    partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Folder or hub name of the model to start from.")
     use_shm: bool = setting(False, "Copy the model's files to shared memory first.")
     fsdp_config: SFTEngineConfig = setting(SFTEngineConfig, "How weights are sharded over the ranks.")
-    external_lib: str | None = setting(None, "Python module to import first; it may register model loaders.")
+    external_lib: str | None = setting(None, "Module to import first; it may register model loaders.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
-    use_liger: bool = setting(
-        False, "Use Liger's kernels.", unused="the model's own layers run, and logits are always computed in chunks"
-    )
+    use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")
     strategy: str = setting(
         "fsdp2",
         "fsdp or fsdp2; both mean FSDP2.",
@@ -122,7 +108,7 @@ class SFTOptimConfig(BaseConfig, section="optim"):
     weight_decay: float = setting(0.01, "Weight decay.", low=0)
     lr_warmup_steps_ratio: float = setting(0.1, "Warm-up as a share of all steps.", low=0, high=1)
     clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0)
-    lr_scheduler: str = setting("cosine", "Schedule after warm-up: cosine, wsd, linear or constant.", choices=SCHEDULES)
+    lr_scheduler: str = setting("cosine", "Schedule after warm-up.", choices=SCHEDULES)
 
 
 @dataclass
@@ -139,9 +125,7 @@ class SFTTrainerConfig(BaseConfig, section="trainer"):
     experiment_name: str = setting("test", "Experiment in the trackers and in default_local_dir.")
     total_epochs: int = setting(4, "Epochs over the training data.", low=1)
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
-    logger: Any = setting(
-        lambda: ["console", "tensorboard"], "Where metrics go: console, file, tensorboard, wandb, trackio."
-    )
+    logger: Any = setting(lambda: ["console", "tensorboard"], "Trackers: console, file, tensorboard, wandb, trackio.")
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only.", low=-1)
     test_freq: int = setting(-1, "Steps between validations; -1 for one at the end only.", low=-1)
@@ -161,10 +145,7 @@ class SFTTrainerConfig(BaseConfig, section="trainer"):
     dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
     report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
     use_legacy_worker_impl: str = setting(
-        "auto",
-        "Accepted for scripts that set it.",
-        choices=("auto", "enable", "disable"),
-        unused="there is one worker implementation",
+        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
     )
 
 
@@ -175,11 +156,6 @@ class SFTConfig(BaseConfig, section=""):
     data: SFTDataConfig = setting(SFTDataConfig, "The data and its batches.")
     model: SFTModelConfig = setting(SFTModelConfig, "The model that is trained.")
     optim: SFTOptimConfig = setting(SFTOptimConfig, "The optimizer and its schedule.")
-    ulysses_sequence_parallel_size: int = setting(
-        1,
-        "Ranks that share one sequence.",
-        low=1,
-        unused="each rank keeps full sequences, which takes more memory for the same loss",
-    )
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
     use_remove_padding: bool = setting(False, "Remove padding before the forward; data.packing does so too.")
     trainer: SFTTrainerConfig = setting(SFTTrainerConfig, "The run.")
