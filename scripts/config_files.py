@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 import verl.trainer.config  # noqa: E402
 import verl.workers.config  # noqa: E402
 from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
+from recipe.spd.settings import SPDSettings  # noqa: E402
 from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, RolloutCorrectionConfig  # noqa: E402
 from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
@@ -296,5 +297,14 @@ def files() -> dict[str, File]:
         },
         (f"trainer.{local_dir}",),
         head=SEARCHPATH,
+    )  # fmt: skip
+    spd = SPDSettings()
+    paths["recipe/spd/config/spd/scorer.yaml"] = File(
+        "The scorer, its reward and its rollout.", spd,
+        values={
+            "target_path": f"${{{MODEL}.path}}", "feature_store": "${spd.rollout.store_path}",
+            "rollout.server_log": "${trainer.default_local_dir}/vllm_server.log",
+            "rollout.store_path": "${trainer.default_local_dir}/completions.sqlite3",
+        },
     )  # fmt: skip
     return paths

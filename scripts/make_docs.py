@@ -5,6 +5,7 @@ python scripts/make_docs.py [--check]
 
 import re
 import sys
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import yaml
@@ -13,13 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
-from scripts.config_files import files  # noqa: E402
-from verl.config.fields import field_metadata, field_types, section_type, type_name  # noqa: E402
+from recipe.spd.settings import SPDSettings  # noqa: E402
+from scripts.config_files import describe, files  # noqa: E402
+from verl.config.fields import field_metadata, field_types, section_type, setting, type_name  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import SFTConfig  # noqa: E402
 from verl.utils.metric.names import METRICS  # noqa: E402
 
+SPD = make_dataclass("SPD", [("spd", SPDSettings, setting(SPDSettings))], bases=(PPOConfig,))
 CONFIG = ROOT / "verl/trainer/config"
 TREES = {
     "python -m verl.trainer.main_ppo": (CONFIG / "ppo_trainer.yaml", PPOConfig),
@@ -29,7 +32,7 @@ TREES = {
     "python -m recipe.dapo.main_dapo: what differs from main_ppo":
         (ROOT / "recipe/dapo/config/dapo_trainer.yaml", PPOConfig),
     "the SPD scorer (spd_trainer): what differs from main_ppo":
-        (ROOT / "recipe/spd/config/spd_trainer.yaml", PPOConfig),
+        (ROOT / "recipe/spd/config/spd_trainer.yaml", SPD),
     "python -m verl.trainer.main_generation": (CONFIG / "generation.yaml", GenerationConfig),
     "python -m verl.trainer.main_eval": (CONFIG / "evaluation.yaml", EvaluationConfig),
 }  # fmt: skip
@@ -50,7 +53,7 @@ def keys_of(file: Path, prefix: str = "") -> dict[str, tuple[str, str]]:
         folder, _, package = group.partition("@")
         included = (file.parent / folder / f"{name}.yaml").resolve()
         if included.exists():
-            listed.update(keys_of(included, f"{prefix}{package}."))
+            listed.update(keys_of(included, f"{prefix}{package or group}."))
     return listed or {f"{prefix}{key}": value for key, value in own.items()}
 
 
@@ -81,13 +84,13 @@ def _own_keys(text: str) -> dict[str, tuple[str, str]]:
     return listed
 
 
-def values_of(owner: type | None, key: str) -> str:
-    """Type and permitted values of a key of a tree; empty where no dataclass has it."""
+def described(owner: type | None, key: str) -> tuple[str, str]:
+    """(type and permitted values, description) of a key of a tree; empty where no dataclass has it."""
     *sections, name = key.split(".")
     for section in sections:
         owner = section_type(field_types(owner).get(section)) if owner else None
     if owner is None or name not in field_types(owner):
-        return ""
+        return "", ""
     rule = field_metadata(owner, name)["rule"]
     words = {"low": "at least {}", "above": "above {}", "high": "at most {}", "choices": "{}", "each_of": "of {}"}
     texts = [
@@ -95,7 +98,7 @@ def values_of(owner: type | None, key: str) -> str:
         for part, text in words.items()
         if part in rule
     ]
-    return "; ".join([type_name(field_types(owner)[name]), *texts])
+    return "; ".join([type_name(field_types(owner)[name]), *texts]), describe(owner, name) or ""
 
 
 def config_page() -> str:
@@ -110,7 +113,8 @@ def config_page() -> str:
             if here != section:
                 section = here
                 lines += ["", f"### {section}", "", "| key | default | values | |", "|---|---|---|---|"]
-            lines.append(f"| `{key}` | `{default}` | {values_of(owner, key)} | {sentence.replace('|', '/')} |")
+            values, description = described(owner, key)
+            lines.append(f"| `{key}` | `{default}` | {values} | {(sentence or description).replace('|', '/')} |")
         lines.append("")
     return "\n".join(lines) + "\n"
 

@@ -25,10 +25,10 @@ def test_generated_files_are_fresh(monkeypatch, capsys):
 
 def test_a_table_row_has_type_and_permitted_values():
     pages = make_docs()
-    assert pages.values_of(pages.PPOConfig, "actor_rollout_ref.rollout.top_p") == "float; above 0; at most 1"
-    assert pages.values_of(pages.PPOConfig, "trainer.resume_mode") == "str; auto, disable, resume_path"
-    assert pages.values_of(pages.PPOConfig, "algorithm.filter_groups.metric") == "str or null"
-    assert pages.values_of(pages.PPOConfig, "spd.seed") == ""
+    assert pages.described(pages.PPOConfig, "actor_rollout_ref.rollout.top_p")[0] == "float; above 0; at most 1"
+    assert pages.described(pages.PPOConfig, "trainer.resume_mode")[0] == "str; auto, disable, resume_path"
+    assert pages.described(pages.PPOConfig, "algorithm.filter_groups.metric")[0] == "str or null"
+    assert pages.described(pages.PPOConfig, "spd.seed")[0] == ""
 
 
 def test_every_public_key_stands_on_the_page_with_a_sentence():

@@ -18,19 +18,26 @@ SCENARIOS = ("A", "B", "C", "D", "zero")
 
 @dataclass(frozen=True)
 class SPDRewardConfig:
-    """The coefficients; the recipe's yaml (group spd.reward) holds the same defaults."""
+    """The coefficients, in points of reward (group spd.reward); VARIABLES override them.
+
+    A larger `penalty_break` is learned more slowly, since everything is rejected first; the last points of accuracy are
+    cheaper by a threshold on the scorer's logit that is chosen on held-out questions.
+    """
 
     section: ClassVar[str] = "spd.reward"
-    alpha: float = 0.125
-    penalty_break: float = -16.0
-    useless: float = 0.0
-    correct_base: float = 1.0
-    # effective: every leading accept counts; gain: only those beyond what exact match accepts anyway.
-    length: str = setting("effective", choices=("effective", "gain"))
-    # neutral: a block with nothing accepted stays in its group with reward 0; mask: the rollout drops it.
-    zero_length: str = setting("neutral", choices=("neutral", "mask"))
-    # Cost of a correct answer for each baseline length that it exceeds the baseline's.
-    length_penalty: float = setting(0.0, low=0)
+    alpha: float = setting(0.125, "For each accepted draft token of a block that ends in a right answer.")
+    penalty_break: float = setting(-16.0, "For a block that turns a right answer wrong: speed against accuracy.")
+    useless: float = setting(0.0, "For a block after which the answer is as wrong as before.")
+    correct_base: float = setting(1.0, "For a block that repairs a wrong answer, in addition to alpha.")
+    length: str = setting(
+        "effective", "effective: every leading accept; gain: those beyond exact match.", choices=("effective", "gain")
+    )
+    zero_length: str = setting(
+        "neutral", "A block with nothing accepted: neutral gives reward 0, mask drops it.", choices=("neutral", "mask")
+    )
+    length_penalty: float = setting(
+        0.0, "Cost of a correct answer per baseline length beyond the baseline's length.", low=0
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)

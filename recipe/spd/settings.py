@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from omegaconf import MISSING
+
 from recipe.spd.client import ClientSettings
 from recipe.spd.reward import SPDRewardConfig, refuse_unknown, reward_config
+from recipe.spd.scoring_config import ATTENTIONS, BACKBONES, HEAD_INPUTS
 from verl.config.fields import check_settings, setting, value_errors
 
 _YAML = "recipe/spd/config/spd_trainer.yaml"
@@ -15,24 +18,28 @@ _YAML = "recipe/spd/config/spd_trainer.yaml"
 
 @dataclass(frozen=True)
 class SPDRolloutSettings:
-    """Group spd.rollout; recipe/spd/config/spd_trainer.yaml documents each key and has its default."""
+    """Group spd.rollout: the completions of hybrid contexts."""
 
     section: ClassVar[str] = "spd.rollout"
-    servers: list[str] | str | None
-    served_model: str | None
-    server_args: list[str]
-    server_log: str
-    start_timeout_s: float
-    max_model_len: int | None
-    store_path: str
-    lost_share_max: float = setting(low=0, high=1)
-    rounds: int = setting(low=1)
-    draft_path: str | None = setting()
-    max_tokens: int = setting(low=1)
-    timeout_s: float = setting()
-    attempts: int = setting(low=1)
-    prompts_per_request: int = setting(low=1)
-    concurrency: int = setting(low=1)
+    servers: list[str] | str | None = setting(
+        None, "URLs of vLLM servers of the target (SPD_VLLM_URLS overrides it); null starts one on this machine."
+    )
+    served_model: str | None = setting(None, "Name under which servers serve the target; null: its path.")
+    server_args: list[str] = setting(list, "Further arguments of the local server, as on vLLM's command line.")
+    server_log: str = setting("vllm_server.log", "Output of the local server.")
+    start_timeout_s: float = setting(300.0, "Seconds until the local server must be ready.", above=0)
+    max_model_len: int | None = setting(None, "Maximum tokens of context and completion; null: as needed.", low=1)
+    store_path: str = setting("completions.sqlite3", "File of completions; runs with the same target may share it.")
+    lost_share_max: float = setting(
+        0.05, "Share of a step's samples without completion that ends the run.", low=0, high=1
+    )
+    rounds: int = setting(1, "Judged blocks before the target completes the answer; the first is trained.", low=1)
+    draft_path: str | None = setting(None, "Draft model, for rounds above 1.")
+    max_tokens: int = setting(256, "Maximum tokens of a completion; one that reaches it counts as wrong.", low=1)
+    timeout_s: float = setting(120.0, "Seconds of one request.", above=0)
+    attempts: int = setting(4, "Attempts of one request, each on the next server.", low=1)
+    prompts_per_request: int = setting(48, "Contexts in one request.", low=1)
+    concurrency: int = setting(8, "Requests in flight from one rank.", low=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -51,29 +58,48 @@ class SPDRolloutSettings:
 
 @dataclass(frozen=True)
 class SPDSettings:
-    """The keys of group spd that the rollout needs."""
+    """Group spd: the scorer, its reward and its rollout."""
 
-    target_path: str
-    loss_positions: str = setting(choices=("judged", "all"))
-    seed: int = setting()
-    reward: SPDRewardConfig = setting()
-    rollout: SPDRolloutSettings = setting()
+    section: ClassVar[str] = "spd"
+    backbone: str = setting(
+        "target",
+        "target: a small head on the target's hidden states; own: a model that reads the block.",
+        choices=BACKBONES,
+    )
+    attention: str = setting("causal", "Mask of an own backbone; target is causal.", choices=ATTENTIONS)
+    context_tokens: int = setting(0, "Last context tokens that an own backbone reads; 0 for all.", low=0)
+    head_inputs: str = setting(
+        "state", "Input of an own backbone's head: state, or pair (with embeddings, as target).", choices=HEAD_INPUTS
+    )
+    head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
+    feature_store: str | None = setting(None, "File of the target's hidden states per block; null computes them anew.")
+    adapter_path: str | None = setting(None, "Saved scorer, or a checkpoint's lora_adapter, to start from.")
+    sample_temperature: float = setting(
+        1.0, "T of a ~ Bernoulli(sigmoid(z / T)); SPD_SAMPLE_TEMPERATURE overrides it.", above=0
+    )
+    loss_positions: str = setting(
+        "judged",
+        "judged: mismatches up to the first rejection count in the loss; all: every mismatch.",
+        choices=("judged", "all"),
+    )
+    seed: int = setting(42, "Seed of actions and of the head's initial weights.", low=0)
+    target_path: str = setting(MISSING, "The target model, which completes contexts (folder or name at the servers).")
+    reward: SPDRewardConfig = setting(SPDRewardConfig, "The reward of a judged block.")
+    rollout: SPDRolloutSettings = setting(SPDRolloutSettings, "Completions of hybrid contexts.")
 
     @classmethod
     def from_custom(cls, custom: Mapping[str, Any] | None) -> SPDSettings:
         """Settings from actor_rollout_ref.rollout.custom; ValueError names a missing, unknown or wrong key."""
         custom = dict(custom or {})
-        if missing := [f.name for f in fields(cls) if f.name not in custom]:
+        if "target_path" not in custom:
             raise ValueError(
-                f"actor_rollout_ref.rollout.custom lacks {', '.join(missing)}: rollout.name=spd needs the group "
-                f"spd there ({_YAML} sets rollout.custom=${{spd}})."
+                "actor_rollout_ref.rollout.custom lacks target_path: rollout.name=spd needs the group spd there "
+                f"({_YAML} sets rollout.custom=${{spd}})."
             )
+        refuse_unknown("spd", custom, [f.name for f in fields(cls)])
         if errors := value_errors(cls, custom, "spd"):
             raise ValueError("\n".join(message for _, message in errors))
-        given = dict(custom["rollout"])
-        known = [f.name for f in fields(SPDRolloutSettings)]
-        refuse_unknown("spd.rollout", given, known)
-        if missing := [name for name in known if name not in given]:
-            raise ValueError(f"spd.rollout lacks {', '.join(missing)}; {_YAML} has the defaults.")
-        values = {f.name: custom[f.name] for f in fields(cls)}
-        return cls(**{**values, "reward": reward_config(custom["reward"]), "rollout": SPDRolloutSettings(**given)})
+        given = dict(custom.pop("rollout", {}))
+        refuse_unknown("spd.rollout", given, [f.name for f in fields(SPDRolloutSettings)])
+        reward = reward_config(custom.pop("reward", {}))
+        return cls(**custom, reward=reward, rollout=SPDRolloutSettings(**given))
