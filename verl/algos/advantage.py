@@ -15,6 +15,7 @@ from verl.algos.names import AdvantageEstimator
 from verl.utils.groupwise import as_torch_index
 from verl.utils.registry import Registry
 from verl.utils.torch_functional import masked_mean, masked_whiten
+from verl.utils.user_code import defined_at, kind
 
 Estimate = tuple[Tensor, Tensor]
 AdvantageFn = Callable[..., Estimate]
@@ -49,7 +50,14 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, inputs: Mapping[
             f"it has {', '.join(sorted(inputs))}."
         )
     takes_all = len(named) < len(parameters)
-    return fn(**(inputs if takes_all else {p.name: inputs[p.name] for p in named if p.name in inputs}))
+    estimate = fn(**(inputs if takes_all else {p.name: inputs[p.name] for p in named if p.name in inputs}))
+    shape = inputs["token_level_rewards"].shape
+    if not isinstance(estimate, tuple) or [getattr(t, "shape", None) for t in estimate] != [shape, shape]:
+        raise TypeError(
+            f"advantage estimator {defined_at(fn)} returned {kind(estimate)}; expected (advantages, returns), two "
+            f"tensors of shape {tuple(shape)}, as token_level_rewards."
+        )
+    return estimate
 
 
 @dataclass(frozen=True)

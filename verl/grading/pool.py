@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from verl.utils.import_utils import load_extern_object
+from verl.utils.user_code import full_traceback, user_frame
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import, and most reward functions do without it
@@ -67,7 +68,9 @@ class Failure:
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """The failure for a raised exception."""
-        return cls("error", f"raised {type(error).__name__}: {error}", isinstance(error, FatalGradingError), error)
+        frame = user_frame(full_traceback(error))
+        text = f"raised {type(error).__name__}: {error}{f' (at {frame})' if frame else ''}"
+        return cls("error", text, isinstance(error, FatalGradingError), error)
 
 
 class FatalGradingError(RuntimeError):

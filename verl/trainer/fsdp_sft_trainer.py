@@ -8,6 +8,7 @@ from typing import Any
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.run.failure import report_failure
 from verl.trainer.sft.data import create_sft_dataset
 from verl.trainer.sft.plan import dry_run, refuse_bad_input, refuse_bad_rows
 from verl.trainer.sft.trainer import FSDPSFTTrainer
@@ -51,8 +52,8 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         trainer_class(config, None, None, tokenizer, *datasets).fit()
         destroy_global_process_group()
     except Exception as e:
-        logger.opt(exception=e).debug("traceback of the failure")
-        sys.exit(f"\nTraining failed: {type(e).__name__}: {e}\nThe whole traceback: LOGURU_LEVEL=DEBUG")
+        report_failure(e, config)
+        sys.exit(1)
 
 
 def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:

@@ -49,7 +49,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     function = get_custom_reward_fn(config) or rule_reward(settings, workers)
     pool = GradingPool(function, workers, settings.item_timeout)
     try:
-        results = parse_results(rows, pool.map(items), drop=settings.error == "drop")
+        results = parse_results(rows, pool.map(items), settings.error == "drop", function)
     finally:
         pool.close()
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))

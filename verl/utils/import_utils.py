@@ -30,7 +30,8 @@ def import_external_libs(external_libs: str | list[str] | None = None) -> None:
 def load_module(module_path: str, module_name: str | None = None) -> ModuleType | None:
     """Load a Python file (plain path or `file://...`) or an importable module (`pkg://pkg.mod`).
 
-    A file is also entered in sys.modules when `module_name` is given. An empty path gives None.
+    A file is also entered in sys.modules when `module_name` is given; without it a module that was imported from this
+    file before is taken, since what it registers cannot be registered twice. An empty path gives None.
     """
     if not module_path:
         return None
@@ -39,6 +40,9 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
     file = Path(module_path.removeprefix("file://")).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"no Python file at {str(file)!r}; give a path, file://path or pkg://module")
+    for imported in list(sys.modules.values()) if module_name is None else ():
+        if getattr(imported, "__file__", None) == str(file.resolve()):  # named in external_lib too, say
+            return imported
     name = module_name or f"custom_module_{abs(hash(str(file.resolve()))):x}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

@@ -16,9 +16,8 @@ import psutil
 import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
-from ray.exceptions import RayActorError
 
-from verl.trainer.run.timing import StepFailed, root_cause
+from verl.trainer.run.failure import report_failure
 from verl.utils.stop_signals import StopSignals
 
 WORKER_ENV = {
@@ -162,7 +161,7 @@ def run_here(runner: Any, config: DictConfig) -> int:
             runner.run(config, lambda: signals.asked)
         return 0
     except Exception as e:
-        report_failure(e)
+        report_failure(e, config)
         return 1
 
 
@@ -183,23 +182,10 @@ def run_until_done(runner: Any, config: DictConfig) -> int:
             ray.get(running)
         return 0
     except Exception as e:
-        report_failure(e)
+        report_failure(e, config)
         return 1
 
 
 def _is_set(flag: Any) -> bool:
     return ray.get(flag.is_set.remote())
 
-
-def report_failure(error: Exception) -> None:
-    """Print the run's own error in one line instead of Ray's long text."""
-    cause = root_cause(error)
-    logger.debug(f"{error}")
-    if isinstance(cause, StepFailed):
-        text = str(cause)
-    elif isinstance(cause, RayActorError):
-        text = f"a process of the run died: {cause}"
-    else:
-        text = f"{type(cause).__name__}: {cause}"
-    sys.stderr.write(f"\nTraining failed: {text}\nThe whole traceback: LOGURU_LEVEL=DEBUG\n")
-    sys.stderr.flush()

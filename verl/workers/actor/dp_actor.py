@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.actor.optimizer_step import accumulate_and_step, global_counts
@@ -121,7 +122,7 @@ class DataParallelPPOActor(BasePPOActor):
                 self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy
             )
         old = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_prob.detach()
-        loss, means = self.loss_fn(
+        result = self.loss_fn(
             old_log_prob=old,
             log_prob=log_prob,
             advantages=batch["advantages"],
@@ -130,6 +131,12 @@ class DataParallelPPOActor(BasePPOActor):
             config=config,
             rollout_is_weights=batch["rollout_is_weights"] if "rollout_is_weights" in batch.keys() else None,
         )
+        loss, means = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(means, dict):
+            raise TypeError(
+                f"policy loss {defined_at(self.loss_fn)} returned {kind(result)}; expected (loss, metrics): a tensor "
+                "of shape () and a dict of numbers."
+            )
         dp_size = self.engine.get_data_parallel_size()
         additive = {"actor/pg_loss": loss.item()}
         if wants_entropy:

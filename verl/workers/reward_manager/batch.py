@@ -8,6 +8,7 @@ from loguru import logger
 
 from verl.grading.pool import Failure, FullBatch, GradingPool, PickledTensor
 from verl.protocol import DataProto
+from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.reward_rows import RewardError, Row, rows_of
@@ -51,7 +52,8 @@ class BatchRewardManager(NaiveRewardManager):
         results = self._call(arguments)
         if isinstance(results, Failure):
             sources = ", ".join(sorted({str(row.data_source) for row in rows}))
-            problem = f"batch of {len(rows)} rows (data_source: {sources}): the reward function {results.text}"
+            name = f"reward function {defined_at(self.compute_score)}"
+            problem = f"batch of {len(rows)} rows (data_source: {sources}): {name} {results.text}"
             if results.kind == "timeout":
                 problem += f" (reward_model.batch_timeout={self.config.batch_timeout:g})"
             if self.config.error != "drop":
@@ -60,7 +62,7 @@ class BatchRewardManager(NaiveRewardManager):
             return [results] * len(rows)
         if len(results) != len(rows):
             count = f"{len(results)} scores for {len(rows)} rows"
-            raise RewardError(f"the reward function returned {count}; one a row is needed.")
+            raise RewardError(f"reward function {defined_at(self.compute_score)} returned {count}; return one per row.")
         return results
 
     def _call(self, arguments: dict[str, Any]) -> list[Any] | Failure:

@@ -64,7 +64,7 @@ class NaiveRewardManager(AbstractRewardManager):
         given = given_scores(data)
         if given is None:
             rows = rows_of(data, self.reward_fn_key)
-            results = parse_results(rows, self.results(data, rows), drop=self.config.error == "drop")
+            results = parse_results(rows, self.results(data, rows), self.config.error == "drop", self.compute_score)
             given = place_results(data, results)
             log_examples(self.tokenizer, rows, results, self.num_examine)
         return given if return_dict else given["reward_tensor"]

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -11,6 +12,7 @@ from loguru import logger
 
 from verl.grading.pool import Failure
 from verl.protocol import DataProto
+from verl.utils.user_code import defined_at
 
 # Column that marks rows without a usable sample: set by a rollout, or by a reward (with the kind of failure).
 LOST = "__lost__"
@@ -65,11 +67,13 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     return rows
 
 
-def parse_results(rows: list[Row], results: list[Any], drop: bool) -> list[tuple[float, dict[str, Any]] | Failure]:
+def parse_results(
+    rows: list[Row], results: list[Any], drop: bool, function: Callable[..., Any]
+) -> list[tuple[float, dict[str, Any]] | Failure]:
     """(score, extras) of each row from the reward function's result: a number, or a dict with 'score'.
 
     All items of a dict are extras, its score included; a number has none. Rows without a score stay Failures, which are
-    logged, when `drop`; otherwise a RewardError names the first and counts the others.
+    logged, when `drop`; otherwise a RewardError names the first and counts the others. Messages name `function`.
     """
     parsed = [result if isinstance(result, Failure) else _split(result) for result in results]
     failed = [(row, result) for row, result in zip(rows, parsed, strict=True) if isinstance(result, Failure)]
@@ -78,12 +82,12 @@ def parse_results(rows: list[Row], results: list[Any], drop: bool) -> list[tuple
     row, first = next((pair for pair in failed if pair[1].fatal), failed[0])
     if drop and not first.fatal:
         for row, failure in failed:
-            logger.warning("{} is left out: the reward function {}", row, failure.text)
+            logger.warning("{} is left out: reward function {} {}", row, defined_at(function), failure.text)
         return parsed
     timeouts = sum(failure.kind == "timeout" for _, failure in failed)
     raise RewardError(
-        f"{row}: the reward function {first.text.rstrip('.')}. {len(failed)} of {len(rows)} rows have no score "
-        f"({timeouts} took too long); reward_model.error=drop would leave such rows out."
+        f"{row}: reward function {defined_at(function)} {first.text.rstrip('.')}. {len(failed)} of {len(rows)} rows "
+        f"have no score ({timeouts} took too long); reward_model.error=drop would leave such rows out."
     ) from first.cause
 
 
@@ -94,7 +98,7 @@ def _split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
     try:
         number = float(extras["score"])
     except (TypeError, ValueError):
-        return Failure("error", f"returned {extras['score']!r} as a score; a number is needed")
+        return Failure("error", f"returned {extras['score']!r} as a score; return a number, or a dict with 'score'")
     if not math.isfinite(number):
         return Failure("error", f"returned the score {number}; a finite number is needed")
     return number, extras if isinstance(result, dict) else {}

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp import FSDPEngine
@@ -134,6 +135,9 @@ class ActorRolloutRefWorker(ModelWorker):
                 )
             with torch.no_grad():
                 output = self.rollout.generate_sequences(prompts)
+            if not isinstance(output, DataProto):
+                method = defined_at(type(self.rollout).generate_sequences)
+                raise TypeError(f"{method} returned {kind(output)}; expected a DataProto with the samples.")
             output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
         finally:
             if called_alone:

@@ -73,7 +73,7 @@ _ROLLOUTS: Registry[type[BaseRollout]] = Registry(
 )
 
 
-def register_rollout(name: str, mode: str) -> Callable[[type[BaseRollout]], type[BaseRollout]]:
+def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollout]], type[BaseRollout]]:
     """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`; its methods must not be `async def`."""
     enter = _ROLLOUTS.register(f"{name}/{mode}")
 

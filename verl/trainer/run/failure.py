@@ -1,0 +1,36 @@
+"""What a run prints when it fails: one message, the user's own frame, and the file with the full traceback."""
+
+import os
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+from ray.exceptions import RayActorError
+
+from verl.trainer.run.timing import StepFailed, root_cause
+from verl.utils.redact import redact_text
+from verl.utils.user_code import full_traceback, user_frame
+
+
+def report_failure(error: Exception, config: DictConfig) -> None:
+    """Print why a run ended; write traceback.txt (other ranks: traceback_rankN.txt) into trainer.default_local_dir."""
+    cause = root_cause(error)
+    if isinstance(cause, StepFailed):
+        text = str(cause)
+    elif isinstance(cause, RayActorError):
+        text = f"a process of the run died: {cause}"
+    else:
+        text = f"{type(cause).__name__}: {cause}"
+    trace, rank = redact_text(full_traceback(error)), int(os.environ.get("RANK", "0"))
+    name = f"traceback_rank{rank}.txt" if rank else "traceback.txt"
+    file = Path(config.trainer.default_local_dir).expanduser() / name
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(trace, encoding="utf-8")
+        end = f"Full traceback: {file}"
+    except OSError as e:
+        end = f"{trace}\n(traceback printed because {file} cannot be written: {e})"
+    frame = user_frame(trace)
+    lines = ["", f"Training failed: {redact_text(text)}", *([f"  at {frame}"] if frame else []), end, ""]
+    sys.stderr.write("\n".join(lines))
+    sys.stderr.flush()
