@@ -52,7 +52,7 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
     """A server of another model is wrong; absent if none answers (a warning while another one does)."""
-    from recipe.spd.client import URLS_VARIABLE, ClientSettings, VllmEngineServer
+    from recipe.spd.client import URLS_VARIABLE, VllmEngineServer
     from verl.planning.checks import check_url
 
     silent = {url: problems for url in urls if (problems := check_url(key, f"{url}/v1/models"))}
@@ -65,10 +65,8 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
             yield replace(problem, message=f"{problem.message} {fix}")
     if not answering:
         return
-    client = VllmEngineServer(
-        answering, settings.target_path, max_tokens=1, eos_token_ids=[], settings=ClientSettings(timeout_s=10.0),
-        served_model=settings.rollout.served_model,
-    )  # fmt: skip
+    options = replace(settings.rollout, timeout_s=10.0)
+    client = VllmEngineServer(answering, settings.target_path, eos_token_ids=[], settings=options)
     try:
         client.check_model()
     except (RuntimeError, OSError, ValueError) as e:

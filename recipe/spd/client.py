@@ -1,8 +1,10 @@
 """Client of vLLM servers: greedy completions of token ids, each requested once."""
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import tenacity
 from loguru import logger
 
+from recipe.spd.settings import SPDRolloutSettings
 from recipe.spd.store import Completion, CompletionStore
 from verl.utils.fingerprint import model_dir_fingerprint
 
 URLS_VARIABLE = "SPD_VLLM_URLS"
 _LONGEST_REST_S = 600.0
+_LONGEST_BACKOFF_S = 10.0
 
 
 class WrongModelError(RuntimeError):
@@ -27,17 +30,6 @@ class WrongModelError(RuntimeError):
 
 class RequestRefused(RuntimeError):
     """A server refused a request as invalid: a retry would not help."""
-
-
-@dataclass(frozen=True)
-class ClientSettings:
-    """Time-outs (seconds), retries and load of the client."""
-
-    timeout_s: float = 60.0  # one request, from connecting to the last byte
-    attempts: int = 4  # of one request, each on the next server
-    backoff_s: float = 0.5  # first wait; it doubles, with jitter
-    prompts_per_request: int = 48
-    concurrency: int = 8  # requests in flight
 
 
 @dataclass
@@ -97,17 +89,17 @@ class VllmEngineServer:
     """
 
     def __init__(
-        self, urls: Sequence[str], model_path: str, *, max_tokens: int, eos_token_ids: Sequence[int],
-        settings: ClientSettings, served_model: str | None = None,
+        self, urls: Sequence[str], model_path: str, *, eos_token_ids: Sequence[int], settings: SPDRolloutSettings,
+        backoff_s: float = 0.5,
     ) -> None:  # fmt: skip
+        """`backoff_s`: limit of the first random wait between attempts; it doubles with each."""
         if not urls:
             raise ValueError(f"the list of servers is empty: set {URLS_VARIABLE} or spd.rollout.servers.")
         self.urls = list(urls)
         self.model_path = model_path
-        self.max_tokens = max_tokens
         self.eos = frozenset(eos_token_ids)
         self.settings = settings
-        self.served_model = served_model
+        self.backoff_s = backoff_s
         self.health = Health(settings.timeout_s)
         self.last_error = ""
         self._names: dict[str, str] = {}
@@ -126,12 +118,45 @@ class VllmEngineServer:
         """
         # Small chunks when there is little to do, so that all servers get work.
         size = max(1, min(self.settings.prompts_per_request, -(-len(contexts) // self.settings.concurrency)))
-        chunks = [list(range(i, min(i + size, len(contexts)))) for i in range(0, len(contexts), size)]
-        return self._run(self._complete(contexts, chunks, on_chunk))
+        gate = asyncio.Semaphore(self.settings.concurrency)
+        done: list[Completion | None] = [None] * len(contexts)
+
+        async def ask(positions: list[int]) -> None:
+            async with gate:
+                try:
+                    answers = await self._ask_with_retry([list(contexts[i]) for i in positions])
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    self.last_error = f"{type(error).__name__}: {error}"
+                    logger.warning("{} completions are lost: {}", len(positions), self.last_error)
+                    return
+            for i, answer in zip(positions, answers, strict=True):
+                done[i] = answer
+            if on_chunk is not None:
+                on_chunk(positions, answers)
+
+        async def ask_all() -> None:
+            numbers = list(range(len(contexts)))
+            await asyncio.gather(*(ask(numbers[i : i + size]) for i in range(0, len(contexts), size)))
+
+        self._run(ask_all())
+        return done
 
     def check_model(self) -> None:
         """Raise WrongModelError if a server that answers serves another model, ConnectionError if none answers."""
-        self._run(self._check_all())
+        answering = 0
+        for url in self.urls:
+            try:
+                self._run(self._model_name(url))
+                answering += 1
+            except (aiohttp.ClientError, TimeoutError) as error:
+                logger.warning("SPD server {} does not answer: {}: {}", url, type(error).__name__, error)
+                self.health.failed(url, time.monotonic())
+                self.last_error = f"{type(error).__name__}: {error}"
+        if not answering:
+            raise ConnectionError(
+                f"none of the SPD servers {', '.join(self.urls)} answers ({self.last_error}). Start them, or unset "
+                f"{URLS_VARIABLE} and spd.rollout.servers to have a local one started."
+            )
 
     def close(self) -> None:
         """Close the connections and end the thread."""
@@ -155,131 +180,86 @@ class VllmEngineServer:
             )
         return self._session
 
-    async def _complete(self, contexts, chunks, on_chunk) -> list[Completion | None]:
-        gate = asyncio.Semaphore(self.settings.concurrency)
-        done: list[Completion | None] = [None] * len(contexts)
-
-        async def ask(positions: list[int]) -> None:
-            async with gate:
-                try:
-                    answers = await self._ask_with_retry([list(contexts[i]) for i in positions])
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    self.last_error = f"{type(error).__name__}: {error}"
-                    logger.warning("{} completions are lost: {}", len(positions), self.last_error)
-                    return
-            for i, answer in zip(positions, answers, strict=True):
-                done[i] = answer
-            if on_chunk is not None:
-                on_chunk(positions, answers)
-
-        await asyncio.gather(*(ask(positions) for positions in chunks))
-        return done
-
     async def _ask_with_retry(self, prompts: list[list[int]]) -> list[Completion]:
         """One request, on the next server after each failure; raises the last failure, or RequestRefused at once."""
-        order = self.health.order(self.urls, time.monotonic())
-        retry = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(self.settings.attempts),
-            wait=tenacity.wait_random_exponential(multiplier=self.settings.backoff_s, max=10),
-            retry=tenacity.retry_if_exception_type((aiohttp.ClientError, TimeoutError)),
-            reraise=True,
-        )
-        async for attempt in retry:
-            with attempt:
-                url = order[(attempt.retry_state.attempt_number - 1) % len(order)]
-                try:
-                    answers = await self._ask(url, prompts)
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    self.health.failed(url, time.monotonic())
-                    logger.warning(
-                        "SPD server {}: attempt {} of {} failed: {}: {}", url, attempt.retry_state.attempt_number,
-                        self.settings.attempts, type(error).__name__, error,
-                    )  # fmt: skip
+        order, attempts = self.health.order(self.urls, time.monotonic()), self.settings.attempts
+        for attempt in itertools.count(1):
+            url = order[(attempt - 1) % len(order)]
+            try:
+                answers = await self._ask(url, prompts)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.health.failed(url, time.monotonic())
+                logger.warning("SPD server {}: attempt {} of {} failed: {}: {}", url, attempt, attempts,
+                               type(error).__name__, error)  # fmt: skip
+                if attempt == attempts:
                     raise
-                if self.health.answered(url):
-                    logger.info("SPD server {} answers again", url)
-        return answers
+                await asyncio.sleep(random.uniform(0, min(_LONGEST_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1))))
+                continue
+            if self.health.answered(url):
+                logger.info("SPD server {} answers again", url)
+            return answers
 
     async def _ask(self, url: str, prompts: list[list[int]]) -> list[Completion]:
+        """One request; raises RequestRefused where the server lacks ids or context length."""
+        limit = self.settings.max_tokens
         body = {
-            "model": await self._model_name(url), "prompt": prompts, "max_tokens": self.max_tokens, "temperature": 0.0,
+            "model": await self._model_name(url), "prompt": prompts, "max_tokens": limit, "temperature": 0.0,
             "return_token_ids": True,
         }  # fmt: skip
         async with self._pool().post(f"{url}/v1/completions", json=body) as reply:
             if 400 <= reply.status < 500 and reply.status not in (408, 429):
                 raise RequestRefused(
                     f"SPD server {url} refused a request of {len(prompts)} prompts (longest "
-                    f"{max(map(len, prompts))} tokens, max_tokens {self.max_tokens}) with {reply.status}: "
+                    f"{max(map(len, prompts))} tokens, max_tokens {limit}) with {reply.status}: "
                     f"{(await reply.text())[:500]}"
                 )
             reply.raise_for_status()
-            return self._parse(await reply.json(), len(prompts), url)
-
-    def _parse(self, answer: dict[str, Any], count: int, url: str) -> list[Completion]:
-        """The completions of a reply; raises RequestRefused where the server lacks ids or context length."""
+            answer = await reply.json()
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if [choice["index"] for choice in choices] != list(range(count)):
-            raise aiohttp.ClientPayloadError(f"{url} returned {len(choices)} choices for {count} prompts")
+        if [choice["index"] for choice in choices] != list(range(len(prompts))):
+            raise aiohttp.ClientPayloadError(f"{url} returned {len(choices)} choices for {len(prompts)} prompts")
         done = []
         for choice in choices:
-            ids = choice.get("token_ids")
+            ids, hit_limit = choice.get("token_ids"), choice["finish_reason"] == "length"
             if ids is None:
                 raise RequestRefused(
                     f"SPD server {url} sends no token_ids; a vLLM that knows return_token_ids is needed."
                 )
-            if choice["finish_reason"] == "length" and len(ids) < self.max_tokens:
+            if hit_limit and len(ids) < limit:
                 raise RequestRefused(
                     f"SPD server {url} ended a completion at {len(ids)} tokens because its context is full, before the "
-                    f"{self.max_tokens} of spd.rollout.max_tokens: raise its --max-model-len (of a local server: "
+                    f"{limit} of spd.rollout.max_tokens: raise its --max-model-len (of a local server: "
                     "spd.rollout.max_model_len)."
                 )
             while ids and ids[-1] in self.eos:
                 ids = ids[:-1]
-            done.append(Completion(tuple(ids), hit_limit=choice["finish_reason"] == "length"))
+            done.append(Completion(tuple(ids), hit_limit))
         return done
 
     async def _model_name(self, url: str) -> str:
         """The name under which a server serves our model, requested once."""
-        if url not in self._names:
-            async with self._pool().get(f"{url}/v1/models") as reply:
-                reply.raise_for_status()
-                text = await reply.text()
-            try:
-                models = json.loads(text)["data"]
-                self._names[url] = self._matching(models, url)
-            except (ValueError, KeyError, TypeError) as error:
-                raise RequestRefused(
-                    f"{url}/v1/models answers {text[:120]!r}, which lists no models: is it a vLLM server? Correct "
-                    f"{URLS_VARIABLE} or spd.rollout.servers."
-                ) from error
-        return self._names[url]
-
-    def _matching(self, models: list[dict[str, Any]], url: str) -> str:
-        for model in models:
-            named = model["id"] == self.served_model
-            if named or (self.served_model is None and same_model(model.get("root") or model["id"], self.model_path)):
-                return model["id"]
-        served = ", ".join(f"{model['id']} ({model.get('root')})" for model in models)
+        if url in self._names:
+            return self._names[url]
+        async with self._pool().get(f"{url}/v1/models") as reply:
+            reply.raise_for_status()
+            text = await reply.text()
+        ours = self.settings.served_model
+        try:
+            roots = {model["id"]: model.get("root") for model in json.loads(text)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RequestRefused(
+                f"{url}/v1/models answers {text[:120]!r}, which lists no models: is it a vLLM server? Correct "
+                f"{URLS_VARIABLE} or spd.rollout.servers."
+            ) from error
+        for name, root in roots.items():
+            if name == ours or (ours is None and same_model(root or name, self.model_path)):
+                self._names[url] = name
+                return name
+        served = ", ".join(f"{name} ({root})" for name, root in roots.items())
         raise WrongModelError(
-            f"SPD server {url} serves {served}, but the target is {self.served_model or self.model_path!r}. Start it "
+            f"SPD server {url} serves {served}, but the target is {ours or self.model_path!r}. Start it "
             "with that model, or set spd.rollout.served_model to the name under which it serves it."
         )
-
-    async def _check_all(self) -> None:
-        reached = 0
-        for url in self.urls:
-            try:
-                await self._model_name(url)
-                reached += 1
-            except (aiohttp.ClientError, TimeoutError) as error:
-                logger.warning("SPD server {} does not answer: {}: {}", url, type(error).__name__, error)
-                self.health.failed(url, time.monotonic())
-                self.last_error = f"{type(error).__name__}: {error}"
-        if not reached:
-            raise ConnectionError(
-                f"none of the SPD servers {', '.join(self.urls)} answers ({self.last_error}). Start them, or unset "
-                f"{URLS_VARIABLE} and spd.rollout.servers to have a local one started."
-            )
 
 
 def same_model(served: str, ours: str) -> bool:
@@ -303,18 +283,16 @@ class CompletionCounts:
     failed: int = 0
 
 
+@dataclass
 class Completer:
     """Completions from the store, else from the servers; each is committed to the store before it is used.
 
     `before_asking` waits for a server that may still be loading; stored completions need no server.
     """
 
-    def __init__(
-        self, store: CompletionStore, client: VllmEngineServer, before_asking: Callable[[], object] | None = None
-    ) -> None:
-        self.store = store
-        self.client = client
-        self._before_asking = before_asking
+    store: CompletionStore
+    client: VllmEngineServer
+    before_asking: Callable[[], object] | None = None
 
     def complete(
         self, contexts: Sequence[tuple[int, ...]]
@@ -323,15 +301,15 @@ class Completer:
         distinct = list(dict.fromkeys(contexts))
         done = {distinct[i]: held for i, held in self.store.get_many(distinct).items()}
         missing = [ids for ids in distinct if ids not in done]
-        counts = CompletionCounts(len(distinct), len(done), len(missing), 0)
+        counts = CompletionCounts(len(distinct), len(done), len(missing))
 
         def commit(positions: list[int], completions: list[Completion]) -> None:
             for i, completion in zip(positions, completions, strict=True):
                 (done[missing[i]],) = self.store.put_many([missing[i]], [completion])  # a transaction each
 
         if missing:
-            if self._before_asking is not None:
-                self._before_asking()
+            if self.before_asking is not None:
+                self.before_asking()
             self.client.complete(missing, on_chunk=commit)
         counts.failed = len(distinct) - len(done)
         return done, counts

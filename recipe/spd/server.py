@@ -71,49 +71,39 @@ class RunningServer:
         Raises ServerError with the end of the log.
         """
         while not self._ready:
-            age = self._age()
-            if age is None:
+            try:
+                supervisor = psutil.Process(self.pid)
+                ended, age = supervisor.status() == psutil.STATUS_ZOMBIE, time.time() - supervisor.create_time()
+            except psutil.NoSuchProcess:
+                ended, age = True, 0.0
+            if ended:
                 raise ServerError(f"the local vLLM server has ended.{self._tail()}")
             if age > timeout_s:
                 raise ServerError(
                     f"the local vLLM server was not ready after {timeout_s:.0f} s "
                     f"(spd.rollout.start_timeout_s).{self._tail()}"
                 )
-            if self._healthy():
-                self._check_completion()
-                self._ready = True
-                logger.info("local vLLM server is ready after {:.0f} s", age)
-            else:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    pass
+            except OSError:
                 time.sleep(0.2)
+                continue
+            # /health answers even if the engine dies at the first request.
+            body = json.dumps({"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}).encode()
+            request = urllib.request.Request(
+                f"{self.url}/v1/completions", body, headers={"Content-Type": "application/json"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=120.0) as reply:
+                    json.load(reply)
+            except (OSError, ValueError) as error:
+                raise ServerError(
+                    f"the local vLLM server failed its first completion: {error}.{self._tail()}"
+                ) from error
+            self._ready = True
+            logger.info("local vLLM server is ready after {:.0f} s", age)
         return self.url
-
-    def _age(self) -> float | None:
-        """Seconds since its start; None when it has ended."""
-        try:
-            supervisor = psutil.Process(self.pid)
-            ended = supervisor.status() == psutil.STATUS_ZOMBIE
-            return None if ended else time.time() - supervisor.create_time()
-        except psutil.NoSuchProcess:
-            return None
-
-    def _healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
-                return reply.status == 200
-        except OSError:
-            return False
-
-    def _check_completion(self) -> None:
-        """/health returns 200 even if the engine dies at the first request."""
-        request = {"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
-        headers, url = {"Content-Type": "application/json"}, f"{self.url}/v1/completions"
-        try:
-            with urllib.request.urlopen(
-                urllib.request.Request(url, json.dumps(request).encode(), headers=headers), timeout=120.0
-            ) as reply:
-                json.load(reply)
-        except (OSError, ValueError) as error:
-            raise ServerError(f"the local vLLM server failed its first completion: {error}.{self._tail()}") from error
 
     def _tail(self) -> str:
         lines = self.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL:]

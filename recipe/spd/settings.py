@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from recipe.spd.client import ClientSettings
 from recipe.spd.reward import SPDRewardConfig, refuse_unknown, reward_config
 from recipe.spd.scoring_config import ATTENTIONS, BACKBONES, HEAD_INPUTS
 from verl.config.fields import check_settings, setting, value_errors
@@ -48,12 +47,6 @@ class SPDRolloutSettings:
                 f"spd.rollout.rounds={self.rounds} needs the draft model to decode further: name its directory in "
                 "spd.rollout.draft_path, or use spd.rollout.rounds=1."
             )
-
-    def client(self) -> ClientSettings:
-        """The settings of the HTTP client."""
-        return ClientSettings(
-            self.timeout_s, self.attempts, prompts_per_request=self.prompts_per_request, concurrency=self.concurrency
-        )
 
 
 @dataclass(frozen=True)

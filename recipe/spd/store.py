@@ -53,8 +53,8 @@ class KeyValueStore:
                 "Name another file, or remove this one."
             ) from error
 
-    def get_many(self, rows: Sequence[Sequence[int]]) -> dict[int, bytes]:
-        """Position in `rows` -> value, for the stored ones. Raises ValueError where rows repeat."""
+    def read(self, rows: Sequence[Sequence[int]]) -> dict[int, bytes]:
+        """Index in `rows` -> value, for the stored ones. Raises ValueError where rows repeat."""
         wanted = {self._key(ids): i for i, ids in enumerate(rows)}
         if len(wanted) != len(rows):
             raise ValueError(f"{len(rows)} rows hold only {len(wanted)} distinct ones; look each up once.")
@@ -65,7 +65,7 @@ class KeyValueStore:
             values.update({wanted[key]: value for key, value in self._execute(query, part)})
         return values
 
-    def put_many(self, rows: Sequence[Sequence[int]], values: Iterable[bytes]) -> list[bytes]:
+    def write(self, rows: Sequence[Sequence[int]], values: Iterable[bytes]) -> list[bytes]:
         """Commit values in one transaction; returns what the store holds for each row afterwards."""
         pairs = [(self._key(ids), value) for ids, value in zip(rows, values, strict=True)]
         try:
@@ -79,7 +79,7 @@ class KeyValueStore:
             raise StoreError(
                 f"store {self.path}: {len(pairs)} {self._table} ({size} bytes) were not written: {error}"
             ) from error
-        held = self.get_many(rows)
+        held = self.read(rows)
         return [held[i] for i in range(len(pairs))]
 
     def __len__(self) -> int:
@@ -105,33 +105,21 @@ class KeyValueStore:
             raise StoreError(f"store {self.path} cannot be read: {error}") from error
 
 
-class CompletionStore:
+class CompletionStore(KeyValueStore):
     """Completions by context, for one model fingerprint and one set of sampling parameters."""
 
     def __init__(self, path: str | Path, model_fingerprint: str, sampling: Mapping[str, Any]) -> None:
-        salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n".encode()
-        self._store = KeyValueStore(path, "completions", salt)
-        self.close = self._store.close
+        salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n"
+        super().__init__(path, "completions", salt.encode())
 
     def get_many(self, contexts: Sequence[Sequence[int]]) -> dict[int, Completion]:
-        """Position in `contexts` -> completion, for the stored ones."""
-        return {i: _unpack(value) for i, value in self._store.get_many(contexts).items()}
+        """Index in `contexts` -> completion, for the stored ones."""
+        return {i: _unpack(value) for i, value in self.read(contexts).items()}
 
     def put_many(self, contexts: Sequence[Sequence[int]], completions: Iterable[Completion]) -> list[Completion]:
         """Commit completions in one transaction; returns what the store holds for each context afterwards."""
-        return [_unpack(value) for value in self._store.put_many(contexts, map(_pack, completions))]
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file on disk."""
-        return self._store.size
-
-
-def _pack(done: Completion) -> bytes:
-    return np.asarray([done.hit_limit, *done.token_ids], dtype="<i4").tobytes()
+        values = [np.asarray([done.hit_limit, *done.token_ids], dtype="<i4").tobytes() for done in completions]
+        return [_unpack(value) for value in self.write(contexts, values)]
 
 
 def _unpack(value: bytes) -> Completion:
@@ -139,7 +127,7 @@ def _unpack(value: bytes) -> Completion:
     return Completion(tuple(ids), bool(hit_limit))
 
 
-class FeatureStore:
+class FeatureStore(KeyValueStore):
     """The frozen target's hidden states [g, H] float32 by block (ids of context and draft), in memory and on disk.
 
     Each block is forwarded once in the whole training. On disk, so that a resumed run continues with the same bits: in
@@ -147,7 +135,7 @@ class FeatureStore:
     """
 
     def __init__(self, path: str | Path, target_fingerprint: str) -> None:
-        self._disk = KeyValueStore(path, "features", f"{target_fingerprint}\n".encode())
+        super().__init__(path, "features", f"{target_fingerprint}\n".encode())
         self._memory: dict[tuple[int, ...], torch.Tensor] = {}
         self._bytes = 0
 
@@ -156,14 +144,14 @@ class FeatureStore:
         while self._bytes > MEMORY_BYTES:  # before the batch is read: its own blocks are not dropped
             self._bytes -= self._memory.pop(next(iter(self._memory))).nbytes
         unknown = list(dict.fromkeys(block for block in blocks if block not in self._memory))
-        for i, value in self._disk.get_many(unknown).items():
+        for i, value in self.read(unknown).items():
             self._remember(unknown[i], value, width)
         return [self._memory.get(block) for block in blocks]
 
     def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
         """Keep the states [g, H] of distinct blocks; where another process was first, its states are kept."""
         values = [state.detach().float().cpu().contiguous().numpy().tobytes() for state in states]
-        for block, state, held in zip(blocks, states, self._disk.put_many(blocks, values), strict=True):
+        for block, state, held in zip(blocks, states, self.write(blocks, values), strict=True):
             self._remember(block, held, state.shape[-1])
 
     def _remember(self, block: tuple[int, ...], value: bytes, width: int) -> None:

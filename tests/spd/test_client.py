@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
 
 from recipe.spd.client import (
-    ClientSettings,
     Health,
     RequestRefused,
     VllmEngineServer,
@@ -19,9 +19,10 @@ from recipe.spd.client import (
     same_model,
     server_urls,
 )
+from recipe.spd.settings import SPDRolloutSettings
 from recipe.spd.store import Completion
 
-FAST = ClientSettings(timeout_s=1.0, attempts=3, backoff_s=0.01, prompts_per_request=4, concurrency=2)
+FAST = SPDRolloutSettings(timeout_s=1.0, attempts=3, prompts_per_request=4, concurrency=2, max_tokens=8)
 
 
 class FakeServer:
@@ -75,8 +76,8 @@ class FakeServer:
 
 
 @contextmanager
-def client(*urls, settings=FAST, **kwargs):
-    made = VllmEngineServer(list(urls), "target", max_tokens=8, eos_token_ids=[2], settings=settings, **kwargs)
+def client(*urls, settings=FAST):
+    made = VllmEngineServer(list(urls), "target", eos_token_ids=[2], settings=settings, backoff_s=0.01)
     try:
         yield made
     finally:
@@ -174,7 +175,7 @@ def test_another_model_is_refused_by_name():
     with FakeServer(model="somebody/else").running() as url:
         with client(url) as c, pytest.raises(WrongModelError, match="serves served .*'target'"):
             c.check_model()
-        with client(url, served_model="served") as c:
+        with client(url, settings=replace(FAST, served_model="served")) as c:
             c.check_model()
 
 
@@ -224,7 +225,7 @@ def test_the_preferred_server_serves_again_after_its_rest():
             raise web.HTTPInternalServerError()
 
     first, second = FakeServer(fail_once), FakeServer()
-    quick = ClientSettings(timeout_s=0.3, attempts=3, backoff_s=0.01, prompts_per_request=10, concurrency=1)
+    quick = replace(FAST, timeout_s=0.3, prompts_per_request=10, concurrency=1)
     with first.running() as a, second.running() as b, client(a, b, settings=quick) as c:
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
