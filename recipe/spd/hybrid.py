@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -59,23 +58,18 @@ def hybrid_of(
     Matches count as accepted whatever their action. Tokens after an accepted end token are dropped.
     """
     taken: list[int] = []
-    on_path = True
+    on_path, reached, correction = True, len(draft_ids), target_ids[len(draft_ids)]
     for i, (drafted, chosen) in enumerate(zip(draft_ids, target_ids, strict=False)):
         if drafted != chosen:
             if not actions[i]:
-                return _corrected(taken, chosen, eos, on_path, reached=i + 1)
+                reached, correction = i + 1, chosen
+                break
             on_path = False
         if drafted in eos:
-            return Hybrid(len(taken) + 1, tuple(taken), True, on_path, reached=i + 1)
+            return Hybrid(len(taken) + 1, tuple(taken), True, on_path, i + 1)
         taken.append(drafted)
-    return _corrected(taken, target_ids[len(draft_ids)], eos, on_path, reached=len(draft_ids))
-
-
-def _corrected(taken: list[int], token: int, eos: Collection[int], on_path: bool, reached: int) -> Hybrid:
-    """Accepted tokens followed by the target's own."""
-    if token in eos:
-        return Hybrid(len(taken), tuple(taken), True, on_path, reached)
-    return Hybrid(len(taken), (*taken, token), False, on_path, reached)
+    ended = correction in eos
+    return Hybrid(len(taken), tuple(taken if ended else [*taken, correction]), ended, on_path, reached)
 
 
 def counted_positions(
@@ -84,29 +78,3 @@ def counted_positions(
     """1 where a position counts in the loss, [g]: mismatches up to the first rejection (`judged`), or `all`."""
     last = reached if loss_positions == "judged" else len(draft_ids)
     return [int(i < last and d != t) for i, (d, t) in enumerate(zip(draft_ids, target_ids, strict=False))]
-
-
-def spd_segments(
-    tokenizer: Any, draft_ids: Sequence[int], target_ids: Sequence[int], actions: Sequence[int], hybrid: Hybrid,
-    completion: Sequence[int],
-) -> list[dict[str, str]]:  # fmt: skip
-    """{text, kind} of each draft token (match, accepted, rejected, unused), of the correction and of the completion.
-
-    A mismatch shows "draft token≠target token".
-    """
-    drafted = tokenizer.convert_ids_to_tokens(list(draft_ids))
-    chosen = tokenizer.convert_ids_to_tokens(list(target_ids))
-    segments = []
-    for i, token in enumerate(drafted):
-        if i >= hybrid.reached:
-            segments.append({"text": token, "kind": "unused"})
-        elif draft_ids[i] == target_ids[i]:
-            segments.append({"text": token, "kind": "match"})
-        else:
-            segments.append({"text": f"{token}≠{chosen[i]}", "kind": "accepted" if actions[i] else "rejected"})
-    correction = hybrid.tokens[hybrid.effective_len :]
-    if correction:
-        segments.append({"text": tokenizer.convert_ids_to_tokens(list(correction))[0], "kind": "correction"})
-    if completion:
-        segments.append({"text": tokenizer.decode(list(completion), skip_special_tokens=True), "kind": "completion"})
-    return segments

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,12 @@ from recipe.spd.rounds import FurtherRounds
 from recipe.spd.samples import (
     Completions,
     CompletionStatus,
-    GradedBlock,
     JudgedBlock,
     LostCompletionsError,
     RankTotals,
     batch_metrics,
-    extended_blocks,
     grade_blocks,
     judged_block,
-    wanted_contexts,
 )
 from recipe.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, server_of
 from recipe.spd.settings import SPDSettings
@@ -87,11 +85,16 @@ class SPDRollout(BaseRollout):
     def completer(self) -> Completer:
         """Client and store of completions. Every rank must use it first at the same time: they share local servers."""
         options, target = self.settings.rollout, self.settings.target_path
-        server = None if self._urls else self._shared_server()
+        server = None
+        if LOCAL_VARIABLE in os.environ and not self._urls:
+            server = RunningServer.from_handle(os.environ[LOCAL_VARIABLE])  # of the run's entry
+        elif not self._urls:  # of this node's first rank
+            shared = _gather((socket.gethostname(), self.local_server and self.local_server.handle()))
+            handle = next(handle for host, handle in shared if handle and host == socket.gethostname())
+            server = RunningServer.from_handle(handle)
         client = VllmEngineServer(
             preferred_first(self._urls or [server.url], dist.get_rank() if dist.is_initialized() else 0), target,
-            max_tokens=options.max_tokens, eos_token_ids=sorted(self.eos), settings=options.client(),
-            served_model=options.served_model,
+            eos_token_ids=sorted(self.eos), settings=options,
         )  # fmt: skip
         self._resources.callback(client.close)
         if server is None:
@@ -104,13 +107,6 @@ class SPDRollout(BaseRollout):
         store = CompletionStore(options.store_path, fingerprint, sampling)
         self._resources.callback(store.close)
         return Completer(store, client, server and partial(server.wait_ready, options.start_timeout_s))
-
-    def _shared_server(self) -> RunningServer:
-        """The local server that the run's entry started, else the one of this node's first rank."""
-        if LOCAL_VARIABLE in os.environ:
-            return RunningServer.from_handle(os.environ[LOCAL_VARIABLE])
-        shared = _gather((socket.gethostname(), self.local_server and self.local_server.handle()))
-        return RunningServer.from_handle(next(h for host, h in shared if h and host == socket.gethostname()))
 
     @cached_property
     def _further_rounds(self) -> FurtherRounds:
@@ -149,20 +145,53 @@ class SPDRollout(BaseRollout):
         infos = list(prompts.non_tensor_batch["extra_info"])
 
         z = self._scores(prompts)  # [B, R]
-        actions = self._actions(z, prompts, infos, n, step, greedy)  # [B, n, R]
+        lengths = [len(info["draft_ids"]) for info in infos]
+        draws = None
+        if not greedy:
+            draws = uniform_draws(self.settings.seed, step, _sample_index(prompts).tolist(), lengths, n, z.shape[1])
+        matches, inside = np.zeros((2, *z.shape), dtype=bool)
+        for b, (info, length) in enumerate(zip(infos, lengths, strict=True)):
+            matches[b, :length] = np.equal(info["draft_ids"], info["target_ids"][:length])
+            inside[b, :length] = True
+        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1)
+        actions = (actions | torch.from_numpy(matches)[:, None]) * torch.from_numpy(inside)[:, None]  # [B, n, R]
         log_probs = action_log_probs(z[:, None], actions, self.config.temperature)  # [B, n, R]
+
         keys = [(b, tuple(row)) for b, rows in enumerate(actions.tolist()) for row in rows]
-        distinct = list(dict.fromkeys(keys))
-        rounds = self.settings.rollout.rounds
-        blocks = self._extended([judged_block(infos[b], row, self.eos, rounds) for b, row in distinct])
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        which = [numbers[key] for key in keys]  # [B * n], the number of each sample's block among the distinct ones
+        blocks = [judged_block(infos[b], row, self.eos, self.settings.rollout.rounds) for b, row in numbers]
+        if self.settings.rollout.rounds > 1:
+            blocks = self._extended(blocks)
+        wanted = [block.unfinished for block in blocks if block.unfinished is not None]
         with_baseline = self.settings.reward.length_penalty > 0
-        completions, status = self._completed(wanted_contexts(blocks, with_baseline))
-        graded = dict(zip(distinct, grade_blocks(blocks, completions, self.tokenizer, with_baseline), strict=True))
-        samples = [graded[key] for key in keys]
+        if with_baseline:
+            wanted += [tuple(b.info["context_ids"]) for b in blocks if b.info.get("baseline_length") is None]
+        completions, status = self._completed(wanted)
+        graded = grade_blocks(blocks, completions, self.tokenizer, with_baseline)
+        samples = [graded[number] for number in which]
         metrics = batch_metrics(_gather(RankTotals.of(samples, status)), self.settings.rollout.lost_share_max)
-        output = self._output(prompts, samples, actions, log_probs, drop_zero=not validate)
-        output.meta_info["metrics"] = metrics
-        return output
+
+        width, positions = z.shape[1], self.settings.loss_positions
+        counted, drafted = torch.tensor([block.masks(width, positions) for block in graded])[which].unbind(1)
+        texts = [block.segments(self.tokenizer) for block in graded]
+        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text", LOST)}
+        columns["spd_text"][:] = [texts[number] for number in which]
+        columns["extra_info"][:] = [sample.extra_info() for sample in samples]
+        columns[LOST][:] = ""
+        if self.settings.reward.zero_length == "mask" and not validate:
+            columns[LOST][[sample.block.hybrid.effective_len == 0 for sample in samples]] = MASKED
+        columns[LOST][[sample.correct is None for sample in samples]] = "lost"
+        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
+        after = tensors["position_ids"][:, -1:] + torch.arange(1, width + 1)
+        tensors.update(
+            prompts=tensors["input_ids"], attention_mask=torch.cat([tensors["attention_mask"], drafted], dim=1),
+            position_ids=torch.cat([tensors["position_ids"], after], dim=1), responses=actions.reshape(-1, width),
+            response_mask=counted, rollout_log_probs=log_probs.reshape(-1, width) * drafted,
+        )  # fmt: skip
+        if "sample_index" in prompts.batch:
+            tensors["sample_index"] = _sample_index(prompts).repeat_interleave(n)
+        return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"metrics": metrics})
 
     def _scores(self, prompts: DataProto) -> torch.Tensor:
         """z [B, R] float32 on the CPU, one forward per prompt; the same number of forwards on every rank."""
@@ -179,28 +208,19 @@ class SPDRollout(BaseRollout):
         """z [B, g], g the longest draft of the blocks."""
         return self.policy.scores(self.engine.module, TensorDict(blocks.as_kwargs(), batch_size=len(blocks.input_ids)))
 
-    def _actions(
-        self, z: torch.Tensor, prompts: DataProto, infos: list[dict], n: int, step: int, greedy: bool
-    ) -> torch.Tensor:
-        """Actions 0/1 int64 [B, n, R] from z [B, R]; 1 at matches, 0 at padding."""
-        lengths = [len(info["draft_ids"]) for info in infos]
-        draws = None
-        if not greedy:
-            draws = uniform_draws(self.settings.seed, step, _sample_index(prompts).tolist(), lengths, n, z.shape[1])
-        matches, drafted = np.zeros((2, *z.shape), dtype=bool)
-        for b, (info, length) in enumerate(zip(infos, lengths, strict=True)):
-            matches[b, :length] = np.equal(info["draft_ids"], info["target_ids"][:length])
-            drafted[b, :length] = True
-        actions = sample_actions(z, draws, self.config.temperature).expand(-1, n, -1)
-        return (actions | torch.from_numpy(matches)[:, None]) * torch.from_numpy(drafted)[:, None]
-
-    def _extended(self, blocks: Sequence[JudgedBlock]) -> Sequence[JudgedBlock]:
-        """The blocks after the further rounds of spd.rollout.rounds."""
-        if self.settings.rollout.rounds == 1:
-            return blocks
+    def _extended(self, blocks: Sequence[JudgedBlock]) -> list[JudgedBlock]:
+        """The blocks with what spd.rollout.rounds > 1 adds to their unfinished contexts."""
         contexts = [block.unfinished for block in blocks if block.unfinished is not None]
         with self.engine.eval_mode(), self.engine.autocast():
-            return extended_blocks(blocks, self._further_rounds.extend(contexts, self._forward))
+            added = self._further_rounds.extend(contexts, self._forward)
+        extended = []
+        for block in blocks:
+            if block.unfinished is not None:
+                more = added[block.unfinished]
+                unfinished = None if more.ended else (*block.unfinished, *more.tokens)
+                block = replace(block, further=more.tokens, unfinished=unfinished)
+            extended.append(block)
+        return extended
 
     def _completed(self, contexts: Sequence[tuple[int, ...]]) -> tuple[Completions, CompletionStatus]:
         """Completions of the contexts; a failure is recorded, since the ranks must still exchange their totals."""
@@ -212,35 +232,6 @@ class SPDRollout(BaseRollout):
         client = self.completer.client
         last_error = client.last_error if counts.failed else ""
         return completions, CompletionStatus(counts, self.completer.store.size, client.urls, last_error)
-
-    def _output(
-        self, prompts: DataProto, samples: list[GradedBlock], actions: torch.Tensor, log_probs: torch.Tensor,
-        drop_zero: bool,
-    ) -> DataProto:  # fmt: skip
-        """The [B*n] rows that `generate_sequences` returns; actions and log_probs are [B, n, R]."""
-        _, n, width = actions.shape
-        drop_zero &= self.settings.reward.zero_length == "mask"
-        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
-        distinct = {id(sample): sample for sample in samples}  # samples share their graded block
-        masks = {key: sample.masks(width, self.settings.loss_positions) for key, sample in distinct.items()}
-        texts = {key: sample.segments(self.tokenizer) for key, sample in distinct.items()}
-        counted, drafted = (torch.tensor([masks[id(sample)][kind] for sample in samples]) for kind in (0, 1))
-        columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text", LOST)}
-        columns["spd_text"][:] = [texts[id(sample)] for sample in samples]
-        columns["extra_info"][:] = [sample.extra_info() for sample in samples]
-        columns[LOST][:] = ""
-        columns[LOST][[drop_zero and s.block.hybrid.effective_len == 0 for s in samples]] = MASKED
-        columns[LOST][[s.correct is None for s in samples]] = "lost"
-        positions = tensors["position_ids"]
-        after = positions[:, -1:] + torch.arange(1, width + 1)
-        tensors.update(
-            prompts=tensors["input_ids"], attention_mask=torch.cat([tensors["attention_mask"], drafted], dim=1),
-            position_ids=torch.cat([positions, after], dim=1), responses=actions.reshape(-1, width),
-            response_mask=counted, rollout_log_probs=log_probs.reshape(-1, width) * drafted,
-        )  # fmt: skip
-        if "sample_index" in prompts.batch:
-            tensors["sample_index"] = _sample_index(prompts).repeat_interleave(n)
-        return DataProto.from_dict(tensors=tensors, non_tensors=columns)
 
 
 def _sample_index(prompts: DataProto) -> torch.Tensor:

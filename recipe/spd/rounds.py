@@ -27,7 +27,7 @@ class FurtherRounds:
     """Draft, target and scorer decode `blocks` more blocks of `gamma` tokens; a mismatch is accepted where z > 0.
 
     The decision is greedy: only the first block's actions are sampled and trained. A sharded scorer is gathered by all
-    ranks together, so each rank judges `blocks` times in as many forwards as the rank with the most rows needs.
+    ranks together, so every rank judges equally often, in as many forwards as the rank with the most rows needs.
     """
 
     target: Any
@@ -41,51 +41,37 @@ class FurtherRounds:
 
     def extend(self, contexts: Sequence[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Continuation]:
         """Context (token ids) -> what `blocks` more rounds add to it. Every rank calls it, without contexts too."""
-        distinct, size = list(dict.fromkeys(contexts)), ROWS_AT_A_TIME
-        added: dict[tuple[int, ...], Continuation] = {}
-        for chunk in range(max(self.gather(-(-len(distinct) // size)))):
-            added |= self._extend(distinct[chunk * size : (chunk + 1) * size], scores)
-        return added
-
-    def _extend(self, contexts: list[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Continuation]:
-        """`extend` for at most ROWS_AT_A_TIME contexts."""
-        judged = 0
+        distinct = list(dict.fromkeys(contexts))
+        missing = self.blocks * max(self.gather(-(-len(distinct) // ROWS_AT_A_TIME)))  # calls of the scorer
 
         def judge(block: Block) -> torch.Tensor:
-            nonlocal judged
-            judged += 1
+            nonlocal missing
+            missing -= 1
             z = self._scores(block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist(), scores)
             return (z > 0).to(block.draft_ids.device)
 
-        added: dict[tuple[int, ...], Continuation] = {}
-        if contexts:
-            result = speculative_generate(
-                self.target, self.draft, contexts, judge, gamma=self.gamma, eos_token_id=sorted(self.eos),
-                max_new_tokens=self.blocks * (self.gamma + 1), max_rounds=self.blocks, batch_size=len(contexts),
-            )  # fmt: skip
-            for context, tokens, ended in zip(contexts, result.tokens, result.finished, strict=True):
-                added[context] = Continuation(tuple(tokens[:-1] if ended else tokens), ended)
-        for _ in range(self.blocks - judged):  # rows here ended early; other ranks may still judge
+        result = speculative_generate(
+            self.target, self.draft, distinct, judge, gamma=self.gamma, eos_token_id=sorted(self.eos),
+            max_new_tokens=self.blocks * (self.gamma + 1), max_rounds=self.blocks, batch_size=ROWS_AT_A_TIME,
+        )  # fmt: skip
+        for _ in range(missing):  # rows here ended early; other ranks may still judge
             self._scores([], [], [], scores)
-        return added
+        added = zip(result.tokens, result.finished, strict=True)
+        further = [Continuation(tuple(tokens[:-1] if ended else tokens), ended) for tokens, ended in added]
+        return dict(zip(distinct, further, strict=True))
 
     def _scores(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
-        """z [B, gamma] of this rank's B >= 0 blocks."""
-        size = self.rows_per_forward
-        parts = []
+        """z [B, gamma] of this rank's B >= 0 blocks; -1 after a draft's end token."""
+        size, sep = self.rows_per_forward, self.sep_token_id
+        parts = [torch.empty(0, self.gamma)]
         for k in range(max(self.gather(-(-len(contexts) // size)))):
             mine = slice(k * size, (k + 1) * size)
-            if contexts[mine]:
-                parts.append(self._forward(contexts[mine], drafts[mine], targets[mine], scores))
-            else:  # a block of matches takes part in the other ranks' forward
-                filler = ([[self.sep_token_id] * count] for count in (1, self.gamma, self.gamma + 1))
-                self._forward(*filler, scores)
-        return torch.cat(parts) if parts else torch.empty(0, self.gamma)
-
-    def _forward(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
-        """z [B, gamma] of one forward; -1 after a draft's end token."""
-        pairs = (cut_at_end(draft, target, self.eos) for draft, target in zip(drafts, targets, strict=True))
-        drafts, targets = zip(*pairs, strict=True)
-        tokens = {"sep_token_id": self.sep_token_id, "pad_token_id": self.sep_token_id}
-        z = scores(SPDInputData.from_blocks(contexts, drafts, targets, **tokens, device=self.target.device))
-        return torch.nn.functional.pad(z, (0, self.gamma - z.shape[1]), value=-1.0)
+            blocks = list(zip(contexts[mine], drafts[mine], targets[mine], strict=True))
+            # A rank without blocks takes part in the other ranks' forward with a block of matches.
+            filler = ([sep], [sep] * self.gamma, [sep] * (self.gamma + 1))
+            rows = [(context, *cut_at_end(draft, target, self.eos)) for context, draft, target in blocks or [filler]]
+            z = scores(SPDInputData.from_blocks(
+                *zip(*rows, strict=True), sep_token_id=sep, pad_token_id=sep, device=self.target.device
+            ))  # fmt: skip
+            parts.append(torch.nn.functional.pad(z, (0, self.gamma - z.shape[1]), value=-1.0)[: len(blocks)])
+        return torch.cat([part.to(parts[-1].device) for part in parts])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recipe.spd.answers import is_correct
 from recipe.spd.client import CompletionCounts
-from recipe.spd.hybrid import Hybrid, counted_positions, hybrid_of, spd_segments
+from recipe.spd.hybrid import Hybrid, counted_positions, hybrid_of
 from recipe.spd.reward import SCENARIOS, scenario_of
-from recipe.spd.rounds import Continuation
 from recipe.spd.store import Completion
 
 Completions = Mapping[tuple[int, ...], Completion]  # context -> its completion
@@ -68,10 +67,26 @@ class GradedBlock:
         }  # fmt: skip
 
     def segments(self, tokenizer: Any) -> list[dict[str, str]]:
-        """The block with its answer as text for the report."""
-        block, added = self.block, (*self.block.further, *self.completion.token_ids)
-        drafted, chosen = block.info["draft_ids"], block.info["target_ids"]
-        return spd_segments(tokenizer, drafted, chosen, block.actions, block.hybrid, added)
+        """{text, kind} of each draft token (match, accepted, rejected, unused), of correction and completion.
+
+        A mismatch shows "draft token≠target token".
+        """
+        info, hybrid = self.block.info, self.block.hybrid
+        drafted, chosen = (tokenizer.convert_ids_to_tokens(list(info[name])) for name in ("draft_ids", "target_ids"))
+        segments = []
+        for i, token in enumerate(drafted):
+            if i >= hybrid.reached:
+                segments.append({"text": token, "kind": "unused"})
+            elif info["draft_ids"][i] == info["target_ids"][i]:
+                segments.append({"text": token, "kind": "match"})
+            else:
+                kind = "accepted" if self.block.actions[i] else "rejected"
+                segments.append({"text": f"{token}≠{chosen[i]}", "kind": kind})
+        if correction := list(hybrid.tokens[hybrid.effective_len :]):
+            segments.append({"text": tokenizer.convert_ids_to_tokens(correction)[0], "kind": "correction"})
+        if added := [*self.block.further, *self.completion.token_ids]:
+            segments.append({"text": tokenizer.decode(added, skip_special_tokens=True), "kind": "completion"})
+        return segments
 
 
 def judged_block(info: dict[str, Any], actions: tuple[int, ...], eos: Collection[int], rounds: int) -> JudgedBlock:
@@ -80,26 +95,6 @@ def judged_block(info: dict[str, Any], actions: tuple[int, ...], eos: Collection
     own = hybrid.on_target_path and (hybrid.ended or rounds == 1 or hybrid.effective_len == 0)
     unfinished = None if hybrid.ended or own else (*info["context_ids"], *hybrid.tokens)
     return JudgedBlock(info, actions, hybrid, own, unfinished)
-
-
-def extended_blocks(blocks: Sequence[JudgedBlock], added: Mapping[tuple[int, ...], Continuation]) -> list[JudgedBlock]:
-    """The blocks with what further rounds added to their unfinished contexts."""
-    extended = []
-    for block in blocks:
-        if block.unfinished is not None:
-            more = added[block.unfinished]
-            unfinished = None if more.ended else (*block.unfinished, *more.tokens)
-            block = replace(block, further=more.tokens, unfinished=unfinished)
-        extended.append(block)
-    return extended
-
-
-def wanted_contexts(blocks: Sequence[JudgedBlock], with_baseline: bool) -> list[tuple[int, ...]]:
-    """Contexts that need a completion; `with_baseline`: also those whose own answer has an unknown length."""
-    wanted = [block.unfinished for block in blocks if block.unfinished is not None]
-    if with_baseline:
-        wanted += [tuple(b.info["context_ids"]) for b in blocks if b.info.get("baseline_length") is None]
-    return wanted
 
 
 def grade_blocks(
