@@ -6,7 +6,7 @@ from torch import nn
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem
 from dllm_reasoning.utils.logging_utils import warn_once
-from verl.utils.kv_cache import RowCache
+from verl.utils.kv_cache import RowCache, drop_rows
 
 
 class ModelRunner:
@@ -47,13 +47,8 @@ class ModelRunner:
 
     def drop_done(self, rows: list[Row]) -> list[Row]:
         """The unfinished rows, the last ones moved into the gaps of finished ones, in the cache too."""
-        left = sum(not row.done for row in rows)
-        gaps = [i for i in range(left) if rows[i].done]
-        sources = [i for i in range(left, len(rows)) if not rows[i].done]
-        if self.cache is not None and gaps:
-            self.cache.move_rows(torch.tensor(sources), torch.tensor(gaps))
-        moved = dict(zip(gaps, sources, strict=True))
-        return [rows[moved.get(i, i)] for i in range(left)]
+        order = drop_rows([row.done for row in rows], [] if self.cache is None else [self.cache])
+        return [rows[i] for i in order]
 
 
 def cacheable(model: nn.Module) -> bool:

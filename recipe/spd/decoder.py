@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recipe.spd.hybrid import effective_lengths
-from verl.utils.kv_cache import RowCache
+from verl.utils.kv_cache import RowCache, drop_rows
 
 FROM_TARGET, FROM_MATCH, FROM_MISMATCH = 0, 1, 2
 
@@ -71,27 +71,16 @@ class _Rows:
     length: torch.Tensor  # [B] committed tokens, prompt included
     caches: list[RowCache] = field(default_factory=list)
 
-    def advance(self, block: Block, accepted: torch.Tensor) -> None:
-        """Move every row past its committed tokens; values of ended rows are arbitrary, they are dropped next."""
-        before = block.draft_ids.gather(1, (accepted - 1).clamp(min=0)[:, None]).flatten()
-        self.previous = torch.where(accepted > 0, before, self.last)
+    def advance(self, block: Block, accepted: torch.Tensor, done: Sequence[bool]) -> None:
+        """Move past the committed tokens, `accepted` [B] drafted ones and the target's next; drop the rows `done`."""
+        fed = torch.cat([self.last[:, None], block.draft_ids], dim=1)  # [B, g + 1]
+        self.previous = fed.gather(1, accepted[:, None]).flatten()
         self.last = block.target_ids.gather(1, accepted[:, None]).flatten()
         self.length = self.length + accepted + 1
-
-    def keep(self, alive: torch.Tensor) -> None:
-        """Drop the rows where `alive` [B] bool is False: rows from the end move into the gaps."""
-        count = int(alive.sum())
-        if count == alive.numel():
-            return
-        destination = (~alive[:count]).nonzero().flatten()
-        source = alive[count:].nonzero().flatten() + count
-        if source.numel():
-            for cache in self.caches:
-                cache.move_rows(source, destination)
-        for name in ("question", "previous", "last", "length"):
-            column = getattr(self, name)
-            column[destination] = column[source]
-            setattr(self, name, column[:count])
+        order = drop_rows(done, self.caches)
+        if len(order) < len(done):
+            for name in ("question", "previous", "last", "length"):
+                setattr(self, name, getattr(self, name)[order])
 
 
 def speculative_generate(
@@ -108,24 +97,8 @@ def speculative_generate(
     that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
-    ends = end_ids(eos_token_id)
-
-    def draft_and_verify(rows: _Rows, contexts: dict[int, list[int]], result: SpecResult) -> None:
-        block = _propose_and_verify(target, draft, rows, contexts, gamma)
-        verdict = judge(block)
-        if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
-            raise TypeError(
-                f"the judge returned {verdict.dtype} of shape {tuple(verdict.shape)}; expected torch.bool of shape "
-                f"{tuple(block.draft_ids.shape)}, True = accept"
-            )
-        accepted = effective_lengths(verdict | ~block.mismatch)
-        if on_block is not None:
-            on_block(block, accepted)
-        _commit(block, accepted, contexts, result, max_new_tokens, ends)
-        rows.advance(block, accepted)
-
-    limits = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "max_rounds": max_rounds, "spare": gamma}
-    return _decode([target, draft], prompts, draft_and_verify, **limits)
+    limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds}
+    return _generate([target, draft], prompts, judge, gamma, end_ids(eos_token_id), batch_size, on_block, **limits)
 
 
 def greedy_generate(
@@ -135,34 +108,35 @@ def greedy_generate(
     """Continue every prompt with the model's greedy tokens, one forward per token."""
     _check_prompts(prompts, 1, max_new_tokens)
     ends = end_ids(eos_token_id)
-
-    def next_token(rows: _Rows, contexts: dict[int, list[int]], result: SpecResult) -> None:
-        logits, _ = _forward(model, rows.caches[0], rows.last[:, None], rows.length[:, None] - 1)
-        token = logits[:, -1].argmax(-1)
-        for question, choice in zip(rows.question.tolist(), token.tolist(), strict=True):
-            _append(result, question, [choice], [FROM_TARGET], max_new_tokens, ends)
-        rows.last, rows.length = token, rows.length + 1
-
-    return _decode([model], prompts, next_token, max_new_tokens=max_new_tokens, batch_size=batch_size, spare=0)
+    return _generate([model], prompts, lambda block: block.mismatch, 0, ends, batch_size, max_new_tokens=max_new_tokens)
 
 
-def _decode(
-    models: Sequence[nn.Module], prompts: Sequence[Sequence[int]],
-    decode_round: Callable[[_Rows, dict[int, list[int]], SpecResult], None], *, max_new_tokens: int, batch_size: int,
-    spare: int, max_rounds: int | None = None,
+def _generate(
+    models: Sequence[nn.Module], prompts: Sequence[Sequence[int]], judge: Judge, gamma: int, ends: frozenset[int],
+    batch_size: int, on_block: Callable[[Block, torch.Tensor], None] | None = None, *, max_new_tokens: int,
+    max_rounds: int | None = None,
 ) -> SpecResult:  # fmt: skip
-    """Repeat `decode_round(rows, contexts, result)` on batches of prompts, without the rows that have ended."""
+    """`speculative_generate` with models = (target, draft); (target,) with gamma 0 decodes token by token."""
     result = SpecResult.empty(len(prompts))
     started = time.perf_counter()
     with _inference(*models):
         for first in range(0, len(prompts), batch_size):
             contexts = {first + k: list(tokens) for k, tokens in enumerate(prompts[first : first + batch_size])}
-            rows = _start(models, contexts, max_new_tokens, spare)
+            rows = _start(models, contexts, max_new_tokens, gamma)
             rounds = 0
             while rows.question.numel() and rounds != max_rounds:
-                decode_round(rows, contexts, result)
-                done = [result.finished[q] or len(result.tokens[q]) >= max_new_tokens for q in rows.question.tolist()]
-                rows.keep(~torch.tensor(done, device=rows.last.device))
+                draft_ids, draft_logits = _propose(models[-1], rows, gamma)
+                block = _verify(models[0], rows, contexts, draft_ids, draft_logits)
+                verdict = judge(block)
+                if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
+                    raise TypeError(
+                        f"the judge returned {verdict.dtype} of shape {tuple(verdict.shape)}; expected torch.bool of "
+                        f"shape {tuple(block.draft_ids.shape)}, True = accept"
+                    )
+                accepted = effective_lengths(verdict | ~block.mismatch)
+                if on_block is not None:
+                    on_block(block, accepted)
+                rows.advance(block, accepted, _commit(block, accepted, contexts, result, max_new_tokens, ends))
                 rounds += 1
     result.seconds = time.perf_counter() - started
     return result
@@ -198,7 +172,7 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
 
     Reserves slots for `new_tokens` committed tokens and `spare` ones of a draft that exceeds them.
     """
-    device = next(models[0].parameters()).device
+    device = models[0].device
     lengths = [len(tokens) for tokens in contexts.values()]
     rows = _Rows(
         question=torch.tensor(list(contexts), device=device),
@@ -210,12 +184,17 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
     width = max(lengths) - 1
     padded = torch.tensor([(tokens[:-1] + [0] * width)[:width] for tokens in contexts.values()], device=device)
     for model in models:
-        _check_positions(model, max(lengths), new_tokens)
+        limit = model.config.get_text_config().max_position_embeddings
+        if max(lengths) + new_tokens > limit:
+            raise ValueError(
+                f"a prompt of {max(lengths)} tokens and {new_tokens} new ones do not fit into the {limit} positions of "
+                f"{type(model).__name__}; shorten the prompt or lower max_new_tokens"
+            )
         layers = model.config.get_text_config().num_hidden_layers
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width:
             positions = torch.arange(width, device=device).expand(len(lengths), width)
-            mask = cache.announce(positions, _dtype(model))
+            mask = cache.announce(positions, model.dtype)
             model.base_model(
                 input_ids=padded, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
@@ -223,20 +202,18 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
     return rows
 
 
-def _propose_and_verify(
-    target: nn.Module, draft: nn.Module, rows: _Rows, contexts: dict[int, list[int]], gamma: int
-) -> Block:
-    """One round's forwards: gamma of the draft, one of the target over its last token and the whole draft."""
+def _propose(draft: nn.Module, rows: _Rows, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The draft's `gamma` greedy tokens [B, gamma] and their logits [B, gamma, V], one forward each."""
     # The draft has not read the last token of a fully accepted block: feeding the last two tokens covers every row.
     tokens = torch.stack([rows.previous, rows.last], dim=1)
     positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
-    draft_ids, draft_logits = [], []
+    draft_ids, draft_logits = [tokens[:, :0]], [torch.empty(len(tokens), 0, 0, device=tokens.device)]
     for step in range(gamma):
-        logits, _ = _forward(draft, rows.caches[1], tokens, positions)
-        draft_logits.append(logits[:, -1])
-        draft_ids.append(logits[:, -1].argmax(-1))
-        tokens, positions = draft_ids[-1][:, None], rows.length[:, None] + step
-    return _verify(target, rows, contexts, torch.stack(draft_ids, dim=1), torch.stack(draft_logits, dim=1))
+        logits = _forward(draft, rows.caches[1], tokens, positions)[0][:, -1:]
+        draft_logits.append(logits)
+        draft_ids.append(logits.argmax(-1))
+        tokens, positions = draft_ids[-1], rows.length[:, None] + step
+    return torch.cat(draft_ids, dim=1), torch.cat(draft_logits[min(gamma, 1) :], dim=1)
 
 
 def _verification_input(rows: _Rows, draft_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,7 +239,7 @@ def _forward(
     model: nn.Module, cache: RowCache, tokens: torch.Tensor, positions: torch.Tensor, *, with_hidden: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run tokens [B, q] at positions [B, q]; returns logits [B, q, V] float32 and the last hidden state [B, q, H]."""
-    mask = cache.announce(positions, _dtype(model))
+    mask = cache.announce(positions, model.dtype)
     # A draft may exceed the last position that can be committed; tokens there are dropped, so any position id will do.
     limit = model.config.get_text_config().max_position_embeddings - 1
     output = model(
@@ -275,34 +252,31 @@ def _forward(
 def _commit(
     block: Block, accepted: torch.Tensor, contexts: dict[int, list[int]], result: SpecResult, max_new_tokens: int,
     ends: frozenset[int],
-) -> None:  # fmt: skip
-    """Write each row's leading accepts [B] and the target's next token into the result and the contexts."""
+) -> list[bool]:  # fmt: skip
+    """Write each row's leading accepts [B] and the target's next token, up to the first end token or the limit, into
+    the result and the contexts; returns which rows are done.
+    """
+    done = []
     columns = (block.rows, accepted, block.draft_ids, block.target_ids, block.mismatch)
     for question, count, drafted, chosen, mismatch in zip(*(column.tolist() for column in columns), strict=True):
-        tokens = drafted[:count] + [chosen[count]]
+        tokens = [*drafted[:count], chosen[count]]
         origin = [FROM_MISMATCH if wrong else FROM_MATCH for wrong in mismatch[:count]] + [FROM_TARGET]
-        kept = _append(result, question, tokens, origin, max_new_tokens, ends)
+        kept = min(len(tokens), max_new_tokens - len(result.tokens[question]))
+        end = next((i for i, token in enumerate(tokens[:kept]) if token in ends), None)
+        if end is not None:
+            kept = end + 1
+            result.finished[question] = True
         passed = origin[:kept].count(FROM_MISMATCH)
         rejected = kept == count + 1 and count < len(drafted)
+        result.tokens[question].extend(tokens[:kept])
+        result.origin[question].extend(origin[:kept])
+        result.rounds[question] += 1
         result.accepted[question] += min(kept, count)
         result.accepted_mismatches[question] += passed
         result.judged_mismatches[question] += passed + rejected
         contexts[question].extend(tokens[:kept])
-
-
-def _append(
-    result: SpecResult, question: int, tokens: list[int], origin: list[int], max_new_tokens: int, ends: frozenset[int]
-) -> int:
-    """Add a round's tokens up to the first end token or the limit; returns the number added."""
-    kept = min(len(tokens), max_new_tokens - len(result.tokens[question]))
-    end = next((i for i, token in enumerate(tokens[:kept]) if token in ends), None)
-    if end is not None:
-        kept = end + 1
-        result.finished[question] = True
-    result.tokens[question].extend(tokens[:kept])
-    result.origin[question].extend(origin[:kept])
-    result.rounds[question] += 1
-    return kept
+        done.append(result.finished[question] or len(result.tokens[question]) >= max_new_tokens)
+    return done
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens: int) -> None:
@@ -313,24 +287,11 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the bos token")
 
 
-def _check_positions(model: nn.Module, longest: int, new_tokens: int) -> None:
-    limit = model.config.get_text_config().max_position_embeddings
-    if longest + new_tokens > limit:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones do not fit into the {limit} positions of "
-            f"{type(model).__name__}; shorten the prompt or lower max_new_tokens"
-        )
-
-
 def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     """The end tokens as a set, from one id, several, or None."""
     if eos_token_id is None:
         return frozenset()
     return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(eos_token_id)
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype
 
 
 @contextmanager

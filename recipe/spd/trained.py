@@ -36,13 +36,48 @@ def check_trained(directory: Path, config: ScoringModelConfig, backbone: nn.Modu
     be on the meta device. With an empty base_fingerprint on either side only shapes are compared.
     """
     saved = ScoringModelConfig.load(directory)
-    _check_kind(directory, saved, config)
-    _check_base(directory, saved, config)
-    _check_head(directory, saved, config)
-    if saved.backbone == "own" and saved.lora_rank:
-        _check_adapters(directory, saved, config, backbone)
-    elif saved.backbone == "own":
+    names = [n for n in _KIND if n != "lora_alpha" or (saved.lora_rank and config.lora_rank)]
+    if odd := [name for name in names if getattr(saved, name) != getattr(config, name)]:
+        held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
+        fix = f"Set {', '.join(f'{_KIND[name]}={getattr(saved, name)}' for name in odd)}"
+        adapters = directory.parent / CHECKPOINT_ADAPTERS
+        if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
+            fix = f"Name {adapters}, which holds the adapters that are merged in here"
+        raise ValueError(f"{directory} holds a scorer with {held}; this one has {needed}. {fix}.")
+    is_full = saved.backbone == "own" and not saved.lora_rank  # contains all of its weights
+    if not is_full and not saved.base_fingerprint:
+        logger.warning("{} has no fingerprint of its base model: only shapes are compared. Save it again.", directory)
+    elif not is_full and config.base_fingerprint not in ("", saved.base_fingerprint):
+        what, base, why = "the head in {} belongs", "target", "A head reads the states of its own target only"
+        if saved.backbone == "own":
+            what, base, why = "the adapters in {} belong", "model", "Adapters fit the weights they were trained on only"
+        raise ValueError(
+            f"{what.format(directory)} to the {base} {saved.base_model_path!r} (fingerprint {saved.base_fingerprint}); "
+            f"the {base} here, {config.base_model_path!r}, has {config.base_fingerprint}. {why}: name that one."
+        )
+    with torch.device("meta"):
+        needed = _shapes(make_head(config).state_dict())
+    stored = tensor_shapes([directory / HEAD_FILE])
+    if odd := _different(stored, needed):
+        raise ValueError(
+            f"{directory / HEAD_FILE} has {odd[0]} of shape {stored.get(odd[0])}; with "
+            f"hidden_size={config.hidden_size} and spd.head_size={config.head_size} it is {needed.get(odd[0])}. Set "
+            f"spd.head_size={saved.head_size}, or train a new head."
+        )
+    if is_full:
         _check_backbone(directory / BACKBONE_DIR, config, backbone)
+    elif saved.backbone == "own":
+        from peft import get_peft_model_state_dict
+
+        needed = _shapes(get_peft_model_state_dict(backbone, save_embedding_layers=False))
+        file = _adapter_file(directory)
+        stored = tensor_shapes([file])
+        if odd := _different(stored, needed):
+            raise ValueError(
+                f"{file} does not fit the model here, {config.base_model_path!r}: {_first_of(odd, stored, needed)}. "
+                f"Name the model that it was trained on, {saved.base_model_path!r}, with "
+                f"actor_rollout_ref.model.target_modules={saved.lora_target_modules}."
+            )
     return saved
 
 
@@ -79,61 +114,6 @@ def described_backbone(hf_config: PretrainedConfig, config: ScoringModelConfig, 
     """An `own` scorer's backbone on the meta device, for `check_trained`."""
     with torch.device("meta"):
         return with_adapters(AutoModel.from_config(hf_config, trust_remote_code=trust_remote_code), config)
-
-
-def _check_kind(directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
-    names = [n for n in _KIND if n != "lora_alpha" or (saved.lora_rank and config.lora_rank)]
-    odd = [name for name in names if getattr(saved, name) != getattr(config, name)]
-    if not odd:
-        return
-    held, needed = (", ".join(f"{name}={getattr(c, name)!r}" for name in odd) for c in (saved, config))
-    fix = f"Set {', '.join(f'{_KIND[name]}={getattr(saved, name)}' for name in odd)}"
-    adapters = directory.parent / CHECKPOINT_ADAPTERS
-    if odd == ["lora_rank"] and not saved.lora_rank and (adapters / CONFIG_FILE).is_file():
-        fix = f"Name {adapters}, which holds the adapters that are merged in here"
-    raise ValueError(f"{directory} holds a scorer with {held}; this one has {needed}. {fix}.")
-
-
-def _check_base(directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
-    if saved.backbone == "own" and not saved.lora_rank:
-        return  # contains all of its weights
-    if not saved.base_fingerprint:
-        logger.warning("{} has no fingerprint of its base model: only shapes are compared. Save it again.", directory)
-    elif config.base_fingerprint not in ("", saved.base_fingerprint):
-        what, base, why = "the head in {} belongs", "target", "A head reads the states of its own target only"
-        if saved.backbone == "own":
-            what, base, why = "the adapters in {} belong", "model", "Adapters fit the weights they were trained on only"
-        raise ValueError(
-            f"{what.format(directory)} to the {base} {saved.base_model_path!r} (fingerprint {saved.base_fingerprint}); "
-            f"the {base} here, {config.base_model_path!r}, has {config.base_fingerprint}. {why}: name that one."
-        )
-
-
-def _check_head(directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig) -> None:
-    with torch.device("meta"):
-        needed = _shapes(make_head(config).state_dict())
-    stored = tensor_shapes([directory / HEAD_FILE])
-    if odd := _different(stored, needed):
-        raise ValueError(
-            f"{directory / HEAD_FILE} has {odd[0]} of shape {stored.get(odd[0])}; with "
-            f"hidden_size={config.hidden_size} and spd.head_size={config.head_size} it is {needed.get(odd[0])}. Set "
-            f"spd.head_size={saved.head_size}, or train a new head."
-        )
-
-
-def _check_adapters(
-    directory: Path, saved: ScoringModelConfig, config: ScoringModelConfig, backbone: nn.Module
-) -> None:
-    from peft import get_peft_model_state_dict
-
-    file, needed = _adapter_file(directory), _shapes(get_peft_model_state_dict(backbone, save_embedding_layers=False))
-    stored = tensor_shapes([file])
-    if odd := _different(stored, needed):
-        raise ValueError(
-            f"{file} does not fit the model here, {config.base_model_path!r}: {_first_of(odd, stored, needed)}. Name "
-            f"the model that it was trained on, {saved.base_model_path!r}, with "
-            f"actor_rollout_ref.model.target_modules={saved.lora_target_modules}."
-        )
 
 
 def _check_backbone(folder: Path, config: ScoringModelConfig, backbone: nn.Module) -> None:

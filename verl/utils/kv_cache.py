@@ -1,5 +1,6 @@
 """A key/value cache whose rows have different lengths and are rolled back by overwriting."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,9 +88,17 @@ class RowCache(Cache):
         mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
         return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
-    def move_rows(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy rows `source` [k] over rows `destination` [k], to fill the gaps that finished rows leave."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[destination] = layer.keys[source]
-                layer.values[destination] = layer.values[source]
+
+def drop_rows(done: Sequence[bool], caches: Iterable[RowCache]) -> list[int]:
+    """Drop the rows k with done[k]: the last of the others move into the gaps, in `caches` too.
+
+    Returns the former number of each remaining row.
+    """
+    order = list(range(len(done) - sum(done)))
+    gaps = [k for k in order if done[k]]
+    sources = [k for k in range(len(order), len(done)) if not done[k]]
+    for gap, source in zip(gaps, sources, strict=True):
+        order[gap] = source
+    for layer in [layer for cache in caches for layer in cache.layers if gaps and layer.is_initialized]:
+        layer.keys[gaps], layer.values[gaps] = layer.keys[sources], layer.values[sources]
+    return order
