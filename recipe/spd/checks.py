@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from loguru import logger
@@ -145,13 +146,13 @@ def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     """Size of the scorer: without vocabulary logits and key/value cache; a `target` scorer trains its head only."""
     import torch
 
-    from recipe.spd.scoring_config import head_of
+    from recipe.spd.scoring_config import make_head
 
     spd, actor = config["spd"], config["actor_rollout_ref"]["actor"]
     plain = measure_model(hf_config, config["actor_rollout_ref"]["model"]["lora_rank"], with_lm_head=False)
     size = replace(plain, vocabulary=1, kv_heads=0, group_forward=actor["share_prompt_forward"])
     with torch.device("meta"):
-        module = head_of(spd["backbone"], spd["head_inputs"], size.hidden, spd["head_size"])
+        module = make_head(SimpleNamespace(**{**spd, "hidden_size": size.hidden}))
     head = sum(p.numel() for p in module.parameters())
     size = replace(size, parameters=plain.parameters + head)
     if spd["backbone"] == "own":

@@ -10,7 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from loguru import logger
 
-from recipe.spd.dataset import IDS, block_error, build_spd_input, facts_error, resolve_sep_token_id, truth_error
+from recipe.spd.dataset import (
+    IDS,
+    block_error,
+    build_spd_input,
+    cut_at_end,
+    facts_error,
+    resolve_sep_token_id,
+    truth_error,
+)
 from verl.utils.dataset.rl_dataset import read_rows
 
 
@@ -40,17 +48,26 @@ def prepare_spd_data_from_real_source(
     """
     questions = _read_metadata(metadata_path, read_rows(metadata_path))
     blocks = read_rows(blocks_path)
-    sep, eos = resolve_sep_token_id(tokenizer), tokenizer.eos_token_id
+    sep, ends = resolve_sep_token_id(tokenizer), frozenset([tokenizer.eos_token_id])
     rows, skipped = [], 0
     for number, block in enumerate(blocks):
         where = f"{blocks_path}, row {number}"
-        _check_block(where, block, questions, len(tokenizer), metadata_path)
+        _refuse_missing(where, block, ("question_id", *IDS))
+        if block["question_id"] not in questions:
+            raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
+        if error := block_error(block, len(tokenizer)):
+            raise DataError(f"{where}: {error}")
         context, draft, target = (list(block[name]) for name in ("context_ids", "draft_ids", "target_ids"))
         try:
             ids, offsets = build_spd_input(context, draft, target, sep)
         except ValueError as error:
             raise DataError(f"{where}: {error}") from error
-        if _nothing_to_learn(draft, target, eos):
+        if (block.get("question_len") or 0) > len(context):
+            raise DataError(
+                f"{where}: question_len is {block['question_len']}, but the context has {len(context)} ids."
+            )
+        used, wanted = cut_at_end(draft, target, ends)
+        if used == wanted[:-1]:
             skipped += 1
             continue
         meta = questions[block["question_id"]]
@@ -103,28 +120,3 @@ def _refuse_missing(where: str, row: Mapping[str, Any], needed: Sequence[str]) -
         raise DataError(f"{where}: lacks {', '.join(missing)}; it has {', '.join(map(str, row))}. Add or rename it.")
     if not isinstance(row["question_id"], str | int):
         raise DataError(f"{where}: question_id must be a string or an integer, not {str(row['question_id'])[:80]}.")
-
-
-def _check_block(
-    where: str, block: Mapping[str, Any], questions: Mapping[Any, Any], vocabulary: int, metadata_path: str | Path
-) -> None:
-    """Raise DataError for missing, empty or impossible ids and for an unknown question."""
-    _refuse_missing(where, block, ("question_id", *IDS))
-    if block["question_id"] not in questions:
-        raise DataError(f"{where}: question_id {block['question_id']!r} is not in {metadata_path}; add it there.")
-    if error := block_error(block, vocabulary):
-        raise DataError(f"{where}: {error}")
-    if (block.get("question_len") or 0) > len(block["context_ids"]):
-        raise DataError(
-            f"{where}: question_len is {block['question_len']}, but the context has {len(block['context_ids'])} ids."
-        )
-
-
-def _nothing_to_learn(draft: Sequence[int], target: Sequence[int], eos: int | None) -> bool:
-    """Whether draft == target[:-1], or they agree up to an end token, after which nothing is generated."""
-    for drafted, wanted in zip(draft, target, strict=False):
-        if drafted != wanted:
-            return False
-        if drafted == eos:
-            return True
-    return True

@@ -65,10 +65,8 @@ def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:
 
 def leading_matches(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:
     """L0: draft tokens that exact match accepts, those before the first mismatch."""
-    for i, (drafted, wanted) in enumerate(zip(draft_ids, target_ids, strict=False)):
-        if drafted != wanted:
-            return i
-    return len(draft_ids)
+    pairs = enumerate(zip(draft_ids, target_ids, strict=False))
+    return next((i for i, (drafted, wanted) in pairs if drafted != wanted), len(draft_ids))
 
 
 def scenario_of(effective_len: int, hybrid_correct: bool, baseline_correct: bool) -> str:
@@ -97,24 +95,18 @@ def _score(extra_info: Mapping[str, Any], config: SPDRewardConfig) -> dict[str, 
         "D": config.correct_base + config.alpha * counted,
         "zero": 0.0,
     }[scenario]
-    cost = _length_cost(extra_info, config.length_penalty) if scenario in ("A", "D") else 0.0
+    cost, lengths = 0.0, [extra_info.get(name) for name in ("hybrid_length", "baseline_length")]
+    if config.length_penalty and scenario in ("A", "D"):
+        if None in lengths:
+            raise ValueError(
+                f"spd.reward.length_penalty={config.length_penalty} needs the lengths of both outputs, but extra_info "
+                f"has hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}."
+            )
+        cost = config.length_penalty * max(0, lengths[0] - lengths[1]) / max(1, lengths[1])
     return {
         "score": score - cost, "acc": float(hybrid), "accepted_len": float(accepted), "length_cost": cost,
         **{f"scenario_{name}": float(name == scenario) for name in SCENARIOS},
     }  # fmt: skip
-
-
-def _length_cost(extra_info: Mapping[str, Any], penalty: float) -> float:
-    """penalty * max(0, extra tokens) / the baseline's tokens (at least 1), both counted from the end of the context."""
-    if penalty == 0:
-        return 0.0
-    lengths = [extra_info.get(name) for name in ("hybrid_length", "baseline_length")]
-    if None in lengths:
-        raise ValueError(
-            f"spd.reward.length_penalty={penalty} needs the lengths of both outputs, but extra_info has "
-            f"hybrid_length={lengths[0]!r} and baseline_length={lengths[1]!r}."
-        )
-    return penalty * max(0, lengths[0] - lengths[1]) / max(1, lengths[1])
 
 
 def compute_score(

@@ -132,12 +132,8 @@ class PairHead(nn.Module):
 
 
 def make_head(config: ScoringModelConfig) -> nn.Module:
-    """A head of the kind and widths that `config` names."""
-    return head_of(config.backbone, config.head_inputs, config.hidden_size, config.head_size)
-
-
-def head_of(backbone: str, inputs: str, hidden_size: int, width: int) -> nn.Module:
-    """The head of a backbone (own, target) that reads `inputs` (state, pair)."""
-    if backbone == "target":
-        return PairHead(hidden_size, width)
-    return PairHead(hidden_size, width, more=1) if inputs == "pair" else ScoreHead(hidden_size)
+    """The head of the config's backbone and head_inputs, with its widths."""
+    if config.backbone == "target":
+        return PairHead(config.hidden_size, config.head_size)
+    is_pair = config.head_inputs == "pair"
+    return PairHead(config.hidden_size, config.head_size, more=1) if is_pair else ScoreHead(config.hidden_size)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
@@ -17,6 +16,7 @@ from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, 
 from recipe.spd.scoring_config import ScoringModelConfig, make_head
 from recipe.spd.store import FeatureStore
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
+from verl.trainer.run.ranks import any_rank
 from verl.utils.fingerprint import model_fingerprint
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.packing import make_packable, pack_rows
@@ -58,15 +58,29 @@ class ScoringActor(nn.Module):
             input_ids, attention_mask, position_ids, spd_layout = cut_context(
                 input_ids, attention_mask, spd_layout, self.config.context_tokens
             )
-        draft_ids, target_ids, judged = block_tokens(input_ids, spd_layout)
+        draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
+        steps = torch.arange(int(draft_len.max()), device=input_ids.device)
+        last = input_ids.shape[1] - 1
+        draft_ids = input_ids.gather(1, (draft_start + steps).clamp(max=last))  # [B, gamma]
+        target_ids = input_ids.gather(1, (target_start + steps).clamp(max=last))
         if self.config.backbone == "target":
-            hidden = self._target_hidden(input_ids, spd_layout, draft_ids.shape[1], pack)
+            hidden = self._target_hidden(input_ids, spd_layout, len(steps), pack)
             z = self.score_features(hidden, draft_ids, target_ids)
         else:
-            states = self._own_states(input_ids, attention_mask, position_ids, spd_layout, pack)
-            z = self._score_states(states, spd_layout, draft_ids, target_ids)
+            mask = None
+            if self.config.attention != "causal":
+                makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
+                mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
+                position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
+            states = self._states(input_ids, attention_mask, position_ids, pack, mask)  # [B, P, H]
+            at_target = _rows_at(states, target_start + steps)
+            if self.config.head_inputs == "state":
+                z = self.head(at_target)
+            else:
+                before_draft = _rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
+                z = self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
             z = self._mask_matches(z, draft_ids, target_ids)
-        return z.masked_fill(~judged, self.config.mismatch_logit_value)
+        return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
         """hidden [B, g, H]: the target's state (after its final norm) that predicted t_i; ids [B, g] -> z [B, g]."""
@@ -83,29 +97,6 @@ class ScoringActor(nn.Module):
     def _mask_matches(self, z: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
         """z [B, g] in float32; mismatch_logit_value, without gradient, where d_i == t_i."""
         return z.float().masked_fill(draft_ids == target_ids, self.config.mismatch_logit_value)
-
-    def _score_states(
-        self, states: torch.Tensor, spd_layout: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """The own backbone's states [B, P, H] -> z [B, gamma], before matches are masked."""
-        steps = torch.arange(draft_ids.shape[1], device=draft_ids.device)
-        at_target = _rows_at(states, spd_layout[:, 4:5] + steps)
-        if self.config.head_inputs == "state":
-            return self.head(at_target)
-        before_draft = _rows_at(states, spd_layout[:, 2:3] + steps - 1)  # d_1 follows the first separator
-        return self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
-
-    def _own_states(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        spd_layout: torch.Tensor, pack: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        """[B, P, H]: the own backbone's last hidden states."""
-        mask = None
-        if self.config.attention != "causal":
-            makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
-            mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
-            position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
-        return self._states(input_ids, attention_mask, position_ids, pack, mask)
 
     def _states(
         self, ids: torch.Tensor, text: torch.Tensor, position_ids: torch.Tensor, pack: bool,
@@ -135,7 +126,7 @@ class ScoringActor(nn.Module):
         ]
         states = self.features.get_many(blocks, self.config.hidden_size)
         missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
-        if _any_rank(bool(missing), input_ids.device):
+        if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
             rows = missing or [0]
             hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma, pack)
@@ -168,43 +159,40 @@ class ScoringActor(nn.Module):
         `state_dict` replaces the module's own where that is sharded (names as in `self.state_dict()`).
         """
         state = self.state_dict() if state_dict is None else state_dict
-        self._save_head(Path(directory), state)
-        config = self.config
+        config, folder = self.config, Path(directory)
         if config.backbone == "own":
-            backbone = {name.removeprefix("backbone."): t for name, t in state.items() if name.startswith("backbone.")}
-            config = self._save_backbone(Path(directory), _on_cpu(backbone))
-        config.save(Path(directory))
+            backbone = _part_of(state, "backbone.")
+            if config.lora_rank and any(".lora_" in name for name in backbone):
+                adapters = str(folder / ADAPTER_DIR)
+                self.backbone.save_pretrained(adapters, state_dict=backbone, save_embedding_layers=False)
+            else:  # a full backbone, also where `state` has the adapters merged in
+                plain = self.backbone.get_base_model() if config.lora_rank else self.backbone
+                plain.save_pretrained(str(folder / BACKBONE_DIR), state_dict=backbone)
+                config = replace(config, lora_rank=0)
+        _save_head(folder, state, config)
 
     def save_beside_adapters(self, directory: str | Path, *, state_dict: dict[str, torch.Tensor]) -> None:
         """Add the head and spd_config.json to a folder of adapters in peft's format, as `adapter_path` needs it.
 
         `state_dict`: the trained weights other than the adapters, by this module's names.
         """
-        self._save_head(Path(directory), state_dict)
-        self.config.save(Path(directory))
-
-    def _save_head(self, directory: Path, state: dict[str, torch.Tensor]) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        head = {name.removeprefix("head."): tensor for name, tensor in state.items() if name.startswith("head.")}
-        save_file(_on_cpu(head), directory / HEAD_FILE, metadata={"format": "pt"})
-
-    def _save_backbone(self, directory: Path, state: dict[str, torch.Tensor]) -> ScoringModelConfig:
-        """Save adapters in peft's format, or a full backbone (also if `state` has the adapters merged in)."""
-        if self.config.lora_rank and any(".lora_" in name for name in state):
-            folder = str(directory / ADAPTER_DIR)
-            self.backbone.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
-            return self.config
-        plain = self.backbone.get_base_model() if self.config.lora_rank else self.backbone
-        plain.save_pretrained(str(directory / BACKBONE_DIR), state_dict=state)
-        return replace(self.config, lora_rank=0)
+        _save_head(Path(directory), state_dict, self.config)
 
     def load_trained(self, directory: str | Path) -> None:
         """Load the trained part saved in `directory`; raises ValueError or OSError if it does not fit."""
         load_trained(Path(directory), self.config, self.head, self.backbone)
 
 
-def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+def _save_head(folder: Path, state: dict[str, torch.Tensor], config: ScoringModelConfig) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(_part_of(state, "head."), folder / HEAD_FILE, metadata={"format": "pt"})
+    config.save(folder)
+
+
+def _part_of(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names start with `prefix`, on the CPU, under the rest of their names."""
+    part = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
 
 
 def cut_context(
@@ -219,25 +207,6 @@ def cut_context(
     columns = torch.arange(input_ids.shape[1] - first, device=input_ids.device)
     mask = attention_mask[:, first : input_ids.shape[1]] * (columns >= layout[:, :1])
     return input_ids[:, first:], mask, (mask.cumsum(-1) - 1).clamp(min=0), layout
-
-
-def block_tokens(input_ids: torch.Tensor, spd_layout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids [B, P], spd_layout [B, 5] -> d, t_1..t_gamma and judged (bool: a drafted token), each [B, gamma]."""
-    draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
-    i = torch.arange(int(draft_len.max()), device=input_ids.device)[None, :]
-    last = input_ids.shape[1] - 1
-    draft = input_ids.gather(1, (draft_start + i).clamp(max=last))
-    target = input_ids.gather(1, (target_start + i).clamp(max=last))
-    return draft, target, i < draft_len
-
-
-def _any_rank(mine: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank; every rank takes part."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return mine
-    flag = torch.tensor(float(mine), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
 
 
 def _rows_at(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

@@ -141,10 +141,12 @@ def test_a_pair_head_reads_the_state_before_the_draft_token_and_the_one_over_t(t
 def test_a_pair_head_reads_five_parts_under_every_mask(tiny_llama, attention):
     """Of the second block: d_1 = 14 in column 7 (after the separator in 6), t_1 = 23 in column 10."""
     model, given = build(tiny_llama, backbone="own", head_inputs="pair", attention=attention), data()
-    states = model._own_states(**given.as_kwargs())[1]
-    embedded = model.backbone.get_input_embeddings().weight
+    seen = []
+    model.backbone.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state[1]))
+    judged = model(**given.as_kwargs())[1, 0]
+    (states,), embedded = seen, model.backbone.get_input_embeddings().weight
     alone = model.head(states[6], embedded[14], embedded[23], states[10])
-    torch.testing.assert_close(model(**given.as_kwargs())[1, 0], alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(judged, alone, rtol=1e-5, atol=1e-6)
     for other in (7, 9, 11):  # neighbours of either column read otherwise
         assert not torch.allclose(model.head(states[6], embedded[14], embedded[23], states[other]), alone, atol=1e-5)
 
