@@ -11,13 +11,12 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipe.spd.prepare import DataError, PreparedData, prepare_spd_data_from_real_source
 
@@ -29,8 +28,6 @@ REWARD_VARIABLES = {
     "REWARD_USELESS": "spd.reward.useless", "REWARD_CORRECT_BASE": "spd.reward.correct_base",
     "SPD_SAMPLE_TEMPERATURE": "spd.sample_temperature",
 }  # fmt: skip
-
-
 # Option -> the trainer's keys that it sets (none: read here), and its argparse settings. Without a value (None) the
 # recipe's default applies.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,52 +35,37 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--metadata": ("", {"required": True, "help": "questions with ground truth and baseline correctness"}),
     "--val-blocks": ("", {"help": "blocks of held-out questions"}),
     "--val-metadata": ("", {"help": "their questions (default: --metadata)"}),
-    "--output-dir": (
-        "trainer.default_local_dir", {"required": True, "help": "checkpoints, metrics, report, prepared data"}
-    ),
+    "--output-dir": ("trainer.default_local_dir", {"required": True, "help": "checkpoints, metrics, report, data"}),
     "--model": ("actor_rollout_ref.model.path", {"help": "the target, or the own backbone (MODEL_PATH)"}),
     "--tokenizer": ("actor_rollout_ref.model.tokenizer_path", {"help": "default: the model's"}),
     "--adapter": ("spd.adapter_path", {"help": "saved scorer to start from"}),
     "--target": ("spd.target_path", {"help": "the target that completes, where --model is another model"}),
     "--store": ("spd.rollout.store_path", {"help": "file of completions, may be shared between runs"}),
-    "--backbone": ("spd.backbone", {"choices": ("target", "own"), "default": "target"}),
-    "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid"), "default": "causal"}),
-    "--head-inputs": (
-        "spd.head_inputs", {"choices": ("state", "pair"), "default": "state", "help": "of an own backbone's head"}
-    ),
-    "--context-tokens": (
-        "spd.context_tokens", {"type": int, "default": 0, "help": "of the context, for an own backbone; 0: all"}
-    ),
-    "--lora-rank": ("actor_rollout_ref.model.lora_rank", {"type": int, "default": 0}),
-    "--lora-alpha": ("actor_rollout_ref.model.lora_alpha", {"type": int, "default": 16}),
-    "--batch-size": ("data.train_batch_size", {"type": int, "help": "blocks a step (default: the recipe's)"}),
-    "--mini-batch-size": (
-        "actor_rollout_ref.actor.ppo_mini_batch_size", {"type": int, "help": "blocks an update (default: all)"}
-    ),
-    "--micro-batch-size": (
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        {"type": int, "default": 1024, "help": "samples a forward on one rank"},
-    ),
+    "--backbone": ("spd.backbone", {"choices": ("target", "own")}),
+    "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid")}),
+    "--head-inputs": ("spd.head_inputs", {"choices": ("state", "pair"), "help": "of an own backbone's head"}),
+    "--context-tokens": ("spd.context_tokens", {"type": int, "help": "of the context, for an own backbone; 0: all"}),
+    "--lora-rank": ("actor_rollout_ref.model.lora_rank", {"type": int}),
+    "--lora-alpha": ("actor_rollout_ref.model.lora_alpha", {"type": int}),
+    "--batch-size": ("data.train_batch_size", {"type": int, "help": "blocks a step"}),
+    "--mini-batch-size": ("actor_rollout_ref.actor.ppo_mini_batch_size", {"type": int, "help": "blocks an update"}),
+    "--micro-batch-size": ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", {"type": int, "help": "samples"}),
     "--n": ("actor_rollout_ref.rollout.n", {"type": int, "help": "samples a block"}),
-    "--epochs": ("trainer.total_epochs", {"type": int, "default": 30}),
+    "--epochs": ("trainer.total_epochs", {"type": int}),
     "--steps": ("trainer.total_training_steps", {"type": int, "help": "stop after so many steps"}),
     "--lr": ("actor_rollout_ref.actor.optim.lr", {"type": float}),
-    "--max-tokens": ("spd.rollout.max_tokens", {"type": int, "default": 256, "help": "longest completion"}),
+    "--max-tokens": ("spd.rollout.max_tokens", {"type": int, "help": "longest completion"}),
     "--seed": ("data.seed spd.seed", {"type": int, "default": 42}),
     "--ranks": ("trainer.n_gpus_per_node", {"type": int, "default": 1, "help": "GPUs, or CPU ranks, of a node"}),
     "--device": ("trainer.device", {"choices": ("cuda", "cpu")}),
-    "--save-freq": ("trainer.save_freq", {"type": int, "default": -1}),
-    "--test-freq": ("trainer.test_freq", {"type": int, "default": -1}),
+    "--save-freq": ("trainer.save_freq", {"type": int}),
+    "--test-freq": ("trainer.test_freq", {"type": int}),
     "--reward-alpha": ("spd.reward.alpha", {"type": float}),
     "--reward-penalty-break": ("spd.reward.penalty_break", {"type": float}),
     "--reward-useless": ("spd.reward.useless", {"type": float}),
     "--reward-correct-base": ("spd.reward.correct_base", {"type": float}),
     "--sample-temperature": ("spd.sample_temperature", {"type": float}),
 }  # fmt: skip
-
-
-def _dest(option: str) -> str:
-    return option.lstrip("-").replace("-", "_")
 
 
 def setup_loguru_rank0(level: str | None = None) -> None:
@@ -106,7 +88,8 @@ def training_overrides(args: argparse.Namespace, train: PreparedData, val: Prepa
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if args.device == "cpu" else "bfloat16",
         "trainer.val_before_train": bool(val), "spd.rollout.servers": os.environ.get("SPD_VLLM_URLS") or None,
     }  # fmt: skip
-    settings |= {key: getattr(args, _dest(name)) for name, (keys, _) in OPTIONS.items() for key in keys.split()}
+    for name, (keys, _) in OPTIONS.items():
+        settings |= dict.fromkeys(keys.split(), getattr(args, name[2:].replace("-", "_")))
     for variable, key in REWARD_VARIABLES.items():
         if settings[key] is None:
             settings[key] = os.environ.get(variable) or None
@@ -158,30 +141,9 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
         return compose("spd_trainer", forced), known_tree("spd_trainer", forced)
 
 
-@contextmanager
-def local_server(config: DictConfig) -> Iterator[None]:
-    """Run a vLLM server during the training; it loads while Ray and the ranks start, which find it by LOCAL_VARIABLE.
-
-    Not where the config names servers, on a running cluster, or on several nodes.
-    """
-    from recipe.spd.server import LOCAL_VARIABLE, server_of
-    from recipe.spd.settings import SPDSettings
-
-    if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1 or config.spd.rollout.servers:
-        yield
-        return
-    settings = SPDSettings.from_custom(OmegaConf.to_container(config.spd, resolve=True))
-    server = server_of(settings, config.data.max_prompt_length, config.data.max_response_length)
-    os.environ[LOCAL_VARIABLE] = server.handle()
-    try:
-        yield
-    finally:
-        del os.environ[LOCAL_VARIABLE]
-        server.stop()
-
-
 def run_training(config: DictConfig, known: DictConfig) -> None:
     """Train in this process; exits as `run_ppo` does. SIGHUP stops it as SIGTERM does."""
+    from recipe.spd.server import local_server
     from verl.trainer.main_ppo import run_ppo
 
     signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
@@ -193,7 +155,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     defaults = {"model": "MODEL_PATH", "tokenizer": "TOKENIZER_PATH", "adapter": "ADAPTER_PATH"}
     for name, (_, settings) in OPTIONS.items():
-        parser.add_argument(name, dest=_dest(name), **settings)
+        parser.add_argument(name, **settings)
     parser.set_defaults(**{name: os.environ.get(variable) for name, variable in defaults.items()})
     args, overrides = parser.parse_known_args(argv)
     for text in overrides:
@@ -216,8 +178,8 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
     from verl.planning.checks import load_model_part
     from verl.utils.tokenizer import hf_tokenizer
 
-    options = ("blocks", "metadata", "val_blocks", "val_metadata")
-    given = {f"--{option.replace('_', '-')}": getattr(args, option) for option in options}
+    given = {"--blocks": args.blocks, "--metadata": args.metadata, "--val-blocks": args.val_blocks,
+             "--val-metadata": args.val_metadata}  # fmt: skip
     errors: list[Exception] = [
         FileNotFoundError(f"{option} {path}: the file does not exist.")
         for option, path in given.items() if path and not Path(path).is_file()

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 from loguru import logger
+from omegaconf import DictConfig, OmegaConf
 
 if TYPE_CHECKING:
     from recipe.spd.settings import SPDSettings
@@ -168,3 +171,24 @@ def server_of(settings: SPDSettings, prompt_length: int, response_length: int) -
     rollout = settings.rollout
     length = rollout.max_model_len or prompt_length + rollout.rounds * (response_length + 1) + rollout.max_tokens
     return LocalVllmServer(settings.target_path, rollout.server_log, length, rollout.server_args)
+
+
+@contextmanager
+def local_server(config: DictConfig) -> Iterator[None]:
+    """Run a server during a training; it loads while Ray and the ranks start, which find it by LOCAL_VARIABLE.
+
+    Not where the config names servers, on a running cluster, or on several nodes.
+    """
+    from recipe.spd.settings import SPDSettings
+
+    if os.environ.get("RAY_ADDRESS") or config.trainer.nnodes > 1 or config.spd.rollout.servers:
+        yield
+        return
+    settings = SPDSettings.from_custom(OmegaConf.to_container(config.spd, resolve=True))
+    server = server_of(settings, config.data.max_prompt_length, config.data.max_response_length)
+    os.environ[LOCAL_VARIABLE] = server.handle()
+    try:
+        yield
+    finally:
+        del os.environ[LOCAL_VARIABLE]
+        server.stop()
