@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,6 +16,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 SETUP_AGE_S = 60.0  # a newer set-up record belongs to the same `make`
 LOG_EVERY_S = 20.0  # between progress lines on a console without progress bars
+TAIL_BYTES = 65_536  # of metrics.jsonl: several rows
 STOP_TIMEOUT_S = 120.0  # a stopped training finishes its start-up or step, and saves
 console = Console()
 
@@ -100,28 +102,38 @@ class ProgressLog:
 
 
 class TrainingWatch:
-    """Updates a progress bar from the metrics that the trainer appends to metrics.jsonl."""
+    """Updates a progress bar for each run, by name (folder, steps), from the metrics.jsonl that its trainer appends to.
+
+    `describe` makes the text of a row from its metrics; rows without a text are not shown.
+    """
 
     def __init__(
-        self, metrics: Path, progress: Progress, total: int, describe: Callable[[Mapping[str, float]], str]
-    ):
-        self.metrics, self.progress, self.describe = metrics, progress, describe
-        self.task = progress.add_task("starting Ray, FSDP and vLLM", total=total)
-        self.read_bytes = 0
+        self, progress: Progress, runs: Mapping[str, tuple[Path, int]], describe: Callable[[Mapping[str, float]], str]
+    ) -> None:
+        self.progress, self.runs, self.describe = progress, runs, describe
+        self.tasks = {name: progress.add_task(f"{name}: starting", total=steps) for name, (_, steps) in runs.items()}
         self.log = ProgressLog()
 
     def __call__(self) -> None:
-        if not self.metrics.exists() or self.metrics.stat().st_size == self.read_bytes:
-            return
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        self.read_bytes = self.metrics.stat().st_size
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        rows = [row for row in rows if "critic/score/mean" in row["data"]]
-        if rows:
-            data = rows[-1]["data"]
-            text = f"step {rows[-1]['step']}  reward {data['critic/score/mean']:+.3f}{self.describe(data)}"
-            self.progress.update(self.task, completed=rows[-1]["step"], description=text)
-            self.log(text)
+        texts = []
+        for name, (run, _) in self.runs.items():
+            for row in reversed(last_rows(run / "metrics.jsonl")):
+                if text := self.describe(row["data"]):
+                    texts.append(f"{name}: step {row['step']}  {text}")
+                    self.progress.update(self.tasks[name], completed=row["step"], description=texts[-1])
+                    break
+        if texts:
+            self.log("; ".join(texts))
+
+
+def last_rows(metrics: Path) -> list[dict[str, Any]]:
+    """The last complete rows of a metrics.jsonl, which is long and polled often; [] while it does not exist."""
+    if not metrics.exists():
+        return []
+    with open(metrics, "rb") as file:
+        file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith('{"step"') and line.endswith("\n")]
 
 
 def make_progress(counted: bool = False) -> Progress:

@@ -4,8 +4,6 @@ By causality a prediction equals token-by-token decoding as soon as everything f
 only such tokens are lossless.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dllm_reasoning.inference.settings import GenerationSettings
@@ -46,29 +44,21 @@ class Row:
 
 
 @dataclass
-class CommitRule(ABC):
-    """Windows of `width` predictions: the last committed token and width - 1 guesses, at first `noise` tokens."""
+class Refine:
+    """A block of `width` tokens is decoded `times` more after its first forward (None: until a round changes nothing),
+    then committed. Guesses are `noise` tokens at first."""
 
     width: int
     noise: int
-
-    def first_guesses(self) -> list[int]:
-        """The guesses of a window before its first forward."""
-        return [self.noise] * (self.width - 1)
-
-    @abstractmethod
-    def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
-        """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token and each
-        guess, `confidence` its probabilities."""
-
-
-@dataclass
-class Refine(CommitRule):
-    """A block is decoded `times` more after its first forward (None: until a round changes nothing), then committed."""
-
     times: int | None
 
+    def first_guesses(self) -> list[int]:
+        """The guesses of a block before its first forward."""
+        return [self.noise] * (self.width - 1)
+
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
+        """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token and each
+        guess; `confidence`: its probabilities."""
         if predicted[:-1] == row.guesses or row.rounds == self.times:
             row.guesses = self.first_guesses()
             row.rounds_of_blocks.append(row.rounds)
@@ -80,13 +70,15 @@ class Refine(CommitRule):
 
 
 @dataclass
-class Slide(CommitRule):
+class Slide:
     """Commits the confirmed leading guesses and the token after them, and slides the window by as many.
 
     With `threshold`, following tokens of at least this probability are committed unverified (not lossless). `drafts`
     more noise tokens follow the guesses (verify: as many): the same forward then drafts the next guesses after them.
     """
 
+    width: int
+    noise: int
     threshold: float | None = None
     drafts: int = 0
 
@@ -107,20 +99,18 @@ def confirmed(guesses: list[int], predicted: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(guesses, predicted, strict=False)) if a != b), len(guesses))
 
 
-def commit_rule(settings: GenerationSettings) -> CommitRule:
+def commit_rule(settings: GenerationSettings) -> Refine | Slide:
     """The rule of `refine_iter`, for settings with a length and a noise token; ValueError for an unknown one."""
     width, noise, threshold = settings.add_eos_length + 1, settings.noise_token_id, settings.confidence_threshold
-    lossless: dict[str, Callable[[], CommitRule]] = {
-        "converge": lambda: Refine(width, noise, None), "slide": lambda: Slide(width, noise, threshold),
-        "verify": lambda: Slide(width, noise, drafts=width - 1),
-    }  # fmt: skip
-    name = str(settings.refine_iter)
+    name, known = str(settings.refine_iter), ["converge", "slide", "verify"]
     if threshold is not None and name != "slide":
         raise ValueError(f"confidence_threshold={threshold} needs refine_iter=slide, not {name}; leave it out.")
-    if name.isdigit():
-        return Refine(width, noise, int(name))
-    if name not in lossless:
-        near = nearest(name, list(lossless)) or "."
+    if not name.isdigit() and name not in known:
+        near = nearest(name, known) or "."
         raise ValueError(f"refine_iter={settings.refine_iter!r} is unknown{near} Known: a number of at least 0, "
-                         f"{', '.join(lossless)}.")  # fmt: skip
-    return lossless[name]()
+                         f"{', '.join(known)}.")  # fmt: skip
+    if name == "slide":
+        return Slide(width, noise, threshold)
+    if name == "verify":
+        return Slide(width, noise, drafts=width - 1)
+    return Refine(width, noise, int(name) if name.isdigit() else None)

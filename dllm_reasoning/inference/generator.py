@@ -97,7 +97,10 @@ def generate(
             # A row's guesses may come after padding as wide as the unread text of another row.
             slots = max(len(row.tokens) + row.limit for row in rows) + 2 * len(rule.first_guesses()) + 1
             runner = ModelRunner(model, len(rows), slots, pad_token_id, settings.use_cache)
-            uniforms = {} if settings.sampling.greedy else {row.number: _uniforms(settings.seed, row) for row in rows}
+            # One number per position of an answer: a token whose context is final is drawn the same in every round.
+            uniforms = {} if settings.sampling.greedy else {
+                row.number: torch.rand(row.limit, generator=torch.Generator().manual_seed(
+                    settings.seed * 1_000_003 + row.number)) for row in rows}  # fmt: skip
             active = list(rows)
             while active:
                 for row in active:
@@ -118,12 +121,6 @@ def generate(
         forwards, time.perf_counter() - started,
     )  # fmt: skip
     return GenerationResult(new, stats)
-
-
-def _uniforms(seed: int, row: Row) -> torch.Tensor:
-    """The row's random numbers, [limit] float32 in [0, 1): one per position of its answer, so that a token, once
-    everything before it is final, is drawn the same in every round."""
-    return torch.rand(row.limit, generator=torch.Generator().manual_seed(seed * 1_000_003 + row.number))
 
 
 def _choose(

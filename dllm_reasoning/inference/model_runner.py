@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from dllm_reasoning.inference.commit_rules import Row
-from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem
-from dllm_reasoning.utils.logging_utils import warn_once
+from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem, warn_once
 from verl.utils.kv_cache import RowCache, drop_rows
 
 

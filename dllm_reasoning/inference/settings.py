@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from dllm_reasoning.utils.logging_utils import warn_once
+from dllm_reasoning.utils.attention import warn_once
 from verl.workers.rollout.sampling import Sampling
 
 ADD_EOS_LENGTH = 127  # for models that were trained without a window

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.cache_utils import Cache, DynamicLayer
 
 from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
-from dllm_reasoning.losses.shared_prefix import SharedPrefix
-from dllm_reasoning.utils.attention import mask_problem, window_of
-from dllm_reasoning.utils.logging_utils import warn_once
+from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.workers.policy.causal_lm import call_as_forward, causal_model
@@ -148,6 +147,42 @@ class _TailForward:
             seen = seen & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
         hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)  # finite: -inf could give NaN
+
+
+class _PrefixLayer(DynamicLayer):
+    """One layer's keys and values, [B, heads, P, head_dim]: stored with their graph, then lent detached to rounds."""
+
+    is_compileable = False
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Keys and values that this forward attends to: the lent ones, if any, then its own."""
+        if not self.is_initialized:
+            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            return key_states, value_states
+        return torch.cat([self.lent[0], key_states], 2), torch.cat([self.lent[1], value_states], 2)
+
+
+class SharedPrefix(Cache):
+    """Keys and values of a prefix that is computed once and attended to by several rounds.
+
+    Forward the prefix with it as `past_key_values`, call `lend()`, then forward and backward each round with it: they
+    use detached copies, where their gradients accumulate. `surrogate()` is the scalar whose backward pass takes these
+    through the prefix. Works with every model that accepts a transformers cache.
+    """
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[_PrefixLayer() for _ in range(layers)])
+
+    def lend(self) -> None:
+        """Make the detached copies in which the rounds' gradients accumulate."""
+        for layer in self.layers:
+            pair = (layer.keys, layer.values)
+            layer.lent = tuple(t.detach().requires_grad_(t.requires_grad) for t in pair)
+
+    def surrogate(self) -> torch.Tensor:
+        """Sum of each key and value times its accumulated gradient; layers that no round attended to add nothing."""
+        pairs = [pair for layer in self.layers for pair in zip((layer.keys, layer.values), layer.lent, strict=True)]
+        return sum((own * lent.grad).sum() for own, lent in pairs if lent.grad is not None)
 
 
 def predict_tokens(

@@ -10,7 +10,7 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from dllm_reasoning.config.iterative import IterativeDataConfig
-from verl.utils.dataset.rl_dataset import DatasetError, data_setting, truncate_ids
+from verl.utils.dataset.rl_dataset import DatasetError, data_setting
 from verl.utils.dataset.sft_dataset import Segment, SFTDataset, encode_segments, right_padded
 
 ROW_COLUMN = "row"  # of a sample: its number in the data set
@@ -36,7 +36,7 @@ class IterativeSFTDataset(SFTDataset):
         kept, self.skipped = [], 0
         for item in range(len(self)):
             try:
-                self.encoded.append(self._encode(item))
+                self.encoded.append(self.encode(item))
                 kept.append(item)
             except DatasetError as error:
                 if self.setting("bad_rows") == "stop":
@@ -64,23 +64,19 @@ class IterativeSFTDataset(SFTDataset):
             text = self.render(item, [{"role": "user", "content": text}], add_generation_prompt=True)
         return [(text, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
-    def _encode(self, item: int) -> Encoded:
-        ids, learned = encode_segments(self.tokenizer, self.segments(item))
-        prompt, limit = learned.index(1), self.max_length
-        response = len(ids) - prompt
+    def encode(self, item: int) -> Encoded:
+        ids, learned = super().encode(item)
+        if 0 < sum(learned) < len(learned):
+            return ids, learned
+        learned = encode_segments(self.tokenizer, self.segments(item))[1]  # before truncation
+        prompt, response = learned.count(0), learned.count(1)
         if prompt == 0:
             raise self.error(item, f"column '{self.setting('prompt_key')}' has no tokens; nothing predicts the "
                              "response's first token.")  # fmt: skip
-        if len(ids) > limit:
-            if self.truncation == "error":
-                raise self.error(item, f"the sample has {len(ids)} tokens, data.max_length={limit}. Raise it, or set "
-                                 "data.truncation to left or right.")  # fmt: skip
-            if (prompt if self.truncation == "right" else response) >= limit:
-                part, size = ("instruction", prompt) if prompt >= limit else ("response", response)
-                raise self.error(item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the "
-                                 "rest. Raise it.")  # fmt: skip
-            ids, learned = (truncate_ids(values, limit, self.truncation) for values in (ids, learned))
-        return ids, learned
+        limit = self.max_length
+        part, size = ("instruction", prompt) if prompt >= limit else ("response", response)
+        raise self.error(item, f"the {part} has {size} tokens, data.max_length={limit} leaves no room for the rest. "
+                         "Raise it.")  # fmt: skip
 
     def instruction_ids(self, item: int) -> list[int]:
         """The prompt from which generation would start."""

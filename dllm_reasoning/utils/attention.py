@@ -1,7 +1,10 @@
 """How far back a model's layers attend, and whether masks and positions made here can replace its own."""
 
+import functools
 import inspect
+import os
 
+from loguru import logger
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -54,3 +57,10 @@ def rolling_problem(model: nn.Module) -> str | None:
 def mask_problem(model: nn.Module) -> str | None:
     """Why masks made here cannot replace the model's own (a clause); None if they can."""
     return rolling_problem(model) or kinds_problem(causal_model(model).config)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning that concerns a run, once per process, and only on rank 0 of a torchrun job."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logger.warning("{}", text)

@@ -17,14 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
 from rich.table import Table
 
 from examples.demo_runner import (
     ROOT,
     PhaseFailed,
     Phases,
-    ProgressLog,
+    TrainingWatch,
     console,
     make_progress,
     run_logged,
@@ -41,7 +40,6 @@ BUDGET_S = {"set-up": 400.0, "base": 200.0, "training": 1000.0, "evaluation": 28
 BLOCK, WINDOWS, ALIGNED = 8, 12, 0.5
 STEPS, ROUNDS, AR_WEIGHT = 1800, 2, 2.0
 SINGLE_ROUND_STEPS = 600
-TAIL_BYTES = 8192
 TWIN_MODES = (*LOSSLESS, "refine 1")  # the others take as long, and none of its answers by them is correct
 TWIN_STEPS = 3950  # a step of plain SFT takes at most half as long; a criterion compares CPU times
 
@@ -96,38 +94,10 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [row for _, row in read_objects(run / "metrics.jsonl", growing=True)]
 
 
-def latest_row(run: Path) -> dict[str, Any] | None:
-    """The last complete row of a run's metrics. Reads only the end: the file is long and polled often."""
-    file = run / "metrics.jsonl"
-    if not file.exists():
-        return None
-    with open(file, "rb") as rows:
-        rows.seek(max(0, file.stat().st_size - TAIL_BYTES))
-        lines = rows.read().decode(errors="replace").splitlines(keepends=True)
-    complete = [line for line in lines if line.endswith("\n") and line.startswith('{"step"')]
-    return json.loads(complete[-1]) if complete else None
-
-
-class Watch:
-    """A progress bar for each run, with its latest losses."""
-
-    def __init__(self, progress: Progress, runs: Mapping[str, tuple[Path, int]]) -> None:
-        self.progress, self.runs = progress, runs
-        self.tasks = {name: progress.add_task(f"{name}: starting", total=steps) for name, (_, steps) in runs.items()}
-        self.log = ProgressLog()
-
-    def __call__(self) -> None:
-        lines = []
-        for name, (run, _) in self.runs.items():
-            if row := latest_row(run):
-                data = row["data"]
-                losses = [f"{key.removeprefix('train/')} {data[key]:.3f}" for key in
-                          ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar") if key in data]  # fmt: skip
-                text = f"{name}: step {row['step']}  {'  '.join(losses)}"
-                self.progress.update(self.tasks[name], completed=row["step"], description=text)
-                lines.append(text)
-        if lines:
-            self.log("; ".join(lines))
+def describe(data: Mapping[str, float]) -> str:
+    """The losses of a step, for the progress bar."""
+    names = ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar")
+    return "  ".join(f"{name.removeprefix('train/')} {data[name]:.3f}" for name in names if name in data)
 
 
 def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: list[str]) -> dict[str, float]:
@@ -140,7 +110,8 @@ def refine_and_twin(out: Path, seed: int, steps: int, twin_steps: int, more: lis
     twin = twin_command(model, data, out / "twin", twin_steps, seed)
     with make_progress() as progress:
         jobs = [(refine, out / "refinement.log"), (twin, out / "twin.log")]
-        seconds = run_side_by_side(jobs, Watch(progress, runs), {**os.environ, "OMP_NUM_THREADS": "1"})
+        watch = TrainingWatch(progress, runs, describe)
+        seconds = run_side_by_side(jobs, watch, {**os.environ, "OMP_NUM_THREADS": "1"})
     return dict(zip(("refined", "twin"), seconds, strict=True))
 
 

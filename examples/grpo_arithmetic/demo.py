@@ -68,14 +68,17 @@ def train(command: list[str], run: Path, steps: int) -> None:
     """Train from scratch (an older run is removed) under a progress bar."""
     shutil.rmtree(run, ignore_errors=True)
     with make_progress() as progress:
-        watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
+        watch = TrainingWatch(progress, {"GRPO": (run, steps)}, describe)
         environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
         run_logged(command, run / "train.log", watch, environment)
 
 
 def describe(data: Mapping[str, float]) -> str:
     """The part of a step's metrics that is shown next to the bar."""
-    return f"  answer {data['response_length/mean']:.0f} tokens  {data['timing_s/step']:.1f} s a step"
+    if "critic/score/mean" not in data:  # a validation
+        return ""
+    reward, length = data["critic/score/mean"], data["response_length/mean"]
+    return f"reward {reward:+.3f}  answer {length:.0f} tokens  {data['timing_s/step']:.1f} s a step"
 
 
 def result_table(trained: dict[int, float], control: dict[int, float]) -> Table:

@@ -94,14 +94,17 @@ def train(command: list[str], run: Path, steps: int) -> None:
     """Train anew under a progress bar: an older run makes way, the completion store stays."""
     shutil.rmtree(run, ignore_errors=True)
     with make_progress() as progress:
-        watch = TrainingWatch(run / "metrics.jsonl", progress, steps, describe)
+        watch = TrainingWatch(progress, {"SPD": (run, steps)}, describe)
         environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}  # the rank and the server take turns
         run_logged(command, run / "train.log", watch, environment)
 
 
 def describe(data: Mapping[str, float]) -> str:
     """The metrics of a step that are shown next to the progress bar."""
-    return f"  accepted {data['spd/accepted_len/mean']:.2f}  entropy {data['actor/entropy']:.3f}"
+    if "critic/score/mean" not in data:  # a validation
+        return ""
+    reward, accepted = data["critic/score/mean"], data["spd/accepted_len/mean"]
+    return f"reward {reward:+.3f}  accepted {accepted:.2f}  entropy {data['actor/entropy']:.3f}"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

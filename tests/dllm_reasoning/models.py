@@ -6,7 +6,7 @@ import torch
 from loguru import logger
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from dllm_reasoning.utils.logging_utils import warn_once
+from dllm_reasoning.utils.attention import warn_once
 
 VOCABULARY, EOS, PAD = 48, 2, 0
 

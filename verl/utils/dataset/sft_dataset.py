@@ -91,13 +91,16 @@ class SFTDataset(FileRows):
         asked = self.render(item, [{"role": "user", "content": prompt}], add_generation_prompt=True)
         return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
 
-    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+    def encode(self, item: int) -> tuple[list[int], list[int]]:
+        """(ids, learned) of a row, each of at most max_length; raises DatasetError where truncation is `error`."""
         ids, learned = encode_segments(self.tokenizer, self.segments(item))
         if len(ids) > self.max_length and self.truncation == "error":
             what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
             raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
-        ids, learned = (truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
-        return right_padded(ids, learned, self.max_length, self.tokenizer.pad_token_id)
+        return tuple(truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        return right_padded(*self.encode(item), self.max_length, self.tokenizer.pad_token_id)
 
 
 def right_padded(ids: list[int], learned: list[int], length: int, pad_id: int) -> dict[str, torch.Tensor]:
