@@ -126,7 +126,7 @@ def test_weights_are_sent_once_per_version_and_are_offloaded_while_the_rollout_g
     worker, monkeypatch, keeps_weights
 ):
     moves, engine = ["cpu"], worker.engine  # the device that the engine moved its parameters to last
-    monkeypatch.setattr(type(engine), "is_param_offload_enabled", True)
+    monkeypatch.setattr(engine, "is_param_offload_enabled", True)
     monkeypatch.setattr(engine, "to", lambda device, **kw: moves.append("cpu" if device == "cpu" else "device"))
     monkeypatch.setattr(engine, "device_type", "accelerator")
     monkeypatch.setattr(worker, "rollout", RecordingRollout(moves, keeps_weights))

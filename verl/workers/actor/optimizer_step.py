@@ -1,9 +1,9 @@
-"""One optimizer step on a mini-batch, the same for policy and value model: counts, accumulation, metrics."""
+"""Passes over a rank's batch, the same for policy, value model and reward model: forward in order, or PPO updates."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ from loguru import logger
 from tensordict import TensorDict
 
 from verl.protocol import DataProto
-from verl.workers.engine import FSDPEngine, StepResult
-
-#: micro-batch -> (loss to differentiate, parts that add up over micro-batches, means over this one's counted tokens)
-LossOf = Callable[[TensorDict], tuple[torch.Tensor, dict[str, float], dict[str, float]]]
+from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
+from verl.workers.config import ActorConfig, CriticConfig
+from verl.workers.engine import FSDPEngine
 
 
 @dataclass(frozen=True)
@@ -27,30 +26,75 @@ class StepCounts:
     global_batch_size: int  # sequences with a counted token
 
 
-def global_counts(engine: FSDPEngine, response_mask: torch.Tensor) -> StepCounts:
-    """The counts of a mini-batch from this rank's response_mask [B, R], 1 = counted; a collective call."""
-    counts = torch.stack([response_mask.sum(), (response_mask.sum(-1) > 0).sum()]).to(engine.device)
-    dist.all_reduce(counts)
-    tokens, sequences = (int(c) for c in counts.tolist())
-    return StepCounts(engine.get_data_parallel_size(), tokens, sequences)
+#: (micro-batch, counts) -> (loss to differentiate, parts that add up over micro-batches, means over its counted tokens)
+LossOf = Callable[[TensorDict, StepCounts], tuple[torch.Tensor, dict[str, float], dict[str, float]]]
 
 
-def accumulate_and_step(
-    engine: FSDPEngine, micros: Sequence[tuple[Any, DataProto]], loss_of: LossOf, tokens: int, grad_clip: float
-) -> tuple[dict[str, float], StepResult]:
-    """Gradients of all micro-batches, then one step.
+@torch.no_grad()
+def forward_in_order(
+    engine: FSDPEngine, micros: Sequence[tuple[list[int], DataProto]], forward: Callable[[TensorDict], Sequence]
+) -> list[torch.Tensor]:
+    """The tensors [b, ...] that `forward` returns for each micro-batch, as [B, ...] in the batch's order on the CPU."""
+    index, outputs = [], []
+    with engine.eval_mode(), engine.autocast():
+        for rows, micro in micros:
+            index.append(rows)
+            outputs.append([tensor.cpu() for tensor in forward(micro.to(engine.device).batch)])
+    return [restore_order(list(pieces), index) for pieces in zip(*outputs, strict=True)]
 
-    `tokens`: counted tokens of the mini-batch on all ranks. Metrics are this rank's share times the number of ranks:
-    their mean over ranks is the value of the whole, and of names with "max" the maximum.
+
+def update_by_mini_batches(
+    engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str, **cut: Any
+) -> dict[str, list[float]]:
+    """One optimizer step a mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry a step.
+
+    An entry is this rank's share times the number of ranks: its mean over ranks is the value of the whole, and of names
+    with "max" the maximum. `name` ("actor", "critic") begins metrics; `cut`: options of `micro_batches`.
     """
+    metrics: dict[str, list[float]] = defaultdict(list)
+    budget = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
+    skipped = 0
+    minis = mini_batches(
+        data, config.ppo_mini_batch_size, whole_groups=cut["whole_groups"], epochs=config.ppo_epochs,
+        shuffle=config.shuffle, seed=config.data_loader_seed,
+    )  # fmt: skip
+    with engine.train_mode():
+        for mini in minis:
+            mask = mini.batch["response_mask"]  # [b, R], 1 = counted
+            sizes = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum()]).to(engine.device)
+            dist.all_reduce(sizes)
+            counts = StepCounts(engine.get_data_parallel_size(), *(int(size) for size in sizes.tolist()))
+            if counts.batch_num_tokens == 0:
+                logger.warning("{}: skipping a mini-batch that has no counted token on any rank", name)
+                continue
+            micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
+            values = _accumulate(engine, micros, loss_of, counts)
+            step = engine.optimizer_step(max_grad_norm=config.grad_clip)
+            skipped += step.skipped
+            if step.skipped:
+                logger.warning("loss or gradient is not finite (grad norm {}): no weight is changed", step.grad_norm)
+            if math.isfinite(step.grad_norm):
+                values[f"{name}/grad_norm"] = step.grad_norm
+            for metric, value in values.items():
+                metrics[metric].append(value)
+            if engine.rank == 0:
+                logger.debug("{} update on {} rows with {}: {}", name, len(mini), asdict(counts), values)
+    metrics[f"{name}/nonfinite_steps"] = [skipped]
+    return dict(metrics)
+
+
+def _accumulate(
+    engine: FSDPEngine, micros: Sequence[tuple[Any, DataProto]], loss_of: LossOf, counts: StepCounts
+) -> dict[str, float]:
+    """Add up the gradients of a mini-batch's micro-batches; its metrics."""
     sums: dict[str, float] = defaultdict(float)
     largest: dict[str, float] = defaultdict(lambda: -math.inf)
     engine.optimizer_zero_grad()
     for number, (_, micro) in enumerate(micros):
         batch = micro.to(engine.device).batch
-        loss, additive, means = loss_of(batch)
+        loss, additive, means = loss_of(batch, counts)
         engine.backward(loss, is_last_micro_batch=number == len(micros) - 1)
-        share = batch["response_mask"].sum().item() * engine.get_data_parallel_size() / tokens
+        share = batch["response_mask"].sum().item() * counts.dp_size / counts.batch_num_tokens
         for name, value in additive.items():
             sums[name] += value
         for name, value in means.items():
@@ -58,7 +102,4 @@ def accumulate_and_step(
                 largest[name] = max(largest[name], value)
             else:
                 sums[name] += value * share
-    step = engine.optimizer_step(max_grad_norm=grad_clip)
-    if step.skipped:
-        logger.warning("loss or gradient is not finite (grad norm {}): no weight is changed", step.grad_norm)
-    return {**sums, **largest}, step
+    return {**sums, **largest}

@@ -1,12 +1,10 @@
 """Builds what an engine holds: the model with its adapters, the schedule of the learning rate."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import transformers
 from loguru import logger
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -18,9 +16,6 @@ from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, torch
 from verl.utils.peft_weights import adapted_layers
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-
-if TYPE_CHECKING:
-    from peft import TaskType
 
 
 def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *, trains: bool) -> nn.Module:
@@ -38,9 +33,9 @@ def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *
 
 def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool) -> nn.Module:
     """Wraps the module by peft when lora_rank or lora_adapter_path ask for it and the loader has not done so."""
-    if has_adapters(module) or (model_config.lora_rank == 0 and not model_config.lora_adapter_path):
+    if adapted_layers(module) or (model_config.lora_rank == 0 and not model_config.lora_adapter_path):
         return module
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 
     if model_config.lora_adapter_path:
         rank = get_lora_rank_from_adapter(model_config.lora_adapter_path)
@@ -54,10 +49,15 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
             tensor_shapes(safetensors_of(folder) or [folder / "adapter_model.safetensors"])
         return PeftModel.from_pretrained(module, model_config.lora_adapter_path, is_trainable=trains)
     targets, excluded = model_config.target_modules, model_config.exclude_modules
+    task = None  # with it peft trains a new head completely, in addition to the adapters
+    if isinstance(module, PreTrainedModel) and module.can_generate():
+        task = TaskType.CAUSAL_LM
+    elif type(module).__name__.endswith("ForTokenClassification"):
+        task = TaskType.TOKEN_CLS
     return get_peft_model(
         module,
         LoraConfig(
-            task_type=_task_type(module),
+            task_type=task,
             r=model_config.lora_rank,
             lora_alpha=model_config.lora_alpha,
             target_modules=targets if isinstance(targets, str) else list(targets),
@@ -65,20 +65,6 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
             bias="none",
         ),
     )
-
-
-def _task_type(module: nn.Module) -> TaskType | None:
-    """What peft needs to know to train a new head completely, in addition to the adapters."""
-    from peft import TaskType
-
-    if isinstance(module, PreTrainedModel) and module.can_generate():
-        return TaskType.CAUSAL_LM
-    return TaskType.TOKEN_CLS if type(module).__name__.endswith("ForTokenClassification") else None
-
-
-def has_adapters(module: nn.Module) -> bool:
-    """Whether some layer carries a peft adapter."""
-    return bool(adapted_layers(module))
 
 
 def _outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
@@ -103,12 +89,11 @@ def check_same_weights(module: nn.Module) -> None:
 
 def mixed_precision_policy(engine_config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     """Forward and backward in `dtype`, gradients summed over ranks in float32, unless `mixed_precision` says else."""
-    wanted = dict(engine_config.mixed_precision or {})
+    wanted = {"param_dtype": engine_config.dtype, "reduce_dtype": "float32", **(engine_config.mixed_precision or {})}
     if unknown := set(wanted) - {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise ValueError(f"fsdp_config.mixed_precision has unknown keys {sorted(unknown)}.")
-    compute = torch_dtype_of(wanted["param_dtype"] if "param_dtype" in wanted else engine_config.dtype, "dtype")
-    reduce = torch_dtype_of(wanted["reduce_dtype"] if "reduce_dtype" in wanted else "float32", "reduce_dtype")
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    compute, reduce = torch_dtype_of(wanted["param_dtype"], "dtype"), wanted["reduce_dtype"]
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch_dtype_of(reduce, "reduce_dtype"))
 
 
 def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
@@ -125,16 +110,10 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
     curve = {"min_lr_ratio": floor, "num_cycles": config.num_cycles}
     makers = {
         "constant": lambda: lr_schedules.get_constant_schedule_with_warmup(optimizer, warmup),
-        "linear": lambda: _linear_schedule(optimizer, warmup, total),
+        "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, warmup, total),  # imports peft
         "cosine": lambda: lr_schedules.get_cosine_schedule_with_warmup(optimizer, warmup, total, **curve),
         "wsd": lambda: lr_schedules.get_wsd_schedule_with_warmup(optimizer, warmup, total, **curve),
     }
     if kind not in makers:
         raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")
     return makers[kind]()
-
-
-def _linear_schedule(optimizer: torch.optim.Optimizer, warmup: int, total: int) -> LambdaLR:
-    from transformers import get_linear_schedule_with_warmup  # with it comes a part of the Trainer, and peft
-
-    return get_linear_schedule_with_warmup(optimizer, warmup, total)

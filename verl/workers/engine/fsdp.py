@@ -6,7 +6,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -56,6 +56,10 @@ class FSDPEngine(BaseEngine):
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._trains = optimizer_config is not None and not engine_config.forward_only
+        self._moves = self.device_type != "cpu" and not engine_config.offload_policy
+        self.is_param_offload_enabled = engine_config.param_offload and self._moves
+        self.is_optimizer_offload_enabled = engine_config.optimizer_offload and self._moves
         self._depth = {"train": 0, "eval": 0}
         self._loss_is_bad: torch.Tensor | None = None
 
@@ -100,54 +104,33 @@ class FSDPEngine(BaseEngine):
         if self.is_param_offload_enabled:
             self.to("cpu", model=True, optimizer=False)
 
-    @property
-    def _trains(self) -> bool:
-        return self.optimizer_config is not None and not self.engine_config.forward_only
-
-    @property
-    def is_param_offload_enabled(self) -> bool:
-        return self.engine_config.param_offload and self._moves
-
-    @property
-    def _moves(self) -> bool:
-        return self.device_type != "cpu" and not self.engine_config.offload_policy
-
-    @property
-    def is_optimizer_offload_enabled(self) -> bool:
-        return self.engine_config.optimizer_offload and self._moves
-
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parameters (with gradients) and optimizer state to "cpu" or back to the accelerator."""
         if not self._moves:
             return
-        to_cpu = torch.device(device).type == "cpu"
-        if model and to_cpu:
-            fsdp_utils.offload_fsdp_model_to_cpu(self.module)
-        elif model:
-            fsdp_utils.load_fsdp_model_to_gpu(self.module, self.device)
-        if optimizer and self.optimizer is not None and to_cpu:
-            fsdp_utils.offload_fsdp_optimizer(self.optimizer)
-        elif optimizer and self.optimizer is not None:
-            fsdp_utils.load_fsdp_optimizer(self.optimizer, self.device)
+        optimizer = optimizer and self.optimizer is not None
+        if torch.device(device).type == "cpu":
+            if model:
+                fsdp_utils.offload_fsdp_model_to_cpu(self.module)
+            if optimizer:
+                fsdp_utils.offload_fsdp_optimizer(self.optimizer)
+        else:
+            if model:
+                fsdp_utils.load_fsdp_model_to_gpu(self.module, self.device)
+            if optimizer:
+                fsdp_utils.load_fsdp_optimizer(self.optimizer, self.device)
 
-    @contextmanager
-    def train_mode(self) -> Iterator[FSDPEngine]:
-        """Parameters and optimizer state on the device, dropout on; nested calls change nothing."""
-        with self._mode("train", optimizer=self.is_optimizer_offload_enabled):
-            yield self
+    def train_mode(self) -> AbstractContextManager[FSDPEngine]:
+        return self._mode("train", optimizer=self.is_optimizer_offload_enabled)
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[FSDPEngine]:
-        """Parameters on the device, dropout off, no gradients recorded by callers; nested calls change nothing."""
-        with self._mode("eval", optimizer=False):
-            yield self
+    def eval_mode(self) -> AbstractContextManager[FSDPEngine]:
+        return self._mode("eval", optimizer=False)
 
-    def gathered(self):
-        """Each rank holds the whole model, in its computation's type, from the first forward to the end."""
+    def gathered(self) -> AbstractContextManager:
         return fsdp_utils.kept_gathered(self.module, self.engine_config.reshard_after_forward)
 
     @contextmanager
-    def _mode(self, mode: str, *, optimizer: bool) -> Iterator[None]:
+    def _mode(self, mode: str, *, optimizer: bool) -> Iterator[FSDPEngine]:
         outermost = not any(self._depth.values())
         was_training = self.module.training
         if outermost and self.is_param_offload_enabled:
@@ -157,7 +140,7 @@ class FSDPEngine(BaseEngine):
         self._depth[mode] += 1
         self.module.train(mode == "train")
         try:
-            yield
+            yield self
         finally:
             self._depth[mode] -= 1
             self.module.train(was_training)
@@ -194,14 +177,13 @@ class FSDPEngine(BaseEngine):
     @property
     def has_adapters(self) -> bool:
         """Whether some layer carries a LoRA adapter."""
-        return build.has_adapters(self.module)
+        return bool(adapted_layers(self.module))
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._loss_is_bad = None
 
     def backward(self, loss: torch.Tensor, is_last_micro_batch: bool) -> None:
-        """Adds the gradient of the scalar `loss`; only the last micro-batch exchanges gradients between ranks."""
         bad = ~torch.isfinite(loss.detach())
         self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         if isinstance(self.module, FSDPModule):
@@ -231,7 +213,6 @@ class FSDPEngine(BaseEngine):
         return float(self.lr_scheduler.get_last_lr()[0])
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor on the device) of every weight, adapters merged in; a collective walk."""
         fsdp_utils.reshard(self.module)
         yield from full_weights(self.module, self.device)
 

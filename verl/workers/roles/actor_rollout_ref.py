@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,42 +50,34 @@ class ActorRolloutRefWorker(ModelWorker):
         self.join_ranks("actor", "rollout", "ref")
         self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model, HFModelConfig).load()
         if self._is_actor:
-            self._build_actor()
+            section = per_rank_sizes(
+                self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size
+            )
+            self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(section, FSDPActorConfig)
+            self.policy = self._make_policy(self.actor_config)
+            self.engine = self._make_engine(
+                self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
+            )
+            self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
         if self._is_rollout:
-            self._build_rollout()
+            rollout_config = omega_conf_to_dataclass(self.config.rollout, RolloutConfig)
+            rollout_class = get_rollout_class(rollout_config.name, rollout_config.mode)
+            self.rollout = rollout_class(rollout_config, self.model_config, self.engine.mesh)
+            self.rollout.bind_actor(self.engine, self.policy)
         if self._is_ref and not self._ref_in_actor:
-            self._build_ref()
+            ref_config: FSDPRefConfig = omega_conf_to_dataclass(self.config.ref, FSDPRefConfig)
+            self.ref_engine = self._make_engine(ref_config.fsdp_config, None, CheckpointConfig())
+            actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
+            self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, self._make_policy(actor_config))
 
     @property
     def _ref_in_actor(self) -> bool:
         return self._is_actor and self.engine.has_adapters
 
-    def _build_actor(self) -> None:
-        section = "actor_rollout_ref.actor"
-        actor_config = per_rank_sizes(self.config.actor, section, self.config.rollout.n, self.world_size)
-        self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(actor_config, FSDPActorConfig)
-        config = self.actor_config
-        self.policy = self._make_policy(config)
-        self.engine = FSDPEngine(
-            self.model_config, config.fsdp_config, config.optim, config.checkpoint, device=self.device_name
-        )
-        self.engine.initialize()
-        self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
-
-    def _build_rollout(self) -> None:
-        rollout_config = omega_conf_to_dataclass(self.config.rollout, RolloutConfig)
-        rollout_class = get_rollout_class(rollout_config.name, rollout_config.mode)
-        self.rollout = rollout_class(rollout_config, self.model_config, self.engine.mesh)
-        self.rollout.bind_actor(self.engine, self.policy)
-
-    def _build_ref(self) -> None:
-        ref_config: FSDPRefConfig = omega_conf_to_dataclass(self.config.ref, FSDPRefConfig)
-        self.ref_engine = FSDPEngine(
-            self.model_config, ref_config.fsdp_config, None, CheckpointConfig(), device=self.device_name
-        )
-        self.ref_engine.initialize()
-        actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
-        self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, self._make_policy(actor_config))
+    def _make_engine(self, *parts: Any) -> FSDPEngine:
+        engine = FSDPEngine(self.model_config, *parts, device=self.device_name)
+        engine.initialize()
+        return engine
 
     def _make_policy(self, config: FSDPActorConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)

@@ -1,6 +1,7 @@
 """One rank of a reward model that scores complete responses."""
 
 import torch
+from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -8,7 +9,8 @@ from verl.utils.chat_template import render_chat
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.actor.batch_cuts import micro_batches, restore_order
+from verl.workers.actor.batch_cuts import micro_batches
+from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.reward_manager.reward_rows import place_scores
@@ -42,29 +44,25 @@ class RewardModelWorker(ModelWorker):
             self.tokenizer.padding_side = self.tokenizer.truncation_side = "left"
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
-    @torch.no_grad()
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """rm_scores [B, R] float32: each answer's score at its last counted token, 0 elsewhere."""
+        settings = self.settings
         inputs = data if self.tokenizer is None else self._rewritten(data)
         chosen = inputs.select(batch_keys=["input_ids", "attention_mask", "position_ids"], non_tensor_batch_keys=[])
-        rows, budget = self._micro_batch_size(), self.settings.forward_max_token_len_per_gpu
-        index, scores = [], []
-        with self.engine.eval_mode(), self.engine.autocast():
-            budget = budget if self.settings.use_dynamic_bsz else None
-            for part, micro in micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False):
-                batch = dict(micro.to(self.engine.device).batch.items())
-                values = self.engine.module(**batch, use_cache=False).logits[..., 0].float()  # [b, T]
-                positions = torch.arange(values.shape[1], device=values.device)
-                last = torch.where(batch["attention_mask"].bool(), positions, 0).amax(-1, keepdim=True)
-                index.append(part)
-                scores.append(values.gather(1, last).squeeze(1).cpu())
-        return DataProto.from_dict({"rm_scores": place_scores(data, restore_order(scores, index).tolist())})
-
-    def _micro_batch_size(self) -> int | None:
-        settings = self.settings
+        rows = settings.micro_batch_size_per_gpu
         if settings.micro_batch_size is not None:
-            return max(1, settings.micro_batch_size // self.world_size)
-        return settings.micro_batch_size_per_gpu
+            rows = max(1, settings.micro_batch_size // self.world_size)
+        budget = settings.forward_max_token_len_per_gpu if settings.use_dynamic_bsz else None
+
+        def last_values(batch: TensorDict) -> list[torch.Tensor]:
+            values = self.engine.module(**dict(batch.items()), use_cache=False).logits[..., 0].float()  # [b, T]
+            positions = torch.arange(values.shape[1], device=values.device)
+            last = torch.where(batch["attention_mask"].bool(), positions, 0).amax(-1, keepdim=True)
+            return [values.gather(1, last).squeeze(1)]
+
+        micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
+        (scores,) = forward_in_order(self.engine, micros, last_values)
+        return DataProto.from_dict({"rm_scores": place_scores(data, scores.tolist())})
 
     def _rewritten(self, data: DataProto) -> DataProto:
         """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""
