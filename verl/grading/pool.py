@@ -8,23 +8,20 @@ import functools
 import inspect
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.utils.import_utils import load_extern_object
 from verl.utils.user_code import full_traceback, user_frame
-
-if TYPE_CHECKING:
-    import torch  # takes seconds to import, and most reward functions do without it
 
 # The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
 # functions that need them.
@@ -89,9 +86,12 @@ class Slots(threading.Semaphore):
 
 
 class Together:
-    """Awaits a coroutine function for several items at once, each for at most `seconds`."""
+    """Calls a function for several items at once; coroutines are awaited, each for at most `seconds` (None: no limit).
 
-    def __init__(self, function: Any, seconds: float) -> None:
+    An item whose call raises has a Failure as its result.
+    """
+
+    def __init__(self, function: Any, seconds: float | None = None) -> None:
         self.function, self.seconds = function, seconds
 
     async def __call__(self, items: list[dict[str, Any]]) -> list[Any]:
@@ -99,40 +99,17 @@ class Together:
 
     async def _one(self, item: dict[str, Any]) -> Any:
         try:
-            return await asyncio.wait_for(self.function(**item), self.seconds)
-        except TimeoutError:
-            return Failure("timeout", f"took longer than {self.seconds:g} s")
+            result = self.function(**item)
+            return await asyncio.wait_for(result, self.seconds) if inspect.isawaitable(result) else result
         except Exception as error:
+            if isinstance(error, TimeoutError) and self.seconds is not None:
+                return Failure("timeout", f"took longer than {self.seconds:g} s")
             return Failure.of(error)
 
 
-class FullBatch:
-    """Calls a function once for a batch; the result is a list of one score a row."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __call__(self, **arguments: Any) -> list[Any]:
-        return list(finished(self.function(**arguments)))
-
-
-class PickledTensor:
-    """Pickles a CPU tensor by value: multiprocessing would share its memory, which a killed process may keep."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach().cpu().contiguous()
-
-    def __reduce__(self) -> tuple:
-        import torch
-
-        return _rebuild, (self.tensor.reshape(-1).view(torch.uint8).numpy(), self.tensor.dtype, self.tensor.shape)
-
-
-def _rebuild(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of `shape` from its bytes, uint8 [N]."""
-    import torch
-
-    return torch.from_numpy(raw).view(dtype).reshape(shape) if raw.size else torch.empty(shape, dtype=dtype)
+def call_for_batch(function: Any, /, **arguments: Any) -> list[Any]:
+    """The result of one call for a batch, as a list; it has one score a row."""
+    return list(finished(function(**arguments)))
 
 
 class GradingPool:
@@ -186,8 +163,12 @@ class _Worker:
         self.connection, other = context.Pipe()
         life, self._alive = context.Pipe(duplex=False)  # open as long as this process lives
         self.process = context.Process(target=_work, args=(other, life, function), daemon=True)
-        with _without_main():
+        # Workers import nothing of the script that was started, which may have no `if __name__ == "__main__"`.
+        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
             self.process.start()
+        finally:
+            sys.modules["__main__"] = main
         other.close()
         life.close()
         self.alive = True
@@ -200,7 +181,8 @@ class _Worker:
     def send(self, item: dict[str, Any], seconds: float) -> Failure | None:
         self.seconds, self.deadline = seconds, time.monotonic() + seconds
         try:
-            self.connection.send(item)
+            # Not `send`: multiprocessing would share a tensor's memory, which a killed process may keep.
+            self.connection.send_bytes(pickle.dumps(item))
         except OSError:
             pass  # it died while idle; `take` reports it
         except Exception as error:  # the item cannot be pickled
@@ -226,16 +208,6 @@ class _Worker:
         self._alive.close()
 
 
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Workers import nothing of the script that was started, which may have no `if __name__ == "__main__"`."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
 def _ready(busy: dict[_Worker, int]) -> list[_Worker]:
     """Waits until a busy worker answers, dies or exceeds its time; returns those."""
     if not busy:
@@ -251,7 +223,10 @@ def _work(connection: Connection, life: Connection, function: Any) -> None:
     fcntl.fcntl(life.fileno(), _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life.fileno(), fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
-    _bound_memory()
+    with open("/proc/self/statm") as file:
+        wanted = int(file.read().split()[0]) * resource.getpagesize() + _MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
     connection.send("ready")
     while True:
         try:
@@ -271,11 +246,3 @@ def finished(result: Any) -> Any:
         return await result
 
     return asyncio.run(run()) if inspect.isawaitable(result) else result
-
-
-def _bound_memory() -> None:
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    wanted = size + _MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

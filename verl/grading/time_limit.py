@@ -96,19 +96,29 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable:
     """
     if seconds <= 0:
         raise ValueError(f"timeout_limit: seconds={seconds} must be positive")
-    run = _run_with_alarm if use_signals else _run_in_child
 
     def decorate(func: Callable) -> Callable:
         @functools.wraps(func)
         def limited(*args, **kwargs):
-            return run(func, seconds, args, kwargs)
+            if use_signals:
+                return _call_with_alarm(func, seconds, args, kwargs)
+
+            @functools.wraps(func)
+            def call() -> Any:  # the fork inherits the arguments, which need not be picklable
+                return func(*args, **kwargs)
+
+            child = Child(call)
+            try:
+                return child.call(seconds)
+            finally:
+                child.end()
 
         return limited
 
     return decorate
 
 
-def _run_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
+def _call_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(f"{func.__qualname__}: timeout_limit(use_signals=True) works in the main thread only")
 
@@ -124,18 +134,6 @@ def _run_with_alarm(func: Callable, seconds: float, args: tuple, kwargs: dict) -
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-
-
-def _run_in_child(func: Callable, seconds: float, args: tuple, kwargs: dict) -> Any:
-    @functools.wraps(func)
-    def call() -> Any:  # the fork inherits the arguments, which need not be picklable
-        return func(*args, **kwargs)
-
-    child = Child(call)
-    try:
-        return child.call(seconds)
-    finally:
-        child.end()
 
 
 def call_interruptibly(func: Callable, seconds: float, *args: Any, **kwargs: Any) -> Any:

@@ -64,103 +64,72 @@ def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = 
                 )  # fmt: skip
             with process:
                 try:
-                    return _Exchange(process, ours, stdin, limits).run(request)
+                    return _exchange(process, ours, json.dumps(request).encode(), stdin, limits)
                 finally:
-                    _end(process, ours)
+                    ours.close()  # the jail kills its program then; a jail that hangs is killed itself
+                    try:
+                        process.wait(timeout=_GRACE_S)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(process.pid, signal.SIGKILL)  # the program follows by its death signal
+                        process.wait()
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(process: subprocess.Popen, control: socket.socket) -> None:
-    """The jail kills its program when the control socket closes; a jail that hangs is killed itself."""
-    control.close()
-    try:
-        process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the program follows by its death signal
-        process.wait()
-
-
-class _Exchange:
-    """Writes stdin, reads the outputs up to their limits, waits for the report."""
-
-    def __init__(
-        self, process: subprocess.Popen, control: socket.socket, stdin: bytes, limits: SandboxConfig
-    ) -> None:
-        self.process, self.control, self.stdin, self.limits = process, control, memoryview(stdin), limits
-        self.taken = {process.stdout: bytearray(), process.stderr: bytearray()}
-        self.report: bytes | None = None
-        self.overflow = False
-
-    def run(self, request: dict) -> Outcome:
-        encoded = json.dumps(request).encode()
-        deadline = time.monotonic() + self.limits.seconds + _GRACE_S
-        with selectors.DefaultSelector() as self.selector:
-            for pipe in self.taken:
-                os.set_blocking(pipe.fileno(), False)
-                self.selector.register(pipe, selectors.EVENT_READ)
-            os.set_blocking(self.process.stdin.fileno(), False)
-            self.selector.register(self.process.stdin, selectors.EVENT_WRITE)
-            self.selector.register(self.control, selectors.EVENT_READ)
-            try:
-                self.control.sendall(len(encoded).to_bytes(8, "big") + encoded)
-            except BrokenPipeError:
-                pass  # the jail did not start; its stderr is reported below
-            while self.report is None or self._pipes_open():
-                waited = max(0.0, deadline - time.monotonic()) if self.report is None else 0.0
-                ready = self.selector.select(waited)
-                if not ready:
-                    break  # no report in time, or another process keeps a pipe open and writes nothing
-                for key, _ in ready:
-                    if key.fileobj in self.selector.get_map():  # an overflow of stdout ends reading of both pipes
-                        self._step(key.fileobj)
-        return self._outcome()
-
-    def _pipes_open(self) -> bool:
-        return any(pipe in self.selector.get_map() for pipe in self.taken)
-
-    def _step(self, pipe) -> None:
-        if pipe is self.control:
-            self.report = self.control.recv(1 << 16)
-            self.selector.unregister(pipe)
-        elif pipe is self.process.stdin:
-            self._feed(pipe)
-        else:
-            part = os.read(pipe.fileno(), 1 << 16)
-            if not part:
-                self.selector.unregister(pipe)
-            self._take(pipe, part)
-
-    def _feed(self, pipe) -> None:
+def _exchange(
+    process: subprocess.Popen, control: socket.socket, request: bytes, stdin: bytes, limits: SandboxConfig
+) -> Outcome:
+    """Send the request, write stdin, read the outputs up to their limits, wait for the report."""
+    room = {process.stdout: limits.output_kb << 10, process.stderr: _KEPT_OF_STDERR}  # bytes that are still kept
+    taken = {pipe: bytearray() for pipe in room}
+    rest, report, overflow = memoryview(stdin), None, False
+    deadline = time.monotonic() + limits.seconds + _GRACE_S
+    with selectors.DefaultSelector() as selector:
+        for file, events in ((process.stdout, selectors.EVENT_READ), (process.stderr, selectors.EVENT_READ),
+                             (process.stdin, selectors.EVENT_WRITE)):  # fmt: skip
+            os.set_blocking(file.fileno(), False)
+            selector.register(file, events)
+        selector.register(control, selectors.EVENT_READ)
         try:
-            self.stdin = self.stdin[os.write(pipe.fileno(), self.stdin[: 1 << 16]) :]
+            control.sendall(len(request).to_bytes(8, "big") + request)
         except BrokenPipeError:
-            self.stdin = self.stdin[:0]  # the program closed its stdin
-        if not self.stdin:
-            self.selector.unregister(pipe)
-            pipe.close()
-
-    def _take(self, pipe, part: bytes) -> None:
-        """Keep what fits; further stdout ends the program, further stderr is discarded."""
-        most = self.limits.output_kb << 10 if pipe is self.process.stdout else _KEPT_OF_STDERR
-        room = most - len(self.taken[pipe])
-        self.taken[pipe] += part[:room]
-        if len(part) > room and pipe is self.process.stdout and not self.overflow:
-            self.overflow = True
-            self.control.shutdown(socket.SHUT_WR)
-            for open_pipe in [p for p in self.taken if p in self.selector.get_map()]:
-                self.selector.unregister(open_pipe)
-
-    def _outcome(self) -> Outcome:
-        stdout, stderr = (bytes(kept) for kept in self.taken.values())
-        refused = {"refused": f"no report; {stderr.decode(errors='replace')}"}
-        report = json.loads(self.report) if self.report else refused
-        if "refused" in report:
-            raise SandboxUnavailable(
-                f"this machine cannot confine programs ({report['refused'].strip()}). Allow user namespaces and "
-                "Landlock here, name a remote service in reward_model.sandbox_fusion.url, or set "
-                "reward_model.sandbox.unconfined=true to run model-written code with resource limits alone."
-            )
-        stopped = "output" if self.overflow else "time" if report["timeout"] else None
-        return Outcome(stdout, stderr, report["exit"], stopped, report["seconds"])
+            pass  # the jail did not start; its stderr is reported below
+        while report is None or any(pipe in selector.get_map() for pipe in taken):
+            ready = selector.select(max(0.0, deadline - time.monotonic()) if report is None else 0.0)
+            if not ready:
+                break  # no report in time, or another process keeps a pipe open and writes nothing
+            for pipe in [key.fileobj for key, _ in ready]:
+                if pipe is control:
+                    report = control.recv(1 << 16)
+                    selector.unregister(control)
+                elif pipe is process.stdin:
+                    try:
+                        rest = rest[os.write(pipe.fileno(), rest[: 1 << 16]) :]
+                    except BrokenPipeError:
+                        rest = rest[:0]  # the program closed its stdin
+                    if not rest:
+                        selector.unregister(pipe)
+                        pipe.close()
+                elif pipe in selector.get_map():  # an overflow of stdout ends reading of both pipes
+                    part = os.read(pipe.fileno(), 1 << 16)
+                    kept = part[: room[pipe]]
+                    taken[pipe] += kept
+                    room[pipe] -= len(kept)
+                    if not part:
+                        selector.unregister(pipe)
+                    elif pipe is process.stdout and len(kept) < len(part):  # of stderr the rest is discarded
+                        overflow = True
+                        control.shutdown(socket.SHUT_WR)  # ends the program
+                        for other in [p for p in taken if p in selector.get_map()]:
+                            selector.unregister(other)
+    stdout, stderr = (bytes(kept) for kept in taken.values())
+    ended = json.loads(report) if report else {"refused": f"no report; {stderr.decode(errors='replace')}"}
+    if "refused" in ended:
+        raise SandboxUnavailable(
+            f"this machine cannot confine programs ({ended['refused'].strip()}). Allow user namespaces and "
+            "Landlock here, name a remote service in reward_model.sandbox_fusion.url, or set "
+            "reward_model.sandbox.unconfined=true to run model-written code with resource limits alone."
+        )
+    stopped = "output" if overflow else "time" if ended["timeout"] else None
+    return Outcome(stdout, stderr, ended["exit"], stopped, ended["seconds"])

@@ -31,8 +31,7 @@ def mini_batches(
     units = groups_of(data.batch["group_index"]) if whole_groups else [[i] for i in range(len(data))]
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
-        order = generator.permutation(len(units)) if shuffle else range(len(units))
-        shuffled = [units[i] for i in order]
+        shuffled = [units[i] for i in generator.permutation(len(units))] if shuffle else units
         for rows in _agreed(shuffled, pack(shuffled, [len(u) for u in shuffled], size), "mini-batches"):
             yield data.select_idxs(np.asarray(rows))
 
@@ -78,12 +77,8 @@ def _agreed(units: list[list[int]], parts: list[list[int]], what: str) -> list[l
         raise ValueError(
             f"one rank needs {count} {what}, another has only {fewest} groups to cut: the batch is shared out unevenly."
         )
-    return [[row for unit in chunk for row in unit] for chunk in _chunks(units, count)]
-
-
-def _chunks(units: list[list[int]], count: int) -> list[list[list[int]]]:
     bounds = [len(units) * i // count for i in range(count + 1)]
-    return [units[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [[row for unit in units[a:b] for row in unit] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
 def restore_order(pieces: list[torch.Tensor], index: list[list[int]]) -> torch.Tensor:

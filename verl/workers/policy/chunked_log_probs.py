@@ -39,18 +39,6 @@ class FinalLogits:
             logits = torch.tanh(logits * self.inner)
         return logits if self.outer == 1 else logits * self.outer
 
-    def apply_(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, V] -> the same tensor, changed in place."""
-        if self.inner is not None:
-            logits.mul_(self.inner).tanh_()
-        return logits if self.outer == 1 else logits.mul_(self.outer)
-
-    def slope(self, final: torch.Tensor) -> torch.Tensor | None:
-        """Derivative by the input that gave `final` [N, V], divided by `outer`; None where it is 1 everywhere."""
-        if self.inner is None:
-            return None
-        return (final / self.outer).square_().neg_().add_(1).mul_(self.inner)
-
 
 class HeadOutput(NamedTuple):
     """Per token, [N] each: log_probs and entropy (float32; float64 for float64 heads), argmax (int64).
@@ -80,28 +68,20 @@ def chunked_log_probs(
     differs in the last bits.
     """
     if not is_plain(head) or with_argmax:
-        return _checkpointed(head, final, hidden, labels, with_entropy, with_argmax, chunk_tokens)
+        pieces = []
+        for part, part_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
+            args = (head, final, part, part_labels, with_entropy, with_argmax)
+            if torch.is_grad_enabled():  # autograd recomputes the chunk's logits in the backward pass
+                pieces.append(checkpoint(_one_chunk, *args, use_reentrant=False, preserve_rng_state=False))
+            else:
+                pieces.append(_one_chunk(*args))
+        return HeadOutput(*(torch.cat(column) for column in zip(*pieces, strict=True)))
     weight, bias, device = head.weight, head.bias, hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     columns = _ChunkedLogProbs.apply(hidden, weight, bias, labels, final, with_entropy, chunk_tokens)
     return HeadOutput(*columns, torch.zeros_like(labels))
-
-
-def _checkpointed(
-    head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, with_entropy: bool,
-    with_argmax: bool, chunk_tokens: int,
-) -> HeadOutput:  # fmt: skip
-    """As `chunked_log_probs`, for any head: autograd recomputes each chunk's logits in the backward pass."""
-    pieces = []
-    for part, part_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
-        args = (head, final, part, part_labels, with_entropy, with_argmax)
-        if torch.is_grad_enabled():
-            pieces.append(checkpoint(_one_chunk, *args, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(_one_chunk(*args))
-    return HeadOutput(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
 
 def _one_chunk(
@@ -124,7 +104,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         logits_of = _Logits(weight, bias, final, min(chunk_tokens, len(hidden)))
         log_probs, entropy = (hidden.new_zeros(len(hidden), dtype=logits_of.dtype) for _ in range(2))
         for at in _chunks(len(hidden), chunk_tokens):
-            log_probs[at, None], entropy[at, None] = _reduced(logits_of(hidden[at]), labels[at, None], with_entropy)
+            logits = logits_of(hidden[at])
+            log_p = torch.log_softmax(logits, -1, out=logits)
+            log_probs[at, None] = log_p.gather(-1, labels[at, None])
+            if with_entropy:
+                entropy[at, None] = log_p.exp().mul_(log_p).sum(-1, keepdim=True).neg_()
         ctx.save_for_backward(hidden, weight, bias, labels, entropy)
         ctx.logits_of, ctx.final, ctx.chunk_tokens = logits_of, final, chunk_tokens
         ctx.set_materialize_grads(False)
@@ -181,50 +165,36 @@ class _Logits:
             torch.addmm(self.bias, hidden, self.weight.T, out=product)
         if self._logits is not self._product:
             logits.copy_(product)
-        self._last = self.final.apply_(logits)
+        if self.final.inner is not None:
+            logits.mul_(self.final.inner).tanh_()
+        self._last = logits if self.final.outer == 1 else logits.mul_(self.final.outer)
         return self._last
 
     def gradient(self, hidden, labels, entropy, grad_log_probs, grad_entropy) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [n, H], the others [n, 1] -> the gradient by the head's output is grad [n, V] times factor [n, 1].
 
         grad has the output's type and buffer. The caller applies the factor, to rows of H rather than of V numbers.
+        With final logits z, p = softmax(z) and its entropy E, the gradient by z is
+        grad_log_probs * (1_y - p) - grad_entropy * p (log p + E).
 
-        The first call must be for the chunk of the last `__call__`: `_reduced` left its logits less a constant there,
-        which softmax ignores. A soft cap does not: its slope needs the logits themselves.
+        The first call must be for the chunk of the last `__call__`: the forward pass left its logits less a constant
+        there, which softmax ignores. A soft cap does not: its slope needs the logits themselves.
         """
-        logits = self(hidden) if self._last is None or self.final.inner is not None else self._last
+        inner, outer = self.final.inner, self.final.outer
+        logits = self(hidden) if self._last is None or inner is not None else self._last
         self._last = None
-        slope = self.final.slope(logits)
-        grad, factor = _gradient_in_place(logits, labels, entropy, grad_log_probs, grad_entropy)
+        slope = None if inner is None else (logits / outer).square_().neg_().add_(1).mul_(inner)
+        if grad_entropy is None:
+            grad, at_label = torch.softmax(logits, -1, out=logits), torch.ones_like(grad_log_probs)
+            factor = -grad_log_probs
+        else:
+            log_p = torch.log_softmax(logits, -1, out=logits)
+            p = log_p.exp()
+            grad, at_label = log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_probs).mul_(p), grad_log_probs
+            factor = grad_log_probs.new_full(grad_log_probs.shape, -1)
+        grad.scatter_(-1, labels, grad.gather(-1, labels) - at_label)
         if slope is not None:
             grad.mul_(slope)
         if self._logits is not self._product:
             grad = self._product[: len(grad)].copy_(grad)
-        return grad, factor * self.final.outer
-
-
-def _reduced(logits: torch.Tensor, labels: torch.Tensor, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, V], overwritten, labels [n, 1] -> log-probs [n, 1], entropy [n, 1] (zeros unless requested)."""
-    log_p = torch.log_softmax(logits, -1, out=logits)
-    chosen = log_p.gather(-1, labels)
-    entropy = log_p.exp().mul_(log_p).sum(-1, keepdim=True).neg_() if with_entropy else torch.zeros_like(chosen)
-    return chosen, entropy
-
-
-def _gradient_in_place(
-    logits: torch.Tensor, labels: torch.Tensor, entropy: torch.Tensor, grad_log_probs: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(grad [n, V] in the memory of the final logits z [n, V], factor [n, 1]); the other arguments are [n, 1].
-
-    grad * factor = grad_log_probs * d log p_y / dz + grad_entropy * dE / dz. With p = softmax(z) and its entropy E:
-    d log p_y / dz = 1_y - p, dE / dz = -p (log p + E).
-    """
-    if grad_entropy is None:
-        grad, at_label, factor = torch.softmax(logits, -1, out=logits), torch.ones_like(grad_log_probs), -grad_log_probs
-    else:
-        log_p = torch.log_softmax(logits, -1, out=logits)
-        p = log_p.exp()
-        grad = log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_probs).mul_(p)
-        at_label, factor = grad_log_probs, grad_log_probs.new_full(grad_log_probs.shape, -1)
-    return grad.scatter_(-1, labels, grad.gather(-1, labels) - at_label), factor
+        return grad, factor * outer

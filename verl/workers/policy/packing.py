@@ -90,7 +90,11 @@ def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor
         if group_index.unique().numel() != len(groups):
             raise ValueError(f"group_index {group_index.tolist()} has a group whose rows are not adjacent.")
         tokens, segments, before = _shared_prompts(prompts, answers, width, groups)
-    parts = tuple(_part(similar, causal) for causal, kind in segments for similar in _by_length(kind))
+    similar: dict[tuple[bool, int], list[Segment]] = {}  # by powers of two of the keys: less padding in a part
+    for causal, kind in segments:
+        for queries, keys in kind:
+            similar.setdefault((causal, (len(keys) - 1).bit_length()), []).append((queries, keys))
+    parts = tuple(_part(group, causal) for (causal, _), group in similar.items())
     predicted_from = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
     return Packing.of(torch.cat(tokens), parts, predicted_from, attention_mask.device)
 
@@ -149,14 +153,6 @@ def _shared_prompts(
                 tails.append((own, torch.cat([shared, own])))
             start += len(own)
     return tokens, [(True, heads), (False, tails)], before
-
-
-def _by_length(segments: list[Segment]) -> list[list[Segment]]:
-    """Segments grouped by powers of two of their keys, so that short ones are not padded to the longest of all."""
-    groups: dict[int, list[Segment]] = {}
-    for queries, keys in segments:
-        groups.setdefault((len(keys) - 1).bit_length(), []).append((queries, keys))
-    return list(groups.values())
 
 
 def _part(segments: list[Segment], causal: bool) -> Part:

@@ -1,12 +1,12 @@
 """Scores the answers of a batch in one call of the reward function."""
 
 import inspect
+from functools import partial
 from typing import Any
 
-import torch
 from loguru import logger
 
-from verl.grading.pool import Failure, FullBatch, GradingPool, PickledTensor
+from verl.grading.pool import Failure, GradingPool, call_for_batch
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.naive import NaiveRewardManager
@@ -49,7 +49,15 @@ class BatchRewardManager(NaiveRewardManager):
             **{name: value for name, value in offered.items() if takes_all or name in parameters},
             **self.reward_kwargs,
         }
-        results = self._call(arguments)
+        if self.in_processes:
+            if self._pool is None:
+                self._pool = GradingPool(partial(call_for_batch, self.compute_score), 1, self.config.batch_timeout)
+            (results,) = self._pool.map([arguments])
+        else:
+            try:
+                results = call_for_batch(self.compute_score, **arguments)
+            except Exception as error:
+                results = Failure.of(error)
         if isinstance(results, Failure):
             sources = ", ".join(sorted({str(row.data_source) for row in rows}))
             name = f"reward function {defined_at(self.compute_score)}"
@@ -64,21 +72,3 @@ class BatchRewardManager(NaiveRewardManager):
             count = f"{len(results)} scores for {len(rows)} rows"
             raise RewardError(f"reward function {defined_at(self.compute_score)} returned {count}; return one per row.")
         return results
-
-    def _call(self, arguments: dict[str, Any]) -> list[Any] | Failure:
-        call = FullBatch(self.compute_score)
-        if not self.in_processes:
-            try:
-                return call(**arguments)
-            except Exception as error:
-                return Failure.of(error)
-        if self._pool is None:
-            self._pool = GradingPool(call, 1, self.config.batch_timeout)
-        return self._pool.map([{name: _copied(value) for name, value in arguments.items()}])[0]
-
-
-def _copied(value: Any) -> Any:
-    """The value with its tensors, also those of a dict, prepared to be pickled by value."""
-    if isinstance(value, torch.Tensor):
-        return PickledTensor(value)
-    return {name: _copied(part) for name, part in value.items()} if isinstance(value, dict) else value

@@ -34,16 +34,16 @@ class DAPORewardManager(NaiveRewardManager):
                 )
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
-        pairs = zip(super().results(data, rows), rows, strict=True)
-        return [result if isinstance(result, Failure) else self._with_penalty(result, row) for result, row in pairs]
-
-    def _with_penalty(self, result: Any, row: Row) -> dict[str, Any]:
-        extras = dict(result) if isinstance(result, dict) else {"score": result}
-        extras.setdefault("acc", extras["score"])
-        if self.buffer is not None:
-            over = len(row.response_ids) - (self.max_resp_len - self.buffer["len"])
-            penalty = -max(0, over) / self.buffer["len"] * self.buffer["penalty_factor"]
-            extras["score"] = extras["score"] + penalty
-            if self.buffer["log"]:
-                extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return extras
+        results = super().results(data, rows)
+        for i, (result, row) in enumerate(zip(results, rows, strict=True)):
+            if isinstance(result, Failure):
+                continue
+            results[i] = extras = dict(result) if isinstance(result, dict) else {"score": result}
+            extras.setdefault("acc", extras["score"])
+            if self.buffer is not None:
+                over = len(row.response_ids) - (self.max_resp_len - self.buffer["len"])
+                penalty = -max(0, over) / self.buffer["len"] * self.buffer["penalty_factor"]
+                extras["score"] = extras["score"] + penalty
+                if self.buffer["log"]:
+                    extras |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return results

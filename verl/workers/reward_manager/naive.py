@@ -1,7 +1,6 @@
 """Scores the answers of a batch one by one."""
 
 import asyncio
-import inspect
 from typing import Any
 
 import torch
@@ -11,14 +10,7 @@ from verl.grading.pool import ExternFunction, Failure, GradingPool, Together
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import (
-    Row,
-    given_scores,
-    log_examples,
-    parse_results,
-    place_results,
-    rows_of,
-)  # fmt: skip
+from verl.workers.reward_manager.reward_rows import Row, log_examples, parse_results, place_results, rows_of
 
 _GRACE_S = 5.0  # beyond the limit of a row, for a share of coroutines that limit themselves
 _MOST_FAILURES = 8  # rows of a failed share that fail alone before the rest is given up: each may take its full limit
@@ -61,13 +53,15 @@ class NaiveRewardManager(AbstractRewardManager):
         return self.always_in_processes or by_name
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
-        given = given_scores(data)
-        if given is None:
+        if "rm_scores" in data.batch:
+            extras = {name: data.non_tensor_batch[name] for name in data.meta_info.get("reward_extra_keys", [])}
+            scored = {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
+        else:
             rows = rows_of(data, self.reward_fn_key)
             results = parse_results(rows, self.results(data, rows), self.config.error == "drop", self.compute_score)
-            given = place_results(data, results)
+            scored = place_results(data, results)
             log_examples(self.tokenizer, rows, results, self.num_examine)
-        return given if return_dict else given["reward_tensor"]
+        return scored if return_dict else scored["reward_tensor"]
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
         """The reward function's result for each row: a number, a dict with 'score', or a Failure."""
@@ -80,7 +74,7 @@ class NaiveRewardManager(AbstractRewardManager):
         ]  # fmt: skip
         if self.in_processes:
             return self._in_processes(items)
-        return asyncio.run(_await_all(self.compute_score, items))
+        return asyncio.run(Together(self.compute_score)(items))
 
     def _in_processes(self, items: list[dict[str, Any]]) -> list[Any]:
         workers, seconds = self.workers(self.config), self.config.item_timeout
@@ -108,14 +102,3 @@ class NaiveRewardManager(AbstractRewardManager):
     def text(self, row: Row) -> str:
         """The answer of a row."""
         return self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
-
-
-async def _await_all(function: RawRewardFn, items: list[dict[str, Any]]) -> list[Any]:
-    async def one(item: dict[str, Any]) -> Any:
-        try:
-            result = function(**item)
-            return await result if inspect.isawaitable(result) else result
-        except Exception as error:
-            return Failure.of(error)
-
-    return await asyncio.gather(*map(one, items))

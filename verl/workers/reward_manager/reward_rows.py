@@ -139,14 +139,6 @@ def place_results(data: DataProto, results: list[tuple[float, dict[str, Any]] | 
     return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
 
 
-def given_scores(data: DataProto) -> dict[str, Any] | None:
-    """The scores that the batch holds as `rm_scores` [B, R], with their extras; None without them."""
-    if "rm_scores" not in data.batch:
-        return None
-    extras = {name: data.non_tensor_batch[name] for name in data.meta_info.get("reward_extra_keys", [])}
-    return {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
-
-
 def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examine: int) -> None:
     """Log the first `num_examine` rows of each data source as readable text."""
     shown: Counter[str] = Counter()

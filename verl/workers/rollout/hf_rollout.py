@@ -62,7 +62,12 @@ class HFRollout(BaseRollout):
             response_mask[:, t] = (~done).long()
             if not self.config.ignore_eos:
                 done = done | torch.isin(token, eos)
-            if t + 1 == limit or self._all_done(done):
+            if t + 1 == limit:
+                break
+            left = (~done).any().long()
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(left, op=dist.ReduceOp.MAX)
+            if not left:  # every row of every rank is done
                 break
             attention_mask = torch.cat([attention_mask, response_mask[:, t : t + 1]], 1)
             position = positions[:, -1:] + t + 1
@@ -76,14 +81,6 @@ class HFRollout(BaseRollout):
         """Logits of the last position: input_ids and position_ids [B, q], attention_mask [B, cached + q] -> [B, V]."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         return self.engine.module(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-
-    @staticmethod
-    def _all_done(done: torch.Tensor) -> bool:
-        """Whether every row of every rank is done: done [B] bool of this rank."""
-        left = (~done).any().long()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(left, op=dist.ReduceOp.MAX)
-        return not bool(left)
 
 
 def choose(

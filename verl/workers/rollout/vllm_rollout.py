@@ -62,7 +62,15 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         super().__init__(config, model_config, device_mesh)
         self.on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
-        self.tp_group = _tensor_parallel_group(config.tensor_model_parallel_size)
+        size, self.tp_group = config.tensor_model_parallel_size, None  # the neighbouring ranks that share this engine
+        if size > 1:
+            ranks = dist.get_world_size()
+            if ranks % size:
+                raise ValueError(
+                    f"{KEY}.tensor_model_parallel_size={size} does not divide the {ranks} ranks; use a divisor."
+                )
+            groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks, size)]
+            self.tp_group = groups[dist.get_rank() // size]
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
         self.keeps_weights = not self.can_sleep  # sleep of level 2 discards them
         if not self.on_cuda and config.free_cache_engine:
@@ -76,10 +84,17 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             for segment in Path("/dev/shm").glob(f"{name}-*"):
                 segment.unlink(missing_ok=True)
         self.has_weights = config.load_format != "dummy"
-        self._warm_up()
+        # The first batch of an engine takes seconds more than the next ones; better here than in a step.
+        logger.debug("vLLM answers one prompt to warm up")
+        params = self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, (), limit=2)
+        self.llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
+        self.llm.reset_prefix_cache()
         self.release()
 
     def _engine_arguments(self) -> dict[str, Any]:
+        """What vLLM's LLM gets: the rollout's settings, then engine_kwargs.vllm, whose unknown keys are refused."""
+        from vllm.engine.arg_utils import EngineArgs
+
         config, model = self.config, self.model_config
         limit = config.max_model_len or config.prompt_length + config.response_length
         given: dict[str, Any] = {
@@ -106,14 +121,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 dist.broadcast_object_list(name, src=0)
                 given["worker_cls"] = "verl.workers.rollout.vllm_cpu_worker.SharedMemoryCPUWorker"
                 given["additional_config"] = {"shared_memory_name": name[0]}
-        return given | _engine_kwargs(config)
-
-    def _warm_up(self) -> None:
-        """The first batch of an engine takes seconds more than the next ones; better here than in a step."""
-        logger.debug("vLLM answers one prompt to warm up")
-        self.llm.generate([{"prompt_token_ids": [0]}], self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, (), 2),
-                          use_tqdm=False)  # fmt: skip
-        self.llm.reset_prefix_cache()
+        own = {k: v for k, v in dict(config.engine_kwargs.get("vllm") or {}).items() if v is not None}
+        if unknown := sorted(set(own) - {field.name for field in dataclasses.fields(EngineArgs)}):
+            raise ValueError(f"{KEY}.engine_kwargs.vllm has {', '.join(unknown)}, which vLLM's EngineArgs do not know.")
+        return given | own
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.has_weights = False  # the actor's are what counts from now on
@@ -162,8 +173,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         responses = right_padded(tokens, length, request.pad_id, torch.int64)
         mask = right_padded([[1] * len(row) for row in tokens], length, 0, torch.int64)
         log_probs = None
-        if self.config.calculate_log_probs:
-            log_probs = right_padded([_sampled(answer) for answer in answers], length, 0.0, torch.float32)
+        if self.config.calculate_log_probs:  # flat: one log-prob for each sampled token, without other entries
+            if any(answer.logprobs.token_ids != row for answer, row in zip(answers, tokens, strict=True)):
+                raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
+            log_probs = right_padded([answer.logprobs.logprobs for answer in answers], length, 0.0, torch.float32)
         return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
 
     def _generate(self, request: GenerationRequest) -> list:
@@ -188,35 +201,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             logprobs=0 if self.config.calculate_log_probs else None, flat_logprobs=True,
             repetition_penalty=self.config.repetition_penalty, **drawn,
         )  # fmt: skip
-
-
-def _sampled(answer: Any) -> list[float]:
-    """Log-prob of each sampled token: flat, without other entries."""
-    if answer.logprobs.token_ids != list(answer.token_ids):
-        raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
-    return answer.logprobs.logprobs
-
-
-def _tensor_parallel_group(size: int) -> dist.ProcessGroup | None:
-    """The `size` neighbouring ranks that share an engine with this one; None where each has its own."""
-    if size == 1:
-        return None
-    world = dist.get_world_size()
-    if world % size:
-        raise ValueError(f"{KEY}.tensor_model_parallel_size={size} does not divide the {world} ranks; use a divisor.")
-    groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, world, size)]
-    return groups[dist.get_rank() // size]
-
-
-def _engine_kwargs(config: RolloutConfig) -> dict[str, Any]:
-    """rollout.engine_kwargs.vllm without nulls; a key that vLLM does not know is refused."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = {k: v for k, v in dict(config.engine_kwargs.get("vllm") or {}).items() if v is not None}
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    if unknown := sorted(set(given) - known):
-        raise ValueError(f"{KEY}.engine_kwargs.vllm has {', '.join(unknown)}, which vLLM's EngineArgs do not know.")
-    return given
 
 
 def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
