@@ -147,6 +147,7 @@ def files() -> dict[str, File]:
     ppo, sft = PPOConfig(), SFTConfig()
     roles, workers = ppo.actor_rollout_ref, verl.workers.config
     engine, optim = workers.FSDPEngineConfig(), workers.FSDPOptimizerConfig()
+    seed = "${oc.select:trainer.seed,42}"
     service, sandbox, local_dir = workers.SandboxFusionConfig(), workers.SandboxConfig(), "default_local_dir"
     inside = {"strategy": "${..strategy}", "ulysses_sequence_parallel_size": "${..ulysses_sequence_parallel_size}"}
     entropy = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "use_torch_compile")
@@ -170,6 +171,7 @@ def files() -> dict[str, File]:
                 "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "optim.clip_grad": "${..grad_clip}",
                 "checkpoint.load_contents": "${.save_contents}",
                 **{f"fsdp_config.{name}": value for name, value in follows.items()},
+                "data_loader_seed": seed, "fsdp_config.seed": seed,
             },
             ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
@@ -193,11 +195,12 @@ def files() -> dict[str, File]:
                 "model.fsdp_config.strategy": "${critic.strategy}",
                 "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}",
                 "model.fsdp_config.ulysses_sequence_parallel_size": "${critic.ulysses_sequence_parallel_size}",
-                "optim.clip_grad": "${..grad_clip}",
+                "optim.clip_grad": "${..grad_clip}", "data_loader_seed": seed, "model.fsdp_config.seed": seed,
             },
         ),
         "data/legacy_data": File(
-            "Training and validation data.", ppo.data, values={"gen_batch_size": "${data.train_batch_size}"}
+            "Training and validation data.", ppo.data,
+            values={"gen_batch_size": "${data.train_batch_size}", "seed": "${oc.select:trainer.seed,null}"},
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),
         "model/hf_model": File("The model that is trained.", roles.model),
@@ -209,7 +212,7 @@ def files() -> dict[str, File]:
                 **_follow(ACTOR, "strategy", "use_torch_compile", "ulysses_sequence_parallel_size"),
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
-                "fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}",
+                "fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "fsdp_config.seed": seed,
                 **{f"fsdp_config.{name}": value for name, value in follows.items()},
             },
         ),
@@ -222,7 +225,7 @@ def files() -> dict[str, File]:
                 **_follow("critic", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
                 "model.external_lib": f"${{oc.select:{MODEL}.external_lib,null}}",
                 "model.fsdp_config.strategy": "${reward_model.strategy}",
-                "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}",
+                "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "model.fsdp_config.seed": seed,
             },
         ),
         "rollout/rollout": File(
@@ -293,7 +296,7 @@ def files() -> dict[str, File]:
         IterativeRefineConfig(), ("sft_trainer",), {"": sft},
         {
             "optim.lr_warmup_steps_ratio": "${optim.warmup_steps_ratio}",
-            "trainer.save_freq": "${trainer.save_checkpoint_steps}",
+            "trainer.save_freq": "${trainer.save_checkpoint_steps}", "iterative.noise_seed": "${trainer.seed}",
         },
         (f"trainer.{local_dir}",),
         head=SEARCHPATH,
@@ -302,7 +305,8 @@ def files() -> dict[str, File]:
     paths["recipe/spd/config/spd/scorer.yaml"] = File(
         "The scorer, its reward and its rollout.", spd,
         values={
-            "target_path": f"${{{MODEL}.path}}", "feature_store": "${spd.rollout.store_path}",
+            "target_path": f"${{{MODEL}.path}}", "seed": "${trainer.seed}",
+            "feature_store": "${spd.rollout.store_path}",
             "rollout.server_log": "${trainer.default_local_dir}/vllm_server.log",
             "rollout.store_path": "${trainer.default_local_dir}/completions.sqlite3",
         },

@@ -137,7 +137,7 @@ class IterativeTrainerConfig(SFTTrainerConfig):
     project_name: str = "dllm_reasoning"
     experiment_name: str = "iterative_refine"
     total_epochs: int = 3
-    save_checkpoint_steps: int = setting(1000, "Steps between checkpoints; -1 for one at the end only.", low=-1)
+    save_checkpoint_steps: int = setting(1000, "Steps between checkpoints; -1: at the end only, 0: none.", low=-1)
     save_freq: int = setting(1000, "The same by its name in sft_trainer.", low=-1)
 
 

@@ -11,7 +11,7 @@ from verl.trainer.ppo.plan import dry_run
 
 
 def prompts(count, **changes):
-    row = {"data_source": "toy", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    row = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
     rows = [{**row, "prompt": [{"role": "user", "content": "1 + 1"}], "extra_info": {"index": i}} for i in range(count)]
     for row in rows:
         row.update(changes)
@@ -149,3 +149,17 @@ def test_secrets_are_not_printed(overrides, capsys):
 def test_addresses():
     assert check_url("k", "no address")[0].kind == "wrong"
     assert check_url("k", "http://127.0.0.1:9/")[0].kind == "absent"
+
+
+
+def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code, text = plan([*overrides, "trainer.logger=[wandbb]", "trainer.nnodes=2"], capsys)
+    assert code == 1 and "trainer.logger='wandbb' is unknown; did you mean 'wandb'?" in text
+    assert "trainer.nnodes=2: this command alone starts one node" in text.partition("Absent on this machine")[2]
+    prompts(20, data_source="openai/gsm8").to_parquet(tmp_path / "train.parquet")
+    code, text = plan(overrides, capsys)
+    rule = "no rule reward for data_source='openai/gsm8'; did you mean 'openai/gsm8k'?"
+    assert code == 1 and f"data.train_files, row 0: {rule}" in text
+    (tmp_path / "mine.py").write_text("def compute_score(*args, **kwargs): return 1.0\n")
+    assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0

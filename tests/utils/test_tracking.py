@@ -33,7 +33,14 @@ def run(*entries):
 
 def test_console_line(capsys):
     Tracking("p", "e").log({"a": 0.123456789, "b": 3, "text": "no", "t": torch.tensor(2.0)}, step=7)
-    assert capsys.readouterr().out == "step:7 - a:0.123457 - b:3 - t:2\n"
+    assert capsys.readouterr().out == "step 7  a 0.1235  b 3  t 2\n"
+
+
+def test_the_console_shows_the_headlines_and_the_validation_only(capsys):
+    data = {"critic/score/mean": 0.5, "actor/pg_loss": -1 / 3, "perf/mfu": 1.0, "timing_s/step": 4.25,
+            "val-core/x/acc/mean@1": 0.75}  # fmt: skip
+    Tracking("p", "e").log(data, step=2)
+    assert capsys.readouterr().out == "step 2  reward 0.5  loss -0.3333  seconds 4.25  val-core/x/acc/mean@1 0.75\n"
 
 
 def test_file_holds_one_json_a_step():

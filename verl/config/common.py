@@ -115,6 +115,7 @@ class TrainerConfig(BaseConfig, section="trainer"):
 
     total_epochs: int = setting(30, "Epochs over the training data.", low=1)
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
+    seed: int = setting(42, "Seed that all other seeds follow unless they are set.", low=0)
     project_name: str = setting("verl_examples", "Project in the trackers and in default_local_dir.")
     experiment_name: str = setting("gsm8k", "Experiment in the trackers and in default_local_dir.")
     logger: Any = setting(lambda: ["console", "tensorboard"], "Trackers: console, file, tensorboard, wandb, trackio.")
@@ -135,7 +136,7 @@ class TrainerConfig(BaseConfig, section="trainer"):
     log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
     rollout_data_dir: str | None = setting(None, "Folder of a jsonl file of training samples per step; null for none.")
     validation_data_dir: str | None = setting(None, "Folder of a jsonl file per validation; null for none.")
-    save_freq: int = setting(-1, "Steps between checkpoints; -1 for none.", low=-1)
+    save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     esi_redundant_time: float = setting(
         0,
         "Seconds kept for saving before an elastic instance expires; 0 turns it off.",

@@ -127,7 +127,7 @@ class SFTTrainerConfig(BaseConfig, section="trainer"):
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
     logger: Any = setting(lambda: ["console", "tensorboard"], "Trackers: console, file, tensorboard, wandb, trackio.")
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
-    save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only.", low=-1)
+    save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     test_freq: int = setting(-1, "Steps between validations; -1 for one at the end only.", low=-1)
     nnodes: int = setting(1, "Machines, for the plan of a dry run; torchrun decides.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, for the plan of a dry run; torchrun decides.", low=1)

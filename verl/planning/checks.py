@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from verl.utils.weight_files import safetensors_of, tensor_shapes
 ROWS_CHECKED = 20_000
 ROWS_AT_START = 200  # of each data set: a run reads the others soon enough
 ROW_ERRORS_SHOWN = 5
-LOGGER_PACKAGES = {"wandb", "tensorboard", "trackio", "mlflow", "swanlab", "clearml"}
+LOGGER_PACKAGES = {"wandb", "tensorboard", "trackio", "mlflow", "swanlab"}
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
 
 
@@ -191,10 +192,24 @@ def row_problems(
 def check_machine(config: DictConfig) -> Iterator[Problem]:
     """GPUs and packages that the run needs and this machine lacks."""
     yield from check_gpus(config)
-    trainer = config.trainer
-    backends = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
-    for backend in sorted(LOGGER_PACKAGES.intersection(backends)):
-        if importlib.util.find_spec(backend) is None:
+    yield from check_loggers(config)
+    if config.trainer.nnodes > 1 and config.trainer.device == "cuda" and not os.environ.get("RAY_ADDRESS"):
+        text = f"trainer.nnodes={config.trainer.nnodes}: this command alone starts one node. Start the others too"
+        yield absent("trainer.nnodes", f"{text} (ray start and RAY_ADDRESS for RL, torchrun --nnodes for SFT).")
+
+
+def check_loggers(config: DictConfig) -> Iterator[Problem]:
+    """Unknown names in trainer.logger, and packages that are not installed."""
+    from verl.utils.tracking import refuse_unknown_backend
+
+    backends = config.trainer.logger
+    for backend in [backends] if isinstance(backends, str) else backends:
+        try:
+            refuse_unknown_backend(backend)
+        except ValueError as e:
+            yield wrong("trainer.logger", str(e))
+            continue
+        if backend in LOGGER_PACKAGES and importlib.util.find_spec(backend) is None:
             yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {backend}")
 
 

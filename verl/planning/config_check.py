@@ -154,7 +154,10 @@ def nearest_key(full: str, names: list[str]) -> str:
     """'; did you mean x?': a sibling first, then the same name elsewhere, then the whole path; else what there is."""
     parent, _, name = full.rpartition(".")
     siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
-    close = [siblings[c] for c in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
+    words = name.split("_")
+    close = [n for s, n in siblings.items() if all(any(part.startswith(w) for part in s.split("_")) for w in words)]
+    close = close[:1] if len(words) > 1 else []  # total_step: total_training_steps rather than total_epochs
+    close = close or [siblings[c] for c in difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)]
     close = close or difflib.get_close_matches(
         full, sorted(n for n in names if n.rpartition(".")[2] == name), n=1, cutoff=0.0
     )

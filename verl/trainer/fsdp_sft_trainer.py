@@ -8,7 +8,7 @@ from typing import Any
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.run.failure import report_failure
+from verl.trainer.run.failure import failure_message
 from verl.trainer.sft.data import create_sft_dataset
 from verl.trainer.sft.plan import dry_run, refuse_bad_input, refuse_bad_rows
 from verl.trainer.sft.trainer import FSDPSFTTrainer
@@ -28,8 +28,8 @@ def extract_step(path: str) -> int | None:
 def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTrainer) -> None:
     """Check the config, then train on the ranks of this torchrun job (without torchrun: on this process alone).
 
-    Exits with code 0 (done, or stopped by SIGTERM or Ctrl-C after a finished step), 143 (stopped twice), or 1 with an
-    error message. `trainer_class`: a subclass of FSDPSFTTrainer.
+    Exits with code 0 (done), 130 or 143 (stopped by Ctrl-C or SIGTERM, after a finished step or, by a second signal, at
+    once), or 1 with an error message. `trainer_class`: a subclass of FSDPSFTTrainer.
     """
     first = int(os.environ.get("RANK", "0")) == 0
     if config.trainer.dry_run:
@@ -49,11 +49,12 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     try:
         if "RANK" in os.environ:
             initialize_global_process_group()
-        trainer_class(config, None, None, tokenizer, *datasets).fit()
+        code = trainer_class(config, None, None, tokenizer, *datasets).fit()
         destroy_global_process_group()
     except Exception as e:
-        report_failure(e, config)
-        sys.exit(1)
+        sys.exit(failure_message(e, config))
+    if code and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun reports the signal itself
+        sys.exit(code)
 
 
 def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:

@@ -42,8 +42,9 @@ def run_ppo(
 ) -> None:
     """Check the config, then train: in this process on a Ray of our own, by an actor on the one RAY_ADDRESS names.
 
-    Exits with code 0 (done, or stopped by SIGTERM or Ctrl-C after a finished step), 143 (stopped twice), or 1 with an
-    error message. `task_runner_class` replaces TaskRunner in recipes; a remote class always runs as an actor.
+    Exits with code 0 (done), 130 or 143 (stopped by Ctrl-C or SIGTERM, after a finished step or, by a second signal, at
+    once), or 1 with an error message. `task_runner_class` replaces TaskRunner in recipes; a remote class always runs as
+    an actor.
     `known` is the config tree without the user's settings, which unknown keys are compared with; inside a Hydra
     application it is composed here. `services(config)` is entered around the training, after the checks.
     """
@@ -171,8 +172,11 @@ class TaskRunner:
             trainer.stop_requested = stop_flag
         return trainer
 
-    def run(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> None:
-        """Train to the end, or until `stop_flag()` is true after a step; the ranks always end with the run."""
+    def run(self, config: DictConfig, stop_flag: Callable[[], bool] | None = None) -> bool:
+        """Train to the end, or until `stop_flag()` is true after a step; whether the end was reached.
+
+        The ranks always end with the run.
+        """
         trainer = self.make_trainer(config, stop_flag)
         try:
             trainer.init_workers()
@@ -183,6 +187,7 @@ class TaskRunner:
             trainer.shutdown()
             raise
         trainer.shutdown()  # not where the process is to end at once: Ray ends the ranks then
+        return trainer.is_finished
 
 
 def import_external_lib(config: DictConfig) -> None:

@@ -1,6 +1,7 @@
 """From a composed config to dataclasses, and the check that stops a run before any worker starts."""
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -52,6 +53,10 @@ def hydra_main(
         @functools.wraps(task)
         def main() -> None:
             sys.argv[1:] = [forced_override(argument, groups) for argument in sys.argv[1:]]
+            if "LOGURU_LEVEL" not in os.environ:  # loguru's own default is DEBUG
+                os.environ["LOGURU_LEVEL"] = "INFO"
+                logger.remove()
+                logger.add(sys.stderr, level="INFO")
             run()
 
         return main

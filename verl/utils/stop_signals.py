@@ -11,7 +11,6 @@ from typing import Any
 
 from loguru import logger
 
-EXIT_STOPPED_TWICE = 143
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 
@@ -29,13 +28,15 @@ def stop_with_parent() -> None:
 
 
 class StopSignals:
-    """Context manager. The first signal sets `asked`; a second one exits the process with code 143.
+    """Context manager. The first signal sets `asked` and `exit_code` (130 for Ctrl-C, 143 for SIGTERM).
 
+    A second one exits the process with that code.
     Signals within 2 s are one: a launcher signals every process of its tree, and a shell forwards its own signal.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self.exit_code = 0
         self._first = 0.0  # monotonic seconds
         self._twice = False
 
@@ -47,14 +48,14 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._twice and isinstance(error, SystemExit):
-            raise SystemExit(EXIT_STOPPED_TWICE) from None  # ray.get and ray.wait make 1 of our code
+            raise SystemExit(self.exit_code) from None  # ray.get and ray.wait make 1 of our code
 
     def _on_signal(self, number: int, frame: Any) -> None:
         name = signal.Signals(number).name
         if not self.asked:
-            self.asked, self._first = True, time.monotonic()
+            self.asked, self._first, self.exit_code = True, time.monotonic(), 128 + number
             logger.warning(f"{name}: finishing the step, then saving (once more: end at once)")
         elif time.monotonic() - self._first >= SAME_STOP_S:
             logger.error(f"second {name}: the run ends now")
             self._twice = True
-            raise SystemExit(EXIT_STOPPED_TWICE)
+            raise SystemExit(self.exit_code)

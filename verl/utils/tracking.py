@@ -45,9 +45,7 @@ class Tracking:
     ) -> None:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         for name in names:
-            if name not in _BACKENDS:
-                hint = nearest(name, list(_BACKENDS)) or "."
-                raise ValueError(f"trainer.logger={name!r} is unknown{hint} Known: {', '.join(sorted(_BACKENDS))}.")
+            refuse_unknown_backend(name)
         self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in dict.fromkeys(names)}
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
@@ -62,6 +60,13 @@ class Tracking:
             sink.finish()
 
 
+def refuse_unknown_backend(name: str) -> None:
+    """Raise ValueError for a name that `trainer.logger` does not know."""
+    if name not in _BACKENDS:
+        hint = nearest(name, list(_BACKENDS)) or "."
+        raise ValueError(f"trainer.logger={name!r} is unknown{hint} Known: {', '.join(sorted(_BACKENDS))}.")
+
+
 def plain_number(value: Any) -> float | int | bool | None:
     """A plain number of a Python, numpy or torch scalar; None of anything else."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
@@ -74,14 +79,27 @@ def _numbers(data: dict[str, Any]) -> dict[str, float | int | bool]:
     return {key: number for key, value in data.items() if (number := plain_number(value)) is not None}
 
 
+# Metrics of the console's line, and what they are called there; the other backends and metrics.jsonl have all of them.
+HEADLINES = {
+    "critic/score/mean": "reward", "response_length/mean": "length", "actor/pg_loss": "loss", "train/loss": "loss",
+    "train/loss_total": "loss", "actor/kl_loss": "kl", "actor/reward_kl_penalty": "kl", "actor/lr": "lr",
+    "train/lr": "lr", "timing_s/step": "seconds", "train/time(s)": "seconds",
+}  # fmt: skip
+
+
 class ConsoleLogger(Backend):
-    """One line a step on standard output: `step:N - key:value - key:value`."""
+    """One line per step on standard output: `step 7  reward 0.41  length 35.1  loss -0.0123  lr 1e-06  seconds 4.2`.
+
+    It has the metrics of HEADLINES and those of validations (val-core/*, val/loss); all metrics if it had none of them.
+    """
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        line = [f"step:{step}"]
-        for key, value in _numbers(data).items():
-            line.append(f"{key}:{value:.6g}" if isinstance(value, float) else f"{key}:{value}")
-        sys.stdout.write(" - ".join(line) + "\n")
+        numbers = _numbers(data)
+        chosen = {name: numbers[key] for key, name in HEADLINES.items() if key in numbers}
+        chosen |= {key: value for key, value in numbers.items() if key.startswith("val-core/") or key == "val/loss"}
+        texts = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                 for name, value in (chosen or numbers).items()]  # fmt: skip
+        sys.stdout.write("  ".join([f"step {step}", *texts]) + "\n")
         sys.stdout.flush()
 
 

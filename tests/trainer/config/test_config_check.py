@@ -36,6 +36,7 @@ def test_a_sound_config_has_no_problem():
         ("+data.max_promt_length=3", "data.max_prompt_length"),
         ("+actor_rollout_ref.actor.lr=1", "actor_rollout_ref.actor.optim.lr"),
         ("+trainer.dryrun=true", "trainer.dry_run"),
+        ("+trainer.total_step=1", "trainer.total_training_steps"),
         ("+algoritm.gamma=1", "algorithm"),
         ("+actor_rollout_ref.rollout.val_kwarg.n=2", "actor_rollout_ref.rollout.val_kwargs"),
     ],

@@ -26,6 +26,7 @@ KEYS_FILE = Path(__file__).with_name("public_keys.txt")
 # Keys whose value in the yaml is not the dataclass's own: required there, or following another key only there.
 DIFFERENT = {
     "actor_rollout_ref.rollout.name": "???",
+    "data.seed": 42,
     "actor_rollout_ref.model.path": "???",
     "actor_rollout_ref.actor.rollout_n": 1,
     "actor_rollout_ref.actor.use_remove_padding": True,

@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.algos.advantage import estimate_advantages, register_adv_est
-from verl.trainer.run.failure import report_failure
+from verl.trainer.run.failure import failure_message
 from verl.utils.import_utils import load_extern_object
 from verl.utils.user_code import defined_at, full_traceback, user_frame
 
@@ -44,10 +44,9 @@ def test_the_innermost_frame_of_the_user_is_that_of_the_first_cause(broken):
     assert user_frame('File "<string>", line 1, in f\n') is None
 
 
-def test_the_report_names_frame_and_traceback_file(broken, tmp_path, capsys):
+def test_the_report_names_frame_and_traceback_file(broken, tmp_path):
     config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path / "run")}})
-    report_failure(raised_by(broken), config)
-    lines = capsys.readouterr().err.splitlines()
+    lines = failure_message(raised_by(broken), config).splitlines()
     assert lines[1].startswith("Training failed: TypeError: sum()")
     assert lines[2:] == ["  at my_loss.py:5, in broken", f"Full traceback: {tmp_path}/run/traceback.txt"]
     assert 'my_loss.py", line 5, in broken' in (tmp_path / "run" / "traceback.txt").read_text()

@@ -39,14 +39,14 @@ def make_log(directory, total_steps):
     return RunLog(OmegaConf.create({"trainer": trainer}), total_steps)
 
 
-def test_a_fresh_run_in_an_old_folder_starts_empty_files(tmp_path):
+def test_a_fresh_run_in_an_old_folder_keeps_the_earlier_metrics(tmp_path):
     log = make_log(tmp_path, total_steps=10)
     log.open(resumed_step=0)
     log.write(0, {"a": 1.0})
     log.write(1, {"a": np.float32(2.0), "text": "not a number"})
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1]) == {"step": 1, "data": {"a": 2.0}}
     log.open(resumed_step=0)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not (tmp_path / "metrics.jsonl").exists() and steps_in(tmp_path / "metrics.1.jsonl") == [0, 1]
     assert OmegaConf.load(tmp_path / "run_config.yaml") == log.config
     assert json.loads((tmp_path / "versions.json").read_text())["torch"] == installed_versions()["torch"]
 

@@ -15,6 +15,7 @@ from verl.planning.checks import (
     ROWS_CHECKED,
     Findings,
     check_fills_a_batch,
+    check_loggers,
     check_machine,
     check_models,
     check_splits,
@@ -46,6 +47,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     findings = Findings(to_start=True)
     check_models(config.actor_rollout_ref.model, findings)
     findings.problems += check_plugins(config)
+    findings.problems += check_loggers(config)
     check_data(config, findings, rows=ROWS_AT_START)
     for check in CHECKS:
         findings.problems += check(config, findings)
@@ -81,6 +83,7 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.utils.dataset.builders import create_rl_dataset
     from verl.utils.dataset.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
+    from verl.utils.reward_score import has_rule, unknown_source
 
     data, parts = config.data, (config.data, findings.tokenizer, findings.processor)
 
@@ -93,8 +96,13 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
     def make(files: list[str], split: str) -> Any:
         return create_rl_dataset(files, *parts, split == "train", data[f"{split}_max_samples"])
 
+    by_rule = config.custom_reward_function.path is None and config.reward_manager.source == "register"
+    by_rule &= config.reward_manager.name in ("naive", "batch", "dapo", "prime") and not config.reward_model.enable
+
     def lacks(row: Mapping[str, Any]) -> str | None:
         missing = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
+        if by_rule and not missing and not has_rule(source := row[data.reward_fn_key]):
+            return unknown_source(source)
         hint = ", or set data.reward_fn_key" if data.reward_fn_key in missing else ""
         text = f"no column {', '.join(missing)} (columns: {', '.join(sorted(row))})"
         return f"{text}. Add it when the data is prepared{hint}." if missing else None

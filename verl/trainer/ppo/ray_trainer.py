@@ -101,7 +101,7 @@ class RayPPOTrainer:
             or rollout.calculate_log_probs
         )
         self.needs_greedy_baseline = "reward_baselines" in core_algos.inputs_of(config.algorithm.adv_estimator)
-        self.global_steps = 0
+        self.global_steps = self.resumed_step = 0
         self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
         self.best: dict[str, Any] = {}
         self.stop_requested: Callable[[], bool] = lambda: False
@@ -177,6 +177,7 @@ class RayPPOTrainer:
                 self._validate_if_due(metrics)
                 self._log(batch, metrics)  # before saving: a checkpoint is never newer than the logged metrics
                 self._save_if_due()
+        self.run_log.print_end(self.resumed_step, self.checkpoints.saved_step)
 
     def _gather_batch(self) -> tuple[DataProto, Metrics]:
         """One step's samples with scores: prompts of one draw, n samples each, without those that were dropped."""
@@ -398,11 +399,12 @@ class RayPPOTrainer:
                 return
 
     def _due(self, every: int) -> bool:
-        return every > 0 and (self._is_last_step or self.global_steps % every == 0)
+        return every > 0 and (self.is_finished or self.global_steps % every == 0)
 
     @property
-    def _is_last_step(self) -> bool:
-        return self.global_steps >= self.total_training_steps
+    def is_finished(self) -> bool:
+        """Whether the last step was done, or there was none to do (trainer.val_only)."""
+        return self.global_steps >= self.total_training_steps or self.config.trainer.val_only
 
     def _validate_before_training(self) -> None:
         trainer = self.config.trainer
@@ -427,7 +429,8 @@ class RayPPOTrainer:
         return metrics
 
     def _save_if_due(self) -> None:
-        if self._due(self.config.trainer.save_freq):
+        every = self.config.trainer.save_freq
+        if self._due(every) or (every == -1 and self.is_finished):
             self._save_checkpoint()
 
     @step("save_checkpoint")
@@ -446,7 +449,8 @@ class RayPPOTrainer:
         if resumed is not None:
             state, same_data = resumed
             self.kl_ctrl.load_state_dict(state.kl_controller)
-            self.counters, self.best, self.global_steps = state.counters, state.best, state.global_step
+            self.counters, self.best = state.counters, state.best
+            self.global_steps = self.resumed_step = state.global_step
             self.load_variant_state(state.variant, same_data)
         self.run_log.open(self.global_steps)
 
@@ -475,4 +479,4 @@ class RayPPOTrainer:
     @step("dump_rollout_generations")
     def _log_rollout_data(self, batch: DataProto) -> None:
         """Dump the step's samples to trainer.rollout_data_dir, if set, and keep a few of them for the report."""
-        self.run_log.write_samples(batch, self.tokenizer, self.global_steps, self._is_last_step)
+        self.run_log.write_samples(batch, self.tokenizer, self.global_steps, self.is_finished)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.rollout_correction import use_bypass_loss
@@ -43,6 +44,15 @@ class ResourcePoolManager:
                 f"trainer.nnodes x trainer.n_gpus_per_node requests {wanted} {kind} ranks, but Ray has {total:g} "
                 f"{kind}s free; {hint}lower them or give Ray more."
             )
+        nodes, needed = sum(node["Alive"] for node in ray.nodes()), max(map(len, self.resource_pool_spec.values()))
+        if needed > nodes:
+            text = (
+                f"trainer.nnodes={needed}, but Ray has {nodes} node{'s' if nodes > 1 else ''}. Start Ray on each node "
+                "(ray start) and set RAY_ADDRESS, or set trainer.nnodes=1"
+            )
+            if self.use_gpu:
+                raise ValueError(f"{text}.")
+            logger.warning(f"{text}; the CPU ranks of all {needed} run on {nodes}.")
         for name, ranks_of_nodes in self.resource_pool_spec.items():
             # Colocated roles share one process, hence one worker a bundle.
             self.resource_pool_dict[name] = RayResourcePool(

@@ -1,7 +1,6 @@
-"""What a run prints when it fails: one message, the user's own frame, and the file with the full traceback."""
+"""What a failed run prints: one message, the user's own frame, and the file with the full traceback."""
 
 import os
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -12,8 +11,8 @@ from verl.utils.redact import redact_text
 from verl.utils.user_code import full_traceback, user_frame
 
 
-def report_failure(error: Exception, config: DictConfig) -> None:
-    """Print why a run ended; write traceback.txt (other ranks: traceback_rankN.txt) into trainer.default_local_dir."""
+def failure_message(error: Exception, config: DictConfig) -> str:
+    """Why a run ended; writes traceback.txt (other ranks: traceback_rankN.txt) into trainer.default_local_dir."""
     cause = root_cause(error)
     if isinstance(cause, StepFailed):
         text = str(cause)
@@ -31,6 +30,4 @@ def report_failure(error: Exception, config: DictConfig) -> None:
     except OSError as e:
         end = f"{trace}\n(traceback printed because {file} cannot be written: {e})"
     frame = user_frame(trace)
-    lines = ["", f"Training failed: {redact_text(text)}", *([f"  at {frame}"] if frame else []), end, ""]
-    sys.stderr.write("\n".join(lines))
-    sys.stderr.flush()
+    return "\n".join(["", f"Training failed: {redact_text(text)}", *([f"  at {frame}"] if frame else []), end])

@@ -17,7 +17,7 @@ import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.run.failure import report_failure
+from verl.trainer.run.failure import failure_message
 from verl.utils.stop_signals import StopSignals
 
 WORKER_ENV = {
@@ -26,6 +26,7 @@ WORKER_ENV = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
     "VLLM_LOGGING_LEVEL": "WARN",
+    "LOGURU_LEVEL": "INFO",
 }
 FORWARDED = ("LOGURU_LEVEL", "VERL_")  # of the driver's environment, by name or prefix
 TEMP_PREFIX = "verl-ray-"
@@ -158,10 +159,10 @@ def run_here(runner: Any, config: DictConfig) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
         with StopSignals() as signals:
-            runner.run(config, lambda: signals.asked)
-        return 0
+            finished = runner.run(config, lambda: signals.asked)
+        return 0 if finished else signals.exit_code
     except Exception as e:
-        report_failure(e, config)
+        sys.stderr.write(failure_message(e, config) + "\n")
         return 1
 
 
@@ -179,10 +180,10 @@ def run_until_done(runner: Any, config: DictConfig) -> int:
                 if signals.asked and not forwarded:
                     ray.get(stop.set.remote())
                     forwarded = True
-            ray.get(running)
-        return 0
+            finished = ray.get(running)
+        return 0 if finished else signals.exit_code
     except Exception as e:
-        report_failure(e, config)
+        sys.stderr.write(failure_message(e, config) + "\n")
         return 1
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from omegaconf import DictConfig
 
 from verl.protocol import DataProto
 from verl.trainer.run.samples import json_value, pick_samples, report_rows, sample_rows, write_jsonl
+from verl.trainer.run.starts import Starts, leaves, set_aside
 from verl.trainer.run.timing import timed_step
-from verl.utils.redact import redact, redacted_yaml
+from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
 
 SAMPLED_STEPS = 20  # a run keeps samples of about this many steps
@@ -71,12 +73,14 @@ class RunLog:
     def __init__(self, config: DictConfig, total_steps: int, writes: bool = True) -> None:
         self.config = config
         self.writes = writes
+        self.total_steps, self.last_step = total_steps, 0
         self.run_dir = Path(config.trainer.default_local_dir)
         self.sample_every = max(1, total_steps // SAMPLED_STEPS)
         self.metrics_log = JsonlLog(self.run_dir / "metrics.jsonl")
         self.samples_log = JsonlLog(self.run_dir / "samples.jsonl")
         self.timing: defaultdict[str, float] = defaultdict(float)
         self.tracking: Tracking | None = None
+        self.starts = Starts(self.run_dir)
 
     def __enter__(self) -> RunLog:
         if self.writes:
@@ -85,20 +89,49 @@ class RunLog:
             self.tracking = Tracking(run.project_name, run.experiment_name, backends, redact(self.config))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if self.writes:
             self.tracking.finish()
+            how = "stopped" if self.last_step < self.total_steps else "finished"
+            self.starts.end(self.last_step, how if kind is None else "failed")
             self.write_report()
 
     def open(self, resumed_step: int) -> None:
-        """Write configuration and versions; remove rows after `resumed_step` (all rows if it is 0)."""
+        """Write configuration and versions; report settings that changed since the checkpoint, and the seeds.
+
+        Rows after `resumed_step` are removed; if it is 0, the files of an earlier run are renamed (metrics.1.jsonl).
+        """
+        self.last_step = resumed_step
         if not self.writes:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "run_config.yaml").write_text(redacted_yaml(self.config), encoding="utf-8")
         (self.run_dir / "versions.json").write_text(json.dumps(installed_versions(), indent=1) + "\n")
+        for line in self.starts.begin(self.config, resumed_step, self.total_steps):
+            logger.warning("changed since the checkpoint: {}", line)
         for log in (self.metrics_log, self.samples_log):
-            log.cut_after(resumed_step if resumed_step else -1)
+            if resumed_step:
+                log.cut_after(resumed_step)
+            elif kept := set_aside(log.path):
+                logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
+        seeds = {key: value for key, value in leaves(self.config) if key.endswith("seed") and value is not None}
+        logger.info("seeds: {}", ", ".join(f"{key}={value}" for key, value in seeds.items()))
+
+    def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
+        """Print where the results of a run are; `checkpoint` is the step of its newest checkpoint."""
+        if not self.writes:
+            return
+        done, total = self.last_step, self.total_steps
+        if resumed_step >= total > 0:
+            text = (
+                f"This run was finished before, at step {resumed_step} of {total}: nothing was trained. Raise "
+                "trainer.total_epochs or trainer.total_training_steps, or set trainer.resume_mode=disable."
+            )
+        else:
+            text = f"{'Finished' if done >= total else 'Ended'} after step {done} of {total}."
+        report = f", report: {self.run_dir / 'report.html'}" if self.config.trainer.report else ""
+        saved = f"last checkpoint: {self.run_dir}/global_step_{checkpoint}" if checkpoint else "no checkpoint was saved"
+        sys.stdout.write(f"{text} Folder: {self.run_dir}{report}, {saved}\n")
+        sys.stdout.flush()
 
     @contextmanager
     def timed(self, name: str, step: int) -> Iterator[None]:
@@ -113,6 +146,7 @@ class RunLog:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one row of metrics; only numbers go to metrics.jsonl, so that the report can plot each of them."""
+        self.last_step = step
         if not self.writes:
             return
         numbers = {k: v for k, v in metrics.items() if isinstance(v, int | float | np.integer | np.floating)}

@@ -48,7 +48,6 @@ class FSDPSFTTrainer:
 
     #: dataclass of the whole config tree, which checks keys and values
     config_type: type[SFTConfig] = SFTConfig
-    #: settings that this trainer alone does not read: pattern of a key -> what is done instead
 
     def __init__(
         self,
@@ -126,10 +125,21 @@ class FSDPSFTTrainer:
         """The same for validation."""
         return cls.build_dataset(files, config, tokenizer, max_samples)
 
-    def fit(self) -> None:
-        """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report."""
-        with StopSignals() as signals, self.run_log:
+    def fit(self) -> int:
+        """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report.
+
+        Returns the exit code: 0, or that of the signal that requested the stop.
+        """
+        with self.run_log:
             self.load_checkpoint()
+            resumed = self.global_steps
+            code = self._train()
+        self.run_log.print_end(resumed, self.checkpoints.saved_step)
+        return code
+
+    def _train(self) -> int:
+        """The remaining steps; the exit code of a stop that was requested, else 0."""
+        with StopSignals() as signals:
             for self.global_steps in range(self.global_steps + 1, self.total_training_steps + 1):  # noqa: B020
                 started = time.perf_counter()
                 metrics = self.training_step(self._draw())
@@ -139,11 +149,13 @@ class FSDPSFTTrainer:
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
                 self._watch_skipped(metrics)
                 stop = any_rank(signals.asked, self.engine.device)
-                if stop or self._due(self.config.trainer.save_freq):
+                every = self.config.trainer.save_freq
+                if stop or (every != 0 and self._due(every)):
                     self.save_checkpoint(self.global_steps)
-                if stop:
+                if stop and self.global_steps < self.total_training_steps:
                     logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")
-                    return
+                    return signals.exit_code
+        return 0
 
     def _draw(self) -> TensorDict:
         """This rank's share of the next global batch: columns [B, L]."""

@@ -144,6 +144,8 @@ class FileRows(Dataset):
         row = self.rows[item]
         if name not in row:
             what = f"has no column '{name}' (columns: {', '.join(row)}). Set {setting}."
+            if isinstance(row.get("messages"), list) and setting == "data.prompt_key":
+                what = f"has no column '{name}', but conversations in 'messages'. Set data.multiturn.enable=true."
             raise MissingColumn(str(self.error(item, what)))
         return row[name]
 

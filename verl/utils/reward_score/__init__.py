@@ -61,10 +61,19 @@ def default_compute_score(
     return result if isinstance(result, dict) else float(result)
 
 
+def has_rule(data_source: str) -> bool:
+    """Whether `default_compute_score` knows this data source."""
+    return any(fnmatchcase(str(data_source), pattern) for pattern in known_sources())
+
+
+def unknown_source(data_source: str) -> str:
+    """The error message for a data source without a rule."""
+    unknown = f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'}"
+    return f"{unknown} Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
+
+
 def _scorer(data_source: str) -> tuple[str, str]:
     for pattern, scorer in _SCORERS.items():
         if fnmatchcase(data_source, pattern):
             return scorer
-    unknown = f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'}"
-    known = f"Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
-    raise NotImplementedError(f"{unknown} {known}")
+    raise NotImplementedError(unknown_source(data_source))

@@ -1,0 +1,31 @@
+"""More nodes than Ray has: an error for GPU ranks, a warning for CPU ranks."""
+
+import pytest
+from loguru import logger
+
+from verl.trainer.ppo import worker_groups
+from verl.trainer.ppo.worker_groups import ResourcePoolManager
+
+
+@pytest.fixture
+def one_node(monkeypatch):
+    monkeypatch.setattr(worker_groups.ray, "available_resources", lambda: {"GPU": 8.0, "CPU": 8.0})
+    monkeypatch.setattr(worker_groups.ray, "nodes", lambda: [{"Alive": True}, {"Alive": False}])
+
+
+@pytest.mark.usefixtures("one_node")
+def test_gpu_ranks_of_two_nodes_need_two_nodes():
+    with pytest.raises(ValueError, match=r"trainer.nnodes=2, but Ray has 1 node\. Start Ray on each node"):
+        ResourcePoolManager({"pool": [4, 4]}, {}).create_resource_pool()
+    manager = ResourcePoolManager({"pool": [8]}, {})
+    manager.create_resource_pool()
+    assert manager.resource_pool_dict["pool"].world_size == 8
+
+
+@pytest.mark.usefixtures("one_node")
+def test_cpu_ranks_of_two_nodes_run_on_one_with_a_warning():
+    lines = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    ResourcePoolManager({"pool": [1, 1]}, {}, use_gpu=False).create_resource_pool()
+    logger.remove(sink)
+    assert "trainer.nnodes=2, but Ray has 1 node." in lines[0] and "the CPU ranks of all 2 run on 1" in lines[0]

@@ -1,0 +1,80 @@
+"""What a run says of its starts: settings changed since the checkpoint, seeds, end, an earlier finished run."""
+
+import json
+
+import pytest
+from loguru import logger
+from omegaconf import OmegaConf
+
+from tests.helpers.rl_run import compose_run, fake_trainer
+from verl.trainer.run.starts import changed_settings, set_aside
+
+
+@pytest.fixture
+def logged():
+    lines = []
+    sink = logger.add(lines.append, level="INFO", format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+def trainer_of(directory, **more):
+    return fake_trainer(compose_run(directory, "unused", trainer__total_training_steps=2, **more))
+
+
+def test_changed_settings_say_whether_they_apply():
+    old = OmegaConf.create({"optim": {"lr": 1e-3, "clip_grad": 1.0}, "trainer": {"seed": 1, "resume_mode": "auto"}})
+    new = OmegaConf.create({"optim": {"lr": 1e-6, "clip_grad": 2.0}, "trainer": {"seed": 2, "resume_mode": "disable"}})
+    assert changed_settings(old, new) == [
+        "optim.clip_grad: 1.0 -> 2.0 (applied)",
+        "optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint restores its optimizer state)",
+        "trainer.seed: 1 -> 2 (not applied: the checkpoint restores its random states)",
+    ]
+
+
+def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
+    trainer_of(tmp_path, trainer__save_freq=1).fit()
+    out = tmp_path / "out"
+    trainer_of(tmp_path, trainer__total_epochs=3, actor_rollout_ref__actor__optim__lr="1e-6").run_log.open(1)
+    changed = [line.strip() for line in logged if "changed since the checkpoint" in line]
+    assert changed == [
+        "changed since the checkpoint: actor_rollout_ref.actor.optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint "
+        "restores its optimizer state)",
+        "changed since the checkpoint: trainer.save_freq: 1 -> -1 (applied)",
+        "changed since the checkpoint: trainer.total_epochs: 2 -> 3 (applied)",
+    ]
+    assert [OmegaConf.load(out / f"run_configs/{n}.yaml").trainer.total_epochs for n in (1, 2)] == [2, 3]
+    assert OmegaConf.load(out / "run_config.yaml").trainer.total_epochs == 3
+    rows = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
+    assert [(r["start"], r["step"], r.get("ended")) for r in rows] == [(1, 0, None), (1, 2, "finished"), (2, 1, None)]
+    assert any("seeds: " in line and "trainer.seed=" in line and "data.seed=" in line for line in logged)
+
+
+def test_the_last_line_names_folder_report_and_checkpoint(tmp_path, capsys):
+    trainer_of(tmp_path, trainer__report="true").fit()
+    out = tmp_path / "out"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        f"Finished after step 2 of 2. Folder: {out}, report: {out}/report.html, last checkpoint: {out}/global_step_2"
+    )
+    metrics = (out / "metrics.jsonl").read_text()
+    trainer_of(tmp_path).fit()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("This run was finished before, at step 2 of 2: nothing was trained. Raise trainer.")
+    assert (out / "metrics.jsonl").read_text() == metrics
+
+
+def test_without_checkpoints_a_second_run_keeps_the_metrics_of_the_first(tmp_path, capsys):
+    trainer_of(tmp_path, trainer__save_freq=0).fit()
+    assert capsys.readouterr().out.splitlines()[-1].endswith(", no checkpoint was saved")
+    first = (tmp_path / "out" / "metrics.jsonl").read_text()
+    trainer_of(tmp_path, trainer__save_freq=0).fit()
+    assert (tmp_path / "out" / "metrics.1.jsonl").read_text() == first
+
+
+def test_files_are_renamed_to_the_next_free_number(tmp_path):
+    path = tmp_path / "a.jsonl"
+    assert set_aside(path) is None
+    for expected in ("a.1.jsonl", "a.2.jsonl"):
+        path.write_text("x")
+        assert set_aside(path).name == expected and not path.exists()

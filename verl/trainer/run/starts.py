@@ -1,0 +1,97 @@
+"""The starts of a run: one config and one entry each, so that a resume can say what has changed since."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.utils.jsonl import read_objects
+from verl.utils.redact import redact_text, redacted_yaml
+
+STARTS_FILE = "starts.jsonl"
+# Settings that a checkpoint restores: pattern of a key -> where the value in use comes from.
+RESTORED = {
+    "*optim.lr": "optimizer state", "*optim.betas": "optimizer state", "*optim.weight_decay": "optimizer state",
+    "*optim.override_optimizer_config*": "optimizer state", "*seed": "random states",
+    "data.shuffle": "position in the data",
+}  # fmt: skip
+
+
+class Starts:
+    """starts.jsonl and run_configs/ of a run folder; `run_config.yaml` is the config of the newest start."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.path = run_dir / STARTS_FILE
+        self.number = 0  # of this start; 0 until `begin`
+
+    def begin(self, config: DictConfig, step: int, total_steps: int) -> list[str]:
+        """Enter a start from a checkpoint of `step` (0: from the beginning).
+
+        Returns a line for each setting that differs from the start which wrote that checkpoint.
+        """
+        earlier = [row for row in self.read() if "config" in row]
+        self.number = len(earlier) + 1
+        text, file = redacted_yaml(config), f"run_configs/{self.number}.yaml"
+        (self.run_dir / "run_configs").mkdir(exist_ok=True)
+        for target in (self.run_dir / "run_config.yaml", self.run_dir / file):
+            target.write_text(text, encoding="utf-8")
+        command = redact_text(shlex.join([Path(sys.executable).name, *sys.argv]))
+        self._append(start=self.number, step=step, total_steps=total_steps, command=command, config=file)
+        writer = next((row for row in reversed(earlier) if step and row["step"] < step), None)
+        if writer is None or not (self.run_dir / writer["config"]).is_file():
+            return []
+        return changed_settings(*(OmegaConf.load(self.run_dir / name) for name in (writer["config"], file)))
+
+    def end(self, step: int, how: str) -> None:
+        """Enter how this start ended, after `step`."""
+        if self.number:
+            self._append(start=self.number, step=step, ended=how)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Rows of starts (with `config`) and of ends (with `ended`), oldest first."""
+        return [row for _, row in read_objects(self.path, growing=True)] if self.path.exists() else []
+
+    def _append(self, **row: Any) -> None:
+        row["time"] = datetime.now().isoformat(timespec="seconds")
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def changed_settings(old: DictConfig, new: DictConfig) -> list[str]:
+    """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead."""
+    before, after = dict(leaves(old)), dict(leaves(new))
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) == after.get(key) or key.startswith(("trainer.resume_", "trainer.dry_run")):
+            continue
+        source = next((source for pattern, source in RESTORED.items() if fnmatchcase(key, pattern)), None)
+        effect = f"not applied: the checkpoint restores its {source}" if source else "applied"
+        lines.append(f"{key}: {before.get(key)} -> {after.get(key)} ({effect})")
+    return lines
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every setting that is not a section."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a non-empty file to the next free NAME.<n>.SUFFIX; the new path, or None if there is nothing to keep."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    number = next(n for n in range(1, 1_000_000) if not path.with_suffix(f".{n}{path.suffix}").exists())
+    kept = path.with_suffix(f".{number}{path.suffix}")
+    os.replace(path, kept)
+    return kept
