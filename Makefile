@@ -12,9 +12,11 @@
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
 #   make audit                    public names, keys and metrics beside upstream's 0.7.0 wheel, which pip fetches
+#   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
 SHELL := /bin/bash
 VENV ?= .venv
+DOCS_VENV ?= .venv-docs
 PY := $(VENV)/bin/python
 SPD_BACKBONE ?= target
 TEST_PROCESSES ?= 2
@@ -23,7 +25,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Where Python is told to keep nothing, each process of a run would compile the house anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo demo-grpo demo-dllm frontier test test-quick test-all bench chaos audit lint clean
+.PHONY: env demo demo-grpo demo-dllm frontier test test-quick test-all bench chaos audit docs lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -66,7 +68,12 @@ chaos: env
 audit: env
 	@mkdir -p outputs/audit
 	@$(PY) -m pip --disable-pip-version-check download -q verl==0.7.0 --no-deps -d outputs/audit
-	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-0.7.0-py3-none-any.whl --html outputs/audit/audit.html --markdown outputs/audit/audit.md
+	@$(PY) scripts/audit_upstream.py --upstream outputs/audit/verl-0.7.0-py3-none-any.whl --html outputs/audit/audit.html
+
+docs:
+	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/docs.txt; }
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q
+	@echo outputs/site/index.html
 
 lint: env
 	@$(PY) -m ruff check .

@@ -1,11 +1,12 @@
 """Compares the public face of an upstream release with ours: names, signatures, configuration keys, metrics.
 
-    python scripts/audit_upstream.py --upstream verl-0.7.0-py3-none-any.whl [--html out.html] [--markdown out.md]
+    python scripts/audit_upstream.py --upstream verl-0.7.0-py3-none-any.whl [--html out.html] [--update]
 
 Upstream's files are read as text (syntax trees, yaml); nothing of them is imported or shown. Exit code 1 where
 anything differs, or a name in the modules of scripts/audit/reasons.yaml or a configuration key is missing, without a
-reason in that file; where a reason excuses nothing any more; where CHANGES.md names what this tree has not, states a
-departure that is no default and that no test of scripts/audit/departures.yaml shows, or holds other tables than these.
+reason in that file; where a reason is no longer needed; where docs/migrating.md names something that does not exist
+here, states a departure that is no default and that no test of scripts/audit/departures.yaml shows, or has outdated
+tables.
 """
 
 import argparse
@@ -48,30 +49,35 @@ def known_keys() -> set[str]:
 
 
 def check_changes(file: Path, release: dict[str, str], parts: dict[str, list[page.Row]]) -> list[str]:
-    """What CHANGES.md says wrongly; also where its tables of the audit are not those of `parts`."""
-    wrong = [*changes.unfounded(file, known_keys()), *departures.unfounded(file, release)]
+    """What docs/migrating.md says wrongly; also where its tables of the audit are not those of `parts`."""
+    wrong = [*changes.unfounded(file, known_keys(), ROOT), *departures.unfounded(file, ROOT, release)]
     text = file.read_text(encoding="utf-8")
     fresh = page.markdown(parts) in text and page.reasons_table(parts) in text
-    return wrong if fresh else [*wrong, "the tables of the audit are old; --markdown writes new ones to put there"]
+    return wrong if fresh else [*wrong, "the tables of the audit are outdated; --update writes them"]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--upstream", type=Path, required=True, help="the wheel, or an unpacked folder")
     parser.add_argument("--html", type=Path, help="page with every finding")
-    parser.add_argument("--markdown", type=Path, help="summary table and reasons, for CHANGES.md")
+    parser.add_argument("--update", action="store_true", help="write the tables of the audit to docs/migrating.md")
     parser.add_argument("--show", action="store_true", help="print every missing or different name")
     args = parser.parse_args(argv)
     began = time.monotonic()
     reasons = Reasons()
     release = read_release(args.upstream)
     parts = audit(release, reasons)
-    unfounded = check_changes(ROOT / "CHANGES.md", release, parts)
+    migrating = ROOT / "docs" / "migrating.md"
+    if args.update:
+        text = migrating.read_text(encoding="utf-8")
+        old = changes.section(text, changes.AUDIT)
+        intro = old.partition("\n|")[0]
+        new = f"{intro}\n{page.markdown(parts)}\n{page.reasons_table(parts)}\n\n"
+        migrating.write_text(text.replace(old, new), encoding="utf-8")
+    unfounded = check_changes(migrating, release, parts)
     if args.html:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page.html(f"{args.upstream.name} and this tree", parts, unfounded), encoding="utf-8")
-    if args.markdown:
-        args.markdown.write_text(f"{page.markdown(parts)}\n{page.reasons_table(parts)}", encoding="utf-8")
     bad = [row for rows in parts.values() for row in page.unexplained(rows)]
     for rows in parts.values() if args.show else ():
         for row in rows:
@@ -82,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         f = row.finding
         print(f"{f.status} without a reason: {f.module}:{f.name}  {f.detail}".rstrip())
     for line in unfounded:
-        print(f"CHANGES.md: {line}")
+        print(f"docs/migrating.md: {line}")
     for pattern in reasons.unused():
         print(f"scripts/audit/reasons.yaml: {pattern!r} excuses nothing any more")
     print(page.markdown(parts))

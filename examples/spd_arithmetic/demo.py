@@ -24,7 +24,7 @@ STEPS = 90
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
 SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("-1", "0")}
 MARGINS = ("3", "4", "5")
-# By LoRA, with a head that reads what the target's head does: CHANGES.md has the figures of other ways.
+# By LoRA, with a head that reads what the target's head does: docs/experiments.md has the results of others.
 OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", "--head-inputs", "pair")
 
 

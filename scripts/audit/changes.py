@@ -1,4 +1,4 @@
-"""Checks what CHANGES.md says of this tree: all that it names in backticks is there, and each departure is shown."""
+"""Checks what docs/migrating.md says of this tree: what it names in backticks exists, and each departure is shown."""
 
 import ast
 import re
@@ -14,8 +14,8 @@ KEY = re.compile(r"[a-z_]+(?:\.[a-z_0-9]+)+")
 METRIC = re.compile(rf"(?:{'|'.join([*FAMILIES, 'spd'])})/[\w/@*]+")
 WORD = re.compile(r"-{0,2}[A-Za-z_][\w\-]*")
 SOURCES = ("verl", "recipe", "dllm_reasoning", "scripts", "examples")
-ADDED, DEPARTURES = "### What the fork adds", "### Where it departs"
-AUDIT, LEFT_OUT = "### The audit", "### Left out on purpose"
+ADDED, DEPARTURES = "## What the fork adds", "## Where it departs"
+AUDIT, LEFT_OUT = "## The audit", "## Left out on purpose"
 
 
 def named(text: str) -> list[str]:
@@ -92,9 +92,9 @@ def _words(tree: ast.AST) -> Iterator[str]:
             yield from (name for name in names if isinstance(name, str))
 
 
-def unfounded(changes: Path, known_keys: set[str]) -> list[str]:
-    """What CHANGES.md names and this tree has not, what it says is left out and is there, additions without a place."""
-    text, tree = changes.read_text(encoding="utf-8"), Tree(changes.parent, known_keys)
+def unfounded(page: Path, known_keys: set[str], root: Path) -> list[str]:
+    """What the page names and this tree lacks, what it calls left out and exists, additions without a file."""
+    text, tree = page.read_text(encoding="utf-8"), Tree(root, known_keys)
     left_out = section(text, LEFT_OUT)
     wrong = [f"`{piece}`: {lack}" for piece in named(text.replace(left_out, "")) if (lack := tree.lacks(piece))]
     wrong += [f"`{piece}` is left out, and the code has it" for piece in named(left_out) if not tree.lacks(piece)]

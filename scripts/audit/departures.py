@@ -1,4 +1,4 @@
-"""Checks CHANGES.md's table of departures: a row states defaults, which are compared, or tests show what it says."""
+"""Checks the table of departures in docs/migrating.md: its defaults are compared, the other rows are shown by tests."""
 
 import ast
 import functools
@@ -13,18 +13,18 @@ from scripts.audit.keys import OURS, TREES, our_keys, shown, upstream_keys
 FILE = Path(__file__).with_name("departures.yaml")
 
 
-def unfounded(changes: Path, release: dict[str, str] | None = None, file: Path = FILE) -> list[str]:
+def unfounded(page: Path, root: Path, release: dict[str, str] | None = None, file: Path = FILE) -> list[str]:
     """Rows that nothing shows, and rows whose values are not the defaults: ours, and upstream's where it is given."""
     grounds = yaml.safe_load(file.read_text(encoding="utf-8"))
-    listed_tables = tables(section(changes.read_text(encoding="utf-8"), DEPARTURES))
+    listed_tables = tables(section(page.read_text(encoding="utf-8"), DEPARTURES))
     rows = [row for table in listed_tables for row in table]
     wrong = []
     for row in rows:
         listed = grounds.get(row[0], [])
         listed = listed if isinstance(listed, list) else [listed]
-        wrong += [f"row {row[0][:60]!r} {error}" for error in _of_row(row, listed, changes.parent, release)]
+        wrong += [f"row {row[0][:60]!r} {error}" for error in _of_row(row, listed, root, release)]
     gone = grounds.keys() - {row[0] for row in rows}
-    return wrong + [f"{file.name}: {what[:60]!r} is no row of CHANGES.md any more" for what in sorted(gone)]
+    return wrong + [f"{file.name}: {what[:60]!r} is no row of the table any more" for what in sorted(gone)]
 
 
 def _of_row(row: list[str], grounds: list[str], root: Path, release: dict[str, str] | None) -> list[str]:

@@ -202,11 +202,11 @@ def test_planned_is_no_reason_for_anything_else(tmp_path):
         Reasons(tmp_path / "r.yaml")
 
 
-def test_what_changes_md_names_is_in_the_tree():
-    assert changes.unfounded(ROOT / "CHANGES.md", known_keys()) == []
+def test_what_the_page_names_is_in_the_tree():
+    assert changes.unfounded(ROOT / "docs" / "migrating.md", known_keys(), ROOT) == []
 
 
-def test_changes_md_is_read_with_care(tmp_path):
+def test_the_page_is_read_with_care(tmp_path):
     (tmp_path / "Makefile").write_text("demo: env\n")
     (tmp_path / "there.py").write_text("def here(for_seconds): return {'cpu': 'page.html', 'two words': 1}\n")
     right = (
@@ -226,38 +226,38 @@ def test_changes_md_is_read_with_care(tmp_path):
     file = tmp_path / "CHANGES.md"
     file.write_text(" ".join([right, *(f"`{piece}`" for piece in wrong)]))
     diff = [f"`{piece.replace('{device,gone}', 'gone')}`: {lack}" for piece, lack in wrong.items()]
-    assert changes.unfounded(file, {"trainer.device", "trainer.retry"}) == diff
+    assert changes.unfounded(file, {"trainer.device", "trainer.retry"}, tmp_path) == diff
 
 
 def test_additions_have_a_place_and_what_is_left_out_is_not_there(tmp_path):
     (tmp_path / "Makefile").write_text("demo: env\n")
     (tmp_path / "there.py").write_text("def here(): ...\n")
     (tmp_path / "CHANGES.md").write_text(
-        "### What the fork adds\n\n| what | where |\n|---|---|\n| a | `there.py` |\n| b | somewhere |\n\n"
-        "### Left out on purpose\n\nMegatron, `here`, `gone`.\n"
+        "## What the fork adds\n\n| what | where |\n|---|---|\n| a | `there.py` |\n| b | somewhere |\n\n"
+        "## Left out on purpose\n\nMegatron, `here`, `gone`.\n"
     )
-    assert changes.unfounded(tmp_path / "CHANGES.md", set()) == [
+    assert changes.unfounded(tmp_path / "CHANGES.md", set(), tmp_path) == [
         "`here` is left out, and the code has it", "'b' stands nowhere: name its file or folder",
     ]  # fmt: skip
 
 
-def audit_of_changes_md():
-    """({part: counts by status}, [(reason, {module, tree or "metrics": how many})]) as CHANGES.md's tables say."""
-    counted, reasons = changes.tables(changes.section((ROOT / "CHANGES.md").read_text(), changes.AUDIT))
+def audit_of_the_page():
+    """({part: counts by status}, [(reason, {module, tree or "metrics": count})]), read from docs/migrating.md."""
+    counted, reasons = changes.tables(changes.section((ROOT / "docs" / "migrating.md").read_text(), changes.AUDIT))
     head = ("same", "differs", "missing", "unexplained", "ours alone")
     parts = {part: dict(zip(head, map(int, numbers), strict=True)) for part, *numbers in counted}
     return parts, [(why, dict(re.findall(r"([\w.]+) \((\d+)\)", where))) for why, where in reasons]
 
 
 @pytest.mark.parametrize("tree", keys.TREES.values())
-def test_changes_md_counts_our_keys(tree):
+def test_the_page_counts_our_keys(tree):
     """What can be known without upstream's wheel; `make audit` compares the tables whole."""
-    part = audit_of_changes_md()[0][f"keys of {tree}"]
+    part = audit_of_the_page()[0][f"keys of {tree}"]
     assert part["same"] + part["differs"] + part["ours alone"] == len(keys.our_keys(tree))
 
 
-def test_changes_md_has_a_reason_for_every_difference():
-    parts, reasons = audit_of_changes_md()
+def test_the_page_has_a_reason_for_every_difference():
+    parts, reasons = audit_of_the_page()
     assert {why for why, _ in reasons} <= {reason.text for reason in Reasons().reasons}
     trees, diff = set(keys.TREES.values()), Counter()
     for _, places in reasons:
@@ -270,7 +270,7 @@ def test_changes_md_has_a_reason_for_every_difference():
     assert all(count["unexplained"] == 0 for count in parts.values())
 
 
-def test_old_tables_in_changes_md_are_told(tmp_path, monkeypatch):
+def test_old_tables_are_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(changes, "unfounded", lambda *_: ["a"])
     monkeypatch.setattr(departures, "unfounded", lambda *_: ["b"])
     row = page.Row(names.Finding("m", "f", "differs", "adds a"), "A reason.", True)
@@ -278,7 +278,7 @@ def test_old_tables_in_changes_md_are_told(tmp_path, monkeypatch):
     file.write_text(f"Told:\n\n{page.markdown({'names': [row]})}\n{page.reasons_table({'names': [row]})}")
     assert check_changes(file, {}, {"names": [row]}) == ["a", "b"]
     (old,) = check_changes(file, {}, {"names": [row, row]})[2:]
-    assert old == "the tables of the audit are old; --markdown writes new ones to put there"
+    assert old == "the tables of the audit are outdated; --update writes them"
 
 
 def test_what_differs_has_a_reason_and_what_is_missing_where_importers_rely_on_it():

@@ -1,4 +1,4 @@
-"""CHANGES.md's departures: every row is compared or shown by a test; here the few that no other test shows."""
+"""The departures of docs/migrating.md that are neither compared as defaults nor shown by another test."""
 
 from pathlib import Path
 
@@ -21,13 +21,13 @@ def errors_of(folder, row, ground, release=None):
     """What is wrong with this one row, whose ground stands in departures.yaml."""
     (folder / "tests").mkdir(exist_ok=True)
     (folder / "tests" / "test_a.py").write_text("def test_b(): ...\n")
-    (folder / "CHANGES.md").write_text(f"### Where it departs\n\n| what | |\n|---|---|\n{row}\n\n### Next\n| x |\n")
+    (folder / "page.md").write_text(f"## Where it departs\n\n| what | |\n|---|---|\n{row}\n\n## Next\n| x |\n")
     (folder / "grounds.yaml").write_text(yaml.safe_dump(ground))
-    return departures.unfounded(folder / "CHANGES.md", release, folder / "grounds.yaml")
+    return departures.unfounded(folder / "page.md", folder, release, folder / "grounds.yaml")
 
 
 def test_every_departure_is_a_default_of_ours_or_shown_by_a_test():
-    assert departures.unfounded(ROOT / "CHANGES.md") == []
+    assert departures.unfounded(ROOT / "docs" / "migrating.md", ROOT) == []
 
 
 @pytest.mark.parametrize(("row", "ground", "wrong"), [
@@ -42,7 +42,7 @@ def test_every_departure_is_a_default_of_ours_or_shown_by_a_test():
     ("| mode | a | b | why |", {"mode": "tests/test_x.py::test_y"}, "that is not there: tests/test_x.py::test_y"),
     ("| mode | a | b | why |", {}, "row 'mode' has no ground: enter the keys"),
     ("| mode | a | b |", {"mode": TEST}, "row 'mode' has 3 cells, not 4"),
-    ("| mode | a | b | why |", {"mode": TEST, "gone": TEST}, "'gone' is no row of CHANGES.md any more"),
+    ("| mode | a | b | why |", {"mode": TEST, "gone": TEST}, "'gone' is no row of the table any more"),
 ])  # fmt: skip
 def test_a_row_is_checked(tmp_path, row, ground, wrong):
     errors = errors_of(tmp_path, row, ground, UPSTREAM)

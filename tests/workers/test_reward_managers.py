@@ -335,7 +335,8 @@ def manager(name="score", cls=NaiveRewardManager, **settings):
 @pytest.mark.process
 def test_a_row_that_hangs_is_killed_and_named():
     said = (
-        r"row 1 \(data_source='x', index=11\): the reward function took longer than 1 s and was killed. "
+        r"row 1 \(data_source='x', index=11\): "
+        r"reward function score \(tests/helpers/rewards.py:8\) took longer than 1 s and was killed. "
         r"1 of 2 rows have no score \(1 took too long\); reward_model.error=drop"
     )
     with pytest.raises(RewardError, match=said):

@@ -220,7 +220,7 @@ def no_sockets(folder: str, names: list[str]) -> list[str]:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_sigterm_finishes_the_step_saves_and_exits_with_0(stopped):
+def test_sigterm_finishes_the_step_saves_and_exits_with_143(stopped):
     run, directory = stopped.run, stopped.directory
     assert run.returncode == 143, (directory / "stderr").read_text()
     last = metrics_rows(directory)[-1]["step"]
