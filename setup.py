@@ -1,4 +1,4 @@
-"""Packaging: `pip install -e .`; extras cuda, flash-attn, wandb, test."""
+"""Packaging: `pip install -e .`; extras cuda, flash-attn, wandb, debug, test."""
 
 import re
 from pathlib import Path
@@ -31,6 +31,7 @@ setup(
         "cuda": ["vllm==0.32.0"],
         "flash-attn": ["flash-attn"],
         "wandb": ["wandb"],
+        "debug": ["debugpy"],
         "test": requirements("test"),
     },
 )

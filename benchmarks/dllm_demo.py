@@ -14,7 +14,7 @@ def run() -> list[Row]:
     seconds = []
     for seed, out, took in demo_runs("examples.dllm_arithmetic.demo", "dllm"):
         seconds.append(took)
-        values = json.loads((out / "evaluation.json").read_text())["demands"]
+        values = json.loads((out / "evaluation.json").read_text())["criteria"]
         for name, value in values.items():
             shown[name].append(value)
         say(f"seed {seed}, {seconds[-1]:.0f} s")

@@ -1,4 +1,4 @@
-"""Rules of the tree, by its syntax trees: imports go down the floors, files stay short, README commands are real."""
+"""Rules of the tree: imports go down the floors, files stay short, documented commands are real."""
 
 import ast
 import contextlib
@@ -8,7 +8,6 @@ import io
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from omegaconf import OmegaConf
 
 from scripts.audit.keys import OURS
 from tests.helpers.configs import compose_ppo
+from tests.helpers.documents import FENCE, SETTINGS, commands, program_of, tracked
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("verl", "recipe", "dllm_reasoning")
@@ -33,15 +33,6 @@ FLOORS = {
     "recipe": 5, "dllm_reasoning": 5, "spd_scorer": 5, "train_spd_scorer": 5,
 }  # fmt: skip
 RECIPES = ("recipe", "dllm_reasoning", "spd_scorer", "train_spd_scorer")
-
-
-def tracked(*patterns):
-    """Files of the tree that git knows, or (outside of a checkout) that lie there."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *patterns], cwd=ROOT, capture_output=True,
-                            text=True)  # fmt: skip
-    if listed.returncode == 0 and listed.stdout:
-        return [ROOT / name for name in listed.stdout.split("\n") if name and (ROOT / name).is_file()]
-    return [f for p in patterns for f in ROOT.rglob(p) if not {".venv", "outputs"} & set(f.parts)]
 
 
 def product_files():
@@ -153,30 +144,8 @@ def test_floor_one_needs_no_ray_and_no_process_group():
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr[-2000:]
 
 
-# The commands in fenced blocks of README files: what may be run is planned or parsed, nothing is started.
-FENCE = re.compile(r"```bash\n(.*?)```", re.S)
-READMES = [f for f in tracked("*.md") if f.name == "README.md"]
+# Documented commands: options and settings are parsed, nothing is started.
 MAKE = set(re.findall(r"^([a-z\-]+):", (ROOT / "Makefile").read_text(), re.M))
-
-
-def commands():
-    """(file, words) of every command line, continued lines joined, comments cut."""
-    for readme in READMES:
-        for block in FENCE.findall(readme.read_text()):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-                    words = words[1:]
-                if words:
-                    yield readme.relative_to(ROOT), words
-
-
-def options_of(words):
-    """(module or script, the words behind it) of a python or torchrun command."""
-    rest = words[1:]
-    while rest and rest[0].startswith("--"):
-        rest = rest[1:]
-    return (rest[1], rest[2:]) if rest[0] == "-m" else (rest[0], rest[1:])
 
 
 @functools.cache
@@ -196,13 +165,6 @@ def parser_options(target, *operation):
     return set(re.findall(r"(?<![\w-])--[\w-]+", output.getvalue()))
 
 
-#: program -> the tree whose keys its key=value words name
-SETTINGS = {
-    "verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.main_generation": "generation",
-    "verl.trainer.main_eval": "evaluation", "verl.trainer.fsdp_sft_trainer": "sft_trainer",
-    "recipe.dapo.main_dapo": "dapo_trainer", "dllm_reasoning.train_iterative_refine": "iterative_refine",
-    "train_spd_scorer.py": "spd_trainer",
-}  # fmt: skip
 HYDRA = [target for target in SETTINGS if not target.endswith(".py")]  # entries without options of their own
 #: shell script -> the programs that its options and key=value words go to
 SCRIPTS = {
@@ -238,23 +200,23 @@ def unknown_words(targets, words):
     return unknown + [w for w in words if w.startswith("--") and w.split("=")[0] not in known]
 
 
-@pytest.mark.parametrize(("readme", "words"), commands(), ids=lambda v: v if isinstance(v, str) else None)
-def test_a_command_of_a_readme_is_real(readme, words):
+@pytest.mark.parametrize(("page", "words"), commands(), ids=lambda v: v if isinstance(v, str) else None)
+def test_a_documented_command_is_real(page, words):
     program, script = words[0], words[1] if words[0] == "bash" else words[0]
     if program == "make":
         assert words[1] in MAKE
     elif program in ("python", "torchrun", "python3"):
-        target, rest = options_of(words)
+        target, rest = program_of(words)
         if target.startswith("vllm."):
             assert importlib.util.find_spec("vllm") is not None
         else:
-            assert unknown_words([target], rest) == [], f"{readme}: {target}"
+            assert unknown_words([target], rest) == [], f"{page}: {target}"
     elif script.endswith(".sh"):
-        assert os.access(ROOT / script, os.R_OK if program == "bash" else os.X_OK), f"{readme}: {script} cannot be run"
+        assert os.access(ROOT / script, os.R_OK if program == "bash" else os.X_OK), f"{page}: {script} cannot be run"
         rest = words[words.index(script) + 1 :]
-        assert not rest or unknown_words(SCRIPTS[script], rest) == [], f"{readme}: {script}"
+        assert not rest or unknown_words(SCRIPTS[script], rest) == [], f"{page}: {script}"
     else:
-        assert program in ("pip", "ray", "git", "export", "cd", "hf"), f"{readme}: what is {program}?"
+        assert program in ("pip", "ray", "git", "export", "cd", "hf"), f"{page}: what is {program}?"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +235,7 @@ def test_a_command_that_is_not_real_is_found(target, words, unknown):
     assert unknown_words(SCRIPTS.get(target, [target]), words.split()) == unknown
 
 
-# What the README names between its lines: options of the programs below, keys of any tree.
+# What the pages name in running text: options of the programs below, keys of any tree.
 INLINE = re.compile(r"`([^`]+)`")
 PROGRAMS = (
     "train_spd_scorer.py", "scripts/submit_spd.py", "scripts/eval_spd_scorer.py", "scripts/spd_decode.py",
@@ -282,7 +244,8 @@ PROGRAMS = (
 
 
 def test_options_and_settings_between_the_lines_are_real():
-    pieces = INLINE.findall(FENCE.sub("", (ROOT / "README.md").read_text()))
+    texts = [FENCE.sub("", (ROOT / page).read_text()) for page in ("README.md", "docs/spd.md", "docs/quickstart.md")]
+    pieces = [piece for text in texts for piece in INLINE.findall(text)]
     options = {w for p in pieces if p.startswith("--") for w in p.split() if w.startswith("--")}
     settings = {w for p in pieces for w in p.split() if re.match(r"[a-z_]+(\.[a-z_]+)+=", w)}
     known = set().union(*map(parser_options, PROGRAMS))
@@ -291,6 +254,13 @@ def test_options_and_settings_between_the_lines_are_real():
     assert len(settings) > 3 and not lost
 
 
-def test_the_readme_has_commands_of_every_kind():
+def test_commands_of_every_kind_are_documented():
     kinds = {words[0] for _, words in commands()}
-    assert {"make", "python"} <= kinds and len(list(commands())) > 8
+    assert {"make", "python", "torchrun", "ray", "hf"} <= kinds and len(list(commands())) > 40
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    assert text.count("\n") <= 120 and len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []

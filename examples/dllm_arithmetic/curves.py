@@ -6,7 +6,8 @@ from typing import Any
 
 LOSSES = ("train/loss", "train/loss_s0", "train/loss_s1", "train/loss_ar")
 SMOOTH = 0.9
-NEAR = 0.03  # of the axis: labels of closer points would overlap
+COLOURS = ("tab:blue", "tab:orange")  # of the models
+MARKERS = "os^vDP*Xhd<>"  # of the generation modes
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -34,29 +35,18 @@ def draw_curves(
                 losses.plot(steps, smoothed(values), label=f"{name}, {key.removeprefix('train/')}")
     losses.set(xlabel="step", ylabel="loss, smoothed", yscale="log")
     losses.legend(fontsize=7)
+    modes = dict.fromkeys(row["mode"] for row in results["rows"])
+    models = dict.fromkeys(row["model"] for row in results["rows"])
     for axis, key, label in ((forwards, "tokens_per_forward", "tokens per forward"),
                              (seconds, "tokens_per_second", "tokens per second, one question at a time")):  # fmt: skip
-        furthest = max(row[key] for row in results["rows"])
-        for i, name in enumerate(dict.fromkeys(row["model"] for row in results["rows"])):
-            points = [(row[key], 100 * row["accuracy"], row["mode"]) for row in results["rows"] if row["model"] == name]
-            axis.scatter(*list(zip(*points, strict=True))[:2], label=name)
-            for x, y, modes in named_together(points, NEAR * furthest):
-                axis.annotate(modes, (x, y), fontsize=7, xytext=(2, 4 - 8 * i), textcoords="offset points",
-                              rotation=65 - 110 * i, va="top" if i else "bottom", rotation_mode="anchor")  # fmt: skip
-        axis.set(xlabel=label, ylabel="accuracy, %", xlim=(0, 1.15 * furthest), ylim=(-30, 150),
-                 yticks=range(0, 101, 20))  # fmt: skip
-        axis.legend(fontsize=7, loc="center")
+        for row in results["rows"]:
+            axis.scatter(row[key], 100 * row["accuracy"], color=COLOURS[list(models).index(row["model"])], s=60,
+                         marker=MARKERS[list(modes).index(row["mode"])], alpha=0.8, edgecolors="black")  # fmt: skip
+        axis.set(xlabel=label, ylabel="accuracy, %", xlim=(0, None), ylim=(-5, 105))
+        axis.grid(alpha=0.3)
+    for colour, name in zip(COLOURS, models, strict=False):
+        forwards.scatter([], [], color=colour, marker="s", label=name)
+    for marker, name in zip(MARKERS, modes, strict=False):
+        forwards.scatter([], [], facecolors="none", edgecolors="black", marker=marker, label=name)
+    forwards.legend(fontsize=8, loc="center")
     figure.savefig(file, dpi=110)
-
-
-def named_together(points: Sequence[tuple[float, float, str]], near: float) -> list[tuple[float, float, str]]:
-    """Labels (x, y, names) of points (x, y, name): shared if the next x is less than `near` away and y less than 2."""
-    labels: list[tuple[float, float, str]] = []
-    last = (0.0, 0.0)
-    for x, y, name in sorted(points):
-        if labels and x - last[0] < near and abs(y - last[1]) < 2:
-            labels[-1] = (*labels[-1][:2], f"{labels[-1][2]}, {name}")
-        else:
-            labels.append((x, y, name))
-        last = (x, y)
-    return labels

@@ -209,13 +209,13 @@ def main(argv: list[str] | None = None) -> int:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
     results["cpu_seconds"] = cpu
-    results["demands"] = criteria_of(results)
+    results["criteria"] = criteria_of(results)
     (out / "evaluation.json").write_text(json.dumps(results, indent=1))
     runs = [("refinement", metrics_of(run)), ("twin", metrics_of(out / "twin"))]
     draw_curves(results, runs, out / "curves.png")
     shutil.copy(out / "curves.png", run / "curves.png")
     console.print(result_table(results))
-    console.print(criteria_table(results["demands"]))
+    console.print(criteria_table(results["criteria"]))
     console.print("\n".join(summary(results)))
     console.print(phases.table())
     console.print(f"report {write_report(run)}\nall in {time.monotonic() - begun:.0f} s")

@@ -4,7 +4,7 @@
 
 Trains a start by SFT that mostly guesses, improves it by GRPO, which learns to show its work, then runs the same
 command with learning rate 0 as a control. Ends with the accuracies on validation questions, the acceptance criteria
-(acceptance.py), and OUT/result.json.
+(acceptance.py), OUT/result.json and OUT/curves.png.
 
 The control is short: its weights never change and validation is greedy, so that any number of steps gives the accuracy
 of the start. It shows that the gain comes from the updates, not from the rollout, the weight sync or the validation.
@@ -64,6 +64,28 @@ def accuracies(run: Path) -> dict[int, float]:
     return {row["step"]: row["data"][ACCURACY] for row in rows if ACCURACY in row["data"]}
 
 
+def draw_curves(run: Path, control: Path, file: Path) -> None:
+    """Write a PNG: validation accuracy of both runs, mean reward and response length of the trained one, over steps."""
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    accuracy, reward, length = figure.subplots(1, 3)
+    for name, folder, style in (("GRPO", run, "o-"), ("control, learning rate 0", control, "s--")):
+        by_step = accuracies(folder)
+        accuracy.plot(by_step.keys(), [100 * value for value in by_step.values()], style, label=name)
+    accuracy.set(ylabel="validation accuracy, %", ylim=(0, 103))
+    accuracy.legend()
+    for axis, key, label in ((reward, "critic/score/mean", "mean reward of a step"),
+                             (length, "response_length/mean", "response length, tokens")):  # fmt: skip
+        axis.plot(*zip(*((row["step"], row["data"][key]) for row in rows if key in row["data"]), strict=True))
+        axis.set(ylabel=label)
+    for axis in (accuracy, reward, length):
+        axis.set(xlabel="step")
+        axis.grid(alpha=0.3)
+    figure.savefig(file, dpi=110)
+
+
 def train(command: list[str], run: Path, steps: int) -> None:
     """Train from scratch (an older run is removed) under a progress bar."""
     shutil.rmtree(run, ignore_errors=True)
@@ -108,7 +130,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase."""
     start, out = args.out / "start", args.out
     make = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(start)]
-    zero = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=-1")
+    zero = ("actor_rollout_ref.actor.optim.lr=0", "trainer.save_freq=0")
     return {
         "start": [*make, "--seed", str(args.seed), "--sft-steps", str(args.sft_steps)],
         "GRPO": training_command(start, out / "run", args.steps, args.seed),
@@ -133,12 +155,13 @@ def main(argv: list[str] | None = None) -> int:
     trained, same = accuracies(run), accuracies(control)
     criteria = criteria_of(trained, same, time.monotonic() - begun)
     result = {"seed": args.seed, "grpo": trained, "control": same,
-             "demands": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
+             "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
     (out / "result.json").write_text(json.dumps(result, indent=1))
+    draw_curves(run, control, out / "curves.png")
     console.print(result_table(trained, same))
     console.print(phases.table())
     console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
-    console.print(f"report {run / 'report.html'}\nall in {time.monotonic() - begun:.0f} s")
+    console.print(f"report {run / 'report.html'}\ncurves {out / 'curves.png'}\nall in {time.monotonic() - begun:.0f} s")
     return 0
 
 

@@ -82,8 +82,6 @@ def test_evaluation_has_a_row_for_each_mode(small, tmp_path):
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert demo.result_table(results).row_count == len(evaluate.MODES)
     assert curves.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    points = [(3.1, 90.0, "d"), (1.0, 99.0, "a"), (1.05, 99.5, "b"), (3.0, 99.0, "c")]
-    assert curves.named_together(points, 0.2) == [(1.0, 99.0, "a, b"), (3.0, 99.0, "c"), (3.1, 90.0, "d")]
 
 
 def test_a_path_with_an_options_name_is_valid_for_hydra():

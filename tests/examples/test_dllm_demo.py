@@ -141,7 +141,7 @@ def test_a_run_that_misses_a_criterion_reports_it_and_ends_with_0(tmp_path, monk
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("MISSED") == 1 and "The twin got less CPU time than the refined model" in shown
     written = json.loads((tmp_path / "evaluation.json").read_text())
-    assert written["demands"]["twin_cpu"] == 0.8 and written["demands"]["slide_tokens_per_forward"] == 3.5
+    assert written["criteria"]["twin_cpu"] == 0.8 and written["criteria"]["slide_tokens_per_forward"] == 3.5
     assert not any("less CPU" in line for line in demo.summary(at_the_bounds()))
 
 
@@ -204,7 +204,7 @@ def test_the_benchmark_has_a_row_per_criterion_over_three_seeds(monkeypatch, tmp
         set_row("refined", "slide", "same_as_greedy", 0.5 if args.seed == 1 else 1.0)(results)
         set_row("refined", "slide", "tokens_per_forward", 3.0 + args.seed)(results)
         args.out.mkdir(parents=True)
-        (args.out / "evaluation.json").write_text(json.dumps({"demands": acceptance.criteria_of(results)}))
+        (args.out / "evaluation.json").write_text(json.dumps({"criteria": acceptance.criteria_of(results)}))
         ran.append(args.out)
 
     monkeypatch.setattr(seeds, "ROOT", tmp_path)

@@ -81,6 +81,7 @@ def trainings(monkeypatch, accuracies):
     def train(command, run, steps):
         run.mkdir(parents=True)
         rows = [{"step": step, "data": {demo.ACCURACY: value}} for step, value in accuracies[run.name].items()]
+        rows.append({"step": steps, "data": {"critic/score/mean": 0.5, "response_length/mean": 20.0}})
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     monkeypatch.setattr(demo, "train", train)
@@ -90,9 +91,10 @@ def test_a_run_that_misses_a_criterion_reports_it_and_ends_with_0(tmp_path, monk
     trainings(monkeypatch, {"run": {0: 0.4, 60: 0.5}, "control": {0: 0.4, 8: 0.4}})
     assert demo.main(["--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert shown.count("MISSED") == 1 and shown.count(": met") == 2 and "8 of 60 steps" in shown
     written = json.loads((tmp_path / "result.json").read_text())
-    assert {name: criterion["met"] for name, criterion in written["demands"].items()} == {
+    assert {name: criterion["met"] for name, criterion in written["criteria"].items()} == {
         "learned": False, "over_control": True, "seconds": True,
     }  # fmt: skip
 

@@ -2,8 +2,8 @@
 
     python -m verl.report RUN_DIR
 
-Reads `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`, `run_config.yaml` and
-`versions.json`; all but the first are optional, and the run need not have ended.
+Reads `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `samples.jsonl`, `starts.jsonl`,
+`run_config.yaml` and `versions.json`; all but the first are optional, and the run need not have ended.
 """
 
 import base64
@@ -111,9 +111,9 @@ def other_panels(series: dict[str, Curve]) -> tuple[list[Panel], list[tuple[str,
     return [Panel(title, "", draw_panel(curves)) for title, curves in titled], flat
 
 
-def summary_cards(series: dict[str, Curve], steps: int) -> list[tuple[str, str]]:
+def summary_cards(series: dict[str, Curve], steps: int, planned: int | None = None) -> list[tuple[str, str]]:
     """(label, value) pairs at the top of the page: steps, first and last reward, sums of dropped and failed items."""
-    cards = [("steps", str(steps))]
+    cards = [("steps", str(steps))] if planned is None else [("steps, finished of planned", f"{steps} of {planned}")]
     for name, label in TRENDS.items():
         if name in series:
             values = series[name].values
@@ -138,13 +138,16 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     rows = _read(metrics_file)
     series = collect_series(rows)
     steps = max((int(r["step"]) for r in rows), default=0)
+    starts_file = run_dir / "starts.jsonl"
+    starts = list_starts(_read(starts_file)) if starts_file.exists() else []
     config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
     others, flat = other_panels(series)
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page = env.from_string(TEMPLATE.read_text()).render(
         title=title or run_dir.resolve().name,
         made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
-        cards=summary_cards(series, steps),
+        cards=summary_cards(series, steps, starts[-1]["total_steps"] if starts else None),
+        starts=starts,
         panels=headline_panels(series),
         others=others,
         flat=flat,
@@ -164,6 +167,22 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
 
 def _read(path: Path) -> list[dict]:
     return [row for _, row in read_objects(path, growing=True)]
+
+
+def list_starts(rows: list[dict]) -> list[dict]:
+    """Each start of a run with its end: `step` and `total_steps` at the start, `end` in words.
+
+    A start without a row of its end was killed, unless it is the last one, which may still be running.
+    """
+    starts = [row for row in rows if "config" in row]
+    ends = {row["start"]: row for row in rows if "ended" in row}
+    for row in starts:
+        end = ends.get(row["start"])
+        if end is not None:
+            row["end"] = f"{end['ended']} after step {end['step']}, {end['time']}"
+        else:
+            row["end"] = "running, or killed" if row is starts[-1] else "killed"
+    return starts
 
 
 def last_samples(samples: list[dict], limit: int = 18) -> list[dict]:

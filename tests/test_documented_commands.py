@@ -1,0 +1,63 @@
+"""The trainings, generations and evaluations in README and docs pass the dry run, with model and data of a test."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dllm_reasoning import train_iterative_refine
+from scripts.audit.keys import OURS
+from tests.helpers.configs import compose_ppo
+from tests.helpers.documents import ROOT, SETTINGS, commands, program_of
+from verl.trainer import fsdp_sft_trainer, main_eval, main_generation
+from verl.trainer.ppo.plan import dry_run
+
+MODELS = re.compile(r"^(.*model\.path|model\.partial_pretrain)=")
+ENTRIES = {
+    "verl.trainer.main_generation": main_generation.main, "verl.trainer.main_eval": main_eval.main,
+    "verl.trainer.fsdp_sft_trainer": fsdp_sft_trainer.main,
+    "dllm_reasoning.train_iterative_refine": train_iterative_refine.main,
+}  # fmt: skip
+TRAININGS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+DOCUMENTED = [
+    (page, *program_of(words))
+    for page, words in commands()
+    if words[0] in ("python", "torchrun") and program_of(words)[0] in (*ENTRIES, *TRAININGS)
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with prompts and answers in one file, SFT pairs in another."""
+    folder = tmp_path_factory.mktemp("documented")
+    rows = [
+        {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1 + 1"}], "responses": ["#### 2"],
+         "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": i}}
+        for i in range(1200)
+    ]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(folder / "prompts.parquet")
+    pairs = [{"question": "1 + 1", "answer": "2", "instruction": "1 + 1", "output": "2"}] * 1200
+    pd.DataFrame(pairs).to_parquet(folder / "pairs.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(("page", "program", "words"), DOCUMENTED, ids=lambda v: str(v) if isinstance(v, Path) else "")
+def test_a_documented_command_passes_the_dry_run(page, program, words, files, tiny_llama, tmp_path, capsys):
+    data = files / ("pairs.parquet" if "sft" in program or "dllm" in program else "prompts.parquet")
+    settings = [re.sub(r"=\S+\.(parquet|jsonl)$", f"={data}", word) for word in words]
+    settings = [MODELS.sub(rf"\1={tiny_llama}#", word).partition("#")[0] for word in settings]
+    settings = [re.sub(r"output_path=.*", f"output_path={tmp_path}/answers.parquet", word) for word in settings]
+    tree = {"config_dir": ROOT / OURS[SETTINGS[program]].replace(".", "/"), "config_name": SETTINGS[program]}
+    config = compose_ppo(*settings, "trainer.dry_run=true", **tree)
+    if program in TRAININGS:
+        code = dry_run(config, known=compose_ppo(**tree))
+    else:
+        with pytest.raises(SystemExit) as ended:
+            ENTRIES[program].__wrapped__(config)
+        code = ended.value.code
+    assert code == 0, capsys.readouterr().out.rpartition("Problems")[2]
+
+
+def test_the_pages_document_each_entry():
+    assert {program for _, program, _ in DOCUMENTED} == {*ENTRIES, *TRAININGS}
