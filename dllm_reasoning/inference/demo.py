@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dllm_reasoning.inference.generator import generate
+from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import ADD_EOS_LENGTH, GenerationSettings
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
@@ -94,7 +94,8 @@ def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]
     rows = []
     for start in range(0, len(prompts), args.batch_size):
         part = slice(start, start + args.batch_size)
-        result = generate(model, ids[part], tokenizer.eos_token_id, tokenizer.pad_token_id, settings, start)
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        result = iterative_generate(model, ids[part], *ends, first_row=start, **vars(settings))
         for prompt, tokens, forwards in zip(prompts[part], result.tokens, result.stats.forwards, strict=True):
             rows.append({
                 "prompt": prompt, "response": tokenizer.decode(tokens, skip_special_tokens=True),

@@ -15,6 +15,7 @@ from torch import nn
 from dllm_reasoning.inference.commit_rules import Row, commit_rule
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
+from verl.utils.kv_cache import drop_rows
 from verl.workers.rollout.hf_rollout import choose
 
 
@@ -64,21 +65,14 @@ def iterative_generate(
     input_ids: lists of ids, or int64 [B, P] with attention_mask [B, P] (1 = token). The other arguments are those of
     GenerationSettings, in its order: add_eos_length, refine_iter, max_new_tokens, max_length, then by keyword.
     `first_row` is the number of the first prompt: random draws depend on the seed and a row's number only, so a batch
-    split over several calls draws the same. Raises ValueError for settings or prompts that do not fit.
+    split over several calls draws the same. Rows stop independently. Raises ValueError for settings or prompts that do
+    not fit.
     """
     if isinstance(input_ids, torch.Tensor):
         mask = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
-        prompts = [ids[kept].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
-    else:
-        prompts = [list(ids) for ids in input_ids]
-    return generate(model, prompts, eos_token_id, pad_token_id, GenerationSettings(*args, **settings), first_row)
-
-
-def generate(
-    model: nn.Module, prompts: list[list[int]], eos_token_id: int | Sequence[int], pad_token_id: int,
-    settings: GenerationSettings, first_row: int = 0,
-) -> GenerationResult:  # fmt: skip
-    """As `iterative_generate`, for lists of ids and settings in one object. Rows stop independently."""
+        input_ids = [ids[kept].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
+    settings = GenerationSettings(*args, **settings)
+    prompts = [list(ids) for ids in input_ids]
     if not prompts:
         raise ValueError("input_ids holds no prompt.")
     settings.check_prompts(prompts)
@@ -86,7 +80,7 @@ def generate(
     settings = settings.for_model(model.config, eos[0])
     rule, ends = commit_rule(settings), frozenset(eos)
     rows = [
-        Row(number, list(ids), len(ids), min(settings.max_new_tokens, settings.max_length - len(ids)),
+        Row(number, ids, len(ids), min(settings.max_new_tokens, settings.max_length - len(ids)),
             rule.first_guesses())
         for number, ids in enumerate(prompts, first_row)
     ]  # fmt: skip
@@ -112,7 +106,8 @@ def generate(
                     fed = row.guesses
                     predicted = tokens[i][: len(fed) + 1]
                     row.commit(rule.step(row, predicted, None if confidence is None else confidence[i]), fed, ends)
-                active = runner.drop_done(active)
+                caches = [] if runner.cache is None else [runner.cache]
+                active = [active[i] for i in drop_rows([row.done for row in active], caches)]
     finally:
         model.train(was_training)
     new = [row.tokens[row.prompt_length :] for row in rows]

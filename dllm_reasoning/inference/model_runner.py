@@ -5,7 +5,7 @@ from torch import nn
 
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.utils.attention import FULL, layer_kinds, rolling_problem, warn_once
-from verl.utils.kv_cache import RowCache, drop_rows
+from verl.utils.kv_cache import RowCache
 
 
 class ModelRunner:
@@ -43,11 +43,6 @@ class ModelRunner:
         columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
         columns = columns.clamp(max=logits.shape[1] - 1)  # nothing reads beyond a row's own guesses
         return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-
-    def drop_done(self, rows: list[Row]) -> list[Row]:
-        """The unfinished rows, the last ones moved into the gaps of finished ones, in the cache too."""
-        order = drop_rows([row.done for row in rows], [] if self.cache is None else [self.cache])
-        return [rows[i] for i in order]
 
 
 def cacheable(model: nn.Module) -> bool:

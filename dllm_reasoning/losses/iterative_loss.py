@@ -4,7 +4,7 @@ The prediction that is fed back carries no gradient, so each round's backward pa
 not grow with the number of rounds, and the gradient is that of the summed loss.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,16 +32,16 @@ class RoundLosses:
     counted: int
 
 
+@dataclass
 class IterativeLoss:
     """A loss with one weight per round and `ar_weight` for the clean text's own next-token loss.
 
     `share`: the rounds share the prefix's keys and values if the layout has a prefix.
     """
 
-    def __init__(self, round_weights: Sequence[float], ar_weight: float, *, share: bool) -> None:
-        self.round_weights = list(round_weights)
-        self.ar_weight = ar_weight
-        self.share = share
+    round_weights: list[float]
+    ar_weight: float
+    share: bool
 
     def run(
         self, model: nn.Module, layout: Layout, backward: Backward | None, *, scale: float, ar_scale: float,

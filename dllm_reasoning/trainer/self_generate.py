@@ -14,8 +14,8 @@ import torch.distributed as dist
 from loguru import logger
 from omegaconf import DictConfig
 
-from dllm_reasoning.inference.generator import generate
-from dllm_reasoning.inference.settings import GenerationSettings, trained_window
+from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference.settings import trained_window
 from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
 from verl.grading.pool import ExternFunction, Failure, GradingPool
@@ -102,8 +102,8 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
     model.to(torch.device("cuda", get_device_id()) if config.trainer.device == "cuda" else "cpu")
     # Token by token, unless the model was trained to be fast: both give its greedy answer.
     mode = {"add_eos_length": 0} if trained_window(model.config) is None else {"refine_iter": "slide"}
-    generation = GenerationSettings(**mode, max_new_tokens=settings.max_new_tokens, max_length=limit,
-                                    use_cache=rolling_problem(model) is None)  # fmt: skip
+    generation = {**mode, "max_new_tokens": settings.max_new_tokens, "max_length": limit,
+                  "use_cache": rolling_problem(model) is None}  # fmt: skip
     items = sorted(items, key=lambda item: len(dataset.instruction_ids(item)))
     function = ExternFunction(settings.reward_function.path, settings.reward_function.name)
     pool = GradingPool(function, 1, settings.item_timeout)
@@ -112,7 +112,7 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
         for start in range(0, len(items), settings.batch_size):
             batch = items[start : start + settings.batch_size]
             prompts = [dataset.instruction_ids(item) for item in batch]
-            result = generate(model, prompts, tokenizer.eos_token_id, tokenizer.pad_token_id, generation)
+            result = iterative_generate(model, prompts, tokenizer.eos_token_id, tokenizer.pad_token_id, **generation)
             answers = []
             for item, tokens in zip(batch, result.tokens, strict=True):
                 text = tokenizer.decode(tokens, skip_special_tokens=True)

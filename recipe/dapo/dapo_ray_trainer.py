@@ -37,9 +37,15 @@ class RayDAPOTrainer(RayPPOTrainer):
         if not self.filter.enable:
             return super()._gather_batch()
         wanted, kept, draws = self.config.data.train_batch_size, [], []
-        prompts = filtered = 0
+        limit, prompts, filtered = self.filter.max_num_gen_batches, 0, 0
         while prompts < wanted:
-            self._stop_at_limit(len(draws), prompts)
+            if 0 < limit <= len(draws):
+                raise ValueError(
+                    f"{len(draws)} generations gave {prompts} of data.train_batch_size={wanted} prompts whose samples "
+                    f"differ in {self.filter.metric!r} (algorithm.filter_groups.max_num_gen_batches={limit}). The data "
+                    "may be too hard or too easy: all samples of a group have the same score. Check the rewards, raise "
+                    "the limit, or set it to 0 for no limit."
+                )
             drawn, metrics = self._next_prompts()
             samples, gathered = self._gather_from(drawn)
             metrics |= gathered
@@ -70,17 +76,6 @@ class RayDAPOTrainer(RayPPOTrainer):
             return super()._drop_lost(samples)
         return batching.drop_lost(samples, self.n, 1, self.keeps_groups_whole)
 
-    def _stop_at_limit(self, draws: int, prompts: int) -> None:
-        limit = self.filter.max_num_gen_batches
-        if 0 < limit <= draws:
-            wanted = f"data.train_batch_size={self.config.data.train_batch_size}"
-            raise ValueError(
-                f"{draws} generations gave {prompts} of {wanted} prompts whose samples differ in "
-                f"{self.filter.metric!r} (algorithm.filter_groups.max_num_gen_batches={limit}). The data may be too "
-                "hard or too easy: all samples of a group have the same score. Check the rewards, raise the limit, or "
-                "set it to 0 for no limit."
-            )
-
     def _next_prompts(self) -> tuple[DataProto, Metrics]:
         """The prompts that the previous batch left over, with a draw of the loader if they do not fill a batch."""
         left, self.surplus = self.surplus, []
@@ -104,7 +99,16 @@ class RayDAPOTrainer(RayPPOTrainer):
 
     def _differing(self, samples: DataProto) -> np.ndarray:
         """Row numbers of the groups in which the metric differs between samples, in the batch's order."""
-        values = self._metric_of(samples)  # [B]
+        name, columns = self.filter.metric, samples.non_tensor_batch
+        tensors = {"seq_reward": "token_level_scores", FINAL_REWARD: "token_level_rewards"}
+        if name == "score" and name not in columns:
+            tensors["score"] = "token_level_scores"
+        if name not in tensors and name not in columns:
+            known = ["seq_reward", FINAL_REWARD, *samples.meta_info["reward_extra_keys"]]
+            raise ValueError(
+                f"algorithm.filter_groups.metric={name!r} is unknown: the reward returns {', '.join(known)}."
+            )
+        values = samples.batch[tensors[name]].sum(-1).numpy() if name in tensors else columns[name].astype(float)  # [B]
         groups = batching.group_rows(samples)
         chosen = [rows for rows in groups if len(rows) == 1 or np.ptp(values[rows]) > 0]
         if not chosen:
@@ -114,21 +118,6 @@ class RayDAPOTrainer(RayPPOTrainer):
             )
             return np.empty(0, dtype=np.int64)
         return np.concatenate(chosen)
-
-    def _metric_of(self, samples: DataProto) -> np.ndarray:
-        """algorithm.filter_groups.metric of each row, [B]."""
-        name, columns = self.filter.metric, samples.non_tensor_batch
-        if name in ("seq_reward", FINAL_REWARD):
-            key = "token_level_scores" if name == "seq_reward" else "token_level_rewards"
-            return samples.batch[key].sum(-1).numpy()
-        if name == "score" and name not in columns:
-            return samples.batch["token_level_scores"].sum(-1).numpy()
-        if name not in columns:
-            known = ["seq_reward", FINAL_REWARD, *samples.meta_info["reward_extra_keys"]]
-            raise ValueError(
-                f"algorithm.filter_groups.metric={name!r} is unknown: the reward returns {', '.join(known)}."
-            )
-        return columns[name].astype(float)
 
     def _first_prompts(self, samples: DataProto, wanted: int) -> DataProto:
         """The first `wanted` prompts, or as many of them as the ranks share; the others go into the next batch."""
@@ -140,12 +129,7 @@ class RayDAPOTrainer(RayPPOTrainer):
                 f"data.train_batch_size={wanted} with lost samples gives {self.ranks} ranks no even share: incomplete "
                 f"groups stay on one rank. Use data.train_batch_size={self.ranks} or more."
             )
-        self._keep_surplus(samples, [group[0] for group in groups[count:]])
-        return samples.select_idxs(torch.from_numpy(np.sort(np.concatenate(groups[:count]))))
-
-    def _keep_surplus(self, samples: DataProto, rows: list[int]) -> None:
-        """Keep the prompts of these rows, by their row numbers in the data set, for the next batch."""
-        columns = samples.non_tensor_batch
+        rows, columns = [group[0] for group in groups[count:]], samples.non_tensor_batch
         if rows and self.keeps_surplus and "sample_index" not in columns:
             logger.warning(
                 "algorithm.filter_groups.keep_surplus has no effect: the data set (data.custom_cls) has no column "
@@ -154,6 +138,7 @@ class RayDAPOTrainer(RayPPOTrainer):
             self.keeps_surplus = False
         if self.keeps_surplus:
             self.surplus = [{"item": int(columns["sample_index"][i]), "uid": str(columns["uid"][i])} for i in rows]
+        return samples.select_idxs(torch.from_numpy(np.sort(np.concatenate(groups[:count]))))
 
     def variant_state(self) -> dict[str, Any]:
         return {"surplus": self.surplus}

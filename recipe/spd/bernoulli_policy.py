@@ -7,6 +7,8 @@ from torch import nn
 
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 
+MODEL_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
+
 
 @register_policy("bernoulli")
 class BernoulliPolicy(Policy):
@@ -22,9 +24,7 @@ class BernoulliPolicy(Policy):
     def __init__(self, share: bool = False):
         self.share = share
         self.remove_padding = False
-        self.required_keys = ("responses", "input_ids", "attention_mask", "position_ids", "spd_layout")
-        if share:
-            self.required_keys += ("group_index",)
+        self.required_keys = ("responses", *MODEL_KEYS, *(("group_index",) if share else ()))
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
         """The model removes padding in its forward; `share_prompt` is ignored in favour of the policy's `share`."""
@@ -51,27 +51,25 @@ class BernoulliPolicy(Policy):
         """log p of the actions `responses` [B, R] in {0, 1}, and the Bernoulli entropy, both [B, R] float32."""
         temperature = check_temperature(temperature)
         actions = micro_batch["responses"]
-        z = self._grouped_scores(model, micro_batch) if self.share else self.scores(model, micro_batch)
+        if self.share:  # one forward of the first row of each group
+            index = micro_batch["group_index"]
+            groups, inverse, counts = torch.unique_consecutive(index, return_inverse=True, return_counts=True)
+            if groups.unique().numel() != groups.numel():
+                raise ValueError(
+                    f"group_index {index.tolist()} has a group whose rows are not adjacent; "
+                    "actor.share_prompt_forward needs batches cut and ordered along groups."
+                )
+            first = counts.cumsum(0) - counts
+            rows = {key: micro_batch[key][first] for key in MODEL_KEYS}
+            z = self.scores(model, TensorDict(rows, batch_size=len(first)))[inverse]
+        else:
+            z = self.scores(model, micro_batch)
         z = fit_width(z, actions.shape[1]) / temperature
         log_p = F.logsigmoid(torch.where(actions == 1, z, -z))
         if not with_entropy:
             return log_p, None
         # H = -p log p - (1-p) log(1-p), with log(1-p) = log p - z
         return log_p, (1 - torch.sigmoid(z)) * z - F.logsigmoid(z)
-
-    def _grouped_scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
-        """z [B, gamma] from one forward of the first row of each group."""
-        groups, inverse, counts = torch.unique_consecutive(
-            batch["group_index"], return_inverse=True, return_counts=True
-        )
-        if groups.unique().numel() != groups.numel():
-            raise ValueError(
-                f"group_index {batch['group_index'].tolist()} has a group whose rows are not adjacent; "
-                "actor.share_prompt_forward needs batches cut and ordered along groups."
-            )
-        first = counts.cumsum(0) - counts
-        keys = ("input_ids", "attention_mask", "position_ids", "spd_layout")
-        return self.scores(model, TensorDict({k: batch[k][first] for k in keys}, batch_size=len(first)))[inverse]
 
 
 def fit_width(z: torch.Tensor, width: int) -> torch.Tensor:

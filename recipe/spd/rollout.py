@@ -16,7 +16,7 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
-from recipe.spd.bernoulli_policy import fit_width
+from recipe.spd.bernoulli_policy import MODEL_KEYS, fit_width
 from recipe.spd.client import Completer, VllmEngineServer, preferred_first, server_urls
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
 from recipe.spd.decoder import end_ids
@@ -27,10 +27,10 @@ from recipe.spd.samples import (
     CompletionStatus,
     JudgedBlock,
     LostCompletionsError,
-    RankTotals,
     batch_metrics,
     grade_blocks,
     judged_block,
+    rank_totals,
 )
 from recipe.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, server_of
 from recipe.spd.settings import SPDSettings
@@ -43,7 +43,6 @@ from verl.workers.rollout.base import BaseRollout, register_rollout
 __all__ = ["LostCompletionsError", "SPDRollout", "VllmEngineServer"]
 
 LOST, MASKED = "__lost__", "masked"
-SCORER_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
 
 
 @register_rollout("spd", "sync")
@@ -170,7 +169,7 @@ class SPDRollout(BaseRollout):
         completions, status = self._completed(wanted)
         graded = grade_blocks(blocks, completions, self.tokenizer, with_baseline)
         samples = [graded[number] for number in which]
-        metrics = batch_metrics(_gather(RankTotals.of(samples, status)), self.settings.rollout.lost_share_max)
+        metrics = batch_metrics(_gather((rank_totals(samples, status), status)), self.settings.rollout.lost_share_max)
 
         width, positions = z.shape[1], self.settings.loss_positions
         counted, drafted = torch.tensor([block.masks(width, positions) for block in graded])[which].unbind(1)
@@ -182,7 +181,7 @@ class SPDRollout(BaseRollout):
         if self.settings.reward.zero_length == "mask" and not validate:
             columns[LOST][[sample.block.hybrid.effective_len == 0 for sample in samples]] = MASKED
         columns[LOST][[sample.correct is None for sample in samples]] = "lost"
-        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in SCORER_KEYS}
+        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in MODEL_KEYS}
         after = tensors["position_ids"][:, -1:] + torch.arange(1, width + 1)
         tensors.update(
             prompts=tensors["input_ids"], attention_mask=torch.cat([tensors["attention_mask"], drafted], dim=1),
@@ -199,7 +198,7 @@ class SPDRollout(BaseRollout):
         parts = []
         with self.engine.eval_mode(), self.engine.autocast():
             for first in range(0, len(prompts), size):
-                rows = [prompts.batch[key][first : first + size].to(self.engine.device) for key in SCORER_KEYS]
+                rows = [prompts.batch[key][first : first + size].to(self.engine.device) for key in MODEL_KEYS]
                 z = self._forward(SPDInputData(*rows)).float().cpu()
                 parts.append(fit_width(z, self.config.response_length))
         return torch.cat(parts)
@@ -216,9 +215,9 @@ class SPDRollout(BaseRollout):
         extended = []
         for block in blocks:
             if block.unfinished is not None:
-                more = added[block.unfinished]
-                unfinished = None if more.ended else (*block.unfinished, *more.tokens)
-                block = replace(block, further=more.tokens, unfinished=unfinished)
+                further, ended = added[block.unfinished]
+                unfinished = None if ended else (*block.unfinished, *further)
+                block = replace(block, further=further, unfinished=unfinished)
             extended.append(block)
         return extended
 

@@ -15,14 +15,6 @@ ROWS_AT_A_TIME = 256  # each has its key/value caches
 
 
 @dataclass(frozen=True)
-class Continuation:
-    """The tokens that further rounds add to a context."""
-
-    tokens: tuple[int, ...]  # without the end token
-    ended: bool  # an end token was reached
-
-
-@dataclass(frozen=True)
 class FurtherRounds:
     """Draft, target and scorer decode `blocks` more blocks of `gamma` tokens; a mismatch is accepted where z > 0.
 
@@ -39,8 +31,13 @@ class FurtherRounds:
     rows_per_forward: int
     gather: Gather
 
-    def extend(self, contexts: Sequence[tuple[int, ...]], scores: Scores) -> dict[tuple[int, ...], Continuation]:
-        """Context (token ids) -> what `blocks` more rounds add to it. Every rank calls it, without contexts too."""
+    def extend(
+        self, contexts: Sequence[tuple[int, ...]], scores: Scores
+    ) -> dict[tuple[int, ...], tuple[tuple[int, ...], bool]]:
+        """Context -> the token ids that `blocks` more rounds add to it, and whether an end token (not among them) came.
+
+        Every rank calls it, without contexts too.
+        """
         distinct = list(dict.fromkeys(contexts))
         missing = self.blocks * max(self.gather(-(-len(distinct) // ROWS_AT_A_TIME)))  # calls of the scorer
 
@@ -56,9 +53,8 @@ class FurtherRounds:
         )  # fmt: skip
         for _ in range(missing):  # rows here ended early; other ranks may still judge
             self._scores([], [], [], scores)
-        added = zip(result.tokens, result.finished, strict=True)
-        further = [Continuation(tuple(tokens[:-1] if ended else tokens), ended) for tokens, ended in added]
-        return dict(zip(distinct, further, strict=True))
+        added = zip(distinct, result.tokens, result.finished, strict=True)
+        return {context: (tuple(tokens[:-1] if ended else tokens), ended) for context, tokens, ended in added}
 
     def _scores(self, contexts: list, drafts: list, targets: list, scores: Scores) -> torch.Tensor:
         """z [B, gamma] of this rank's B >= 0 blocks; -1 after a draft's end token."""

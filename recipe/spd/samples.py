@@ -141,44 +141,36 @@ class CompletionStatus:
     failure: str = ""  # why there are no completions at all; raised on every rank
 
 
-@dataclass
-class RankTotals:
-    """One rank's sums over its samples, from which all ranks make the same metrics."""
-
-    values: dict[str, float]
-    longest: int  # largest effective length
-    status: CompletionStatus
-
-    @classmethod
-    def of(cls, samples: Sequence[GradedBlock], status: CompletionStatus) -> RankTotals:
-        """The totals of one batch."""
-        kept = [sample for sample in samples if sample.correct is not None]
-        lengths = [sample.block.hybrid.effective_len for sample in kept]
-        ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
-        scenarios = Counter(sample.scenario for sample in kept)
-        values = {
-            "samples": len(samples), "kept": len(kept), "accepted": sum(lengths), "ratios": len(ratios),
-            "ratio_sum": sum(ratios), "limit": sum(s.completion.hit_limit for s in kept),
-            **{f"completions/{name}": value for name, value in asdict(status.counts).items()},
-            **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
-        }  # fmt: skip
-        return cls({name: float(value) for name, value in values.items()}, max(lengths, default=0), status)
+def rank_totals(samples: Sequence[GradedBlock], status: CompletionStatus) -> dict[str, float]:
+    """One rank's sums over its samples, and `longest`, its largest effective length."""
+    kept = [sample for sample in samples if sample.correct is not None]
+    lengths = [sample.block.hybrid.effective_len for sample in kept]
+    ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
+    scenarios = Counter(sample.scenario for sample in kept)
+    return {
+        "samples": len(samples), "kept": len(kept), "accepted": sum(lengths), "longest": max(lengths, default=0),
+        "ratios": len(ratios), "ratio_sum": sum(ratios), "limit": sum(s.completion.hit_limit for s in kept),
+        **{f"completions/{name}": value for name, value in asdict(status.counts).items()},
+        **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
+    }  # fmt: skip
 
 
-def batch_metrics(ranks: Sequence[RankTotals], lost_share_max: float) -> dict[str, float]:
-    """spd/* over all ranks, the same on each.
+def batch_metrics(ranks: Sequence[tuple[dict[str, float], CompletionStatus]], share_max: float) -> dict[str, float]:
+    """spd/* from each rank's totals and status, the same on every rank.
 
-    Raises RuntimeError where a rank failed, LostCompletionsError where too many samples have no completion.
+    Raises RuntimeError where a rank failed, LostCompletionsError where more than `share_max` of the samples have no
+    completion.
     """
-    total = {name: sum(rank.values[name] for rank in ranks) for name in ranks[0].values}
-    if failures := [rank.status.failure for rank in ranks if rank.status.failure]:
+    totals, statuses = zip(*ranks, strict=True)
+    total = {name: float(sum(values[name] for values in totals)) for name in totals[0]}
+    if failures := [status.failure for status in statuses if status.failure]:
         raise RuntimeError(f"spd rollout: {failures[0]}")
     lost = total["samples"] - total["kept"]
-    if lost > lost_share_max * total["samples"]:
-        why = next((rank.status.last_error for rank in ranks if rank.status.last_error), "no completion came")
+    if lost > share_max * total["samples"]:
+        why = next((status.last_error for status in statuses if status.last_error), "no completion came")
         raise LostCompletionsError(
             f"{lost:.0f} of {total['samples']:.0f} samples have no completion from the servers "
-            f"{', '.join(ranks[0].status.urls)} (last error: {why}); spd.rollout.lost_share_max={lost_share_max} "
+            f"{', '.join(statuses[0].urls)} (last error: {why}); spd.rollout.lost_share_max={share_max} "
             "allows fewer. Check the servers, then start the run again: it resumes, and completions made so far are "
             "kept."
         )
@@ -187,9 +179,10 @@ def batch_metrics(ranks: Sequence[RankTotals], lost_share_max: float) -> dict[st
     if total["completions/requested"]:
         metrics["spd/completions/hit_rate"] = total["completions/stored"] / total["completions/requested"]
     metrics |= {
-        "spd/store/mib": max(rank.status.store_bytes for rank in ranks) / 2**20,
-        "spd/dropped_samples": lost, "spd/accepted_len/mean": total["accepted"] / kept,
-        "spd/accepted_len/max": float(max(rank.longest for rank in ranks)), "spd/hit_limit": total["limit"] / kept,
+        "spd/store/mib": max(status.store_bytes for status in statuses) / 2**20,
+        "spd/dropped_samples": lost, "spd/hit_limit": total["limit"] / kept,
+        "spd/accepted_len/mean": total["accepted"] / kept,
+        "spd/accepted_len/max": float(max(values["longest"] for values in totals)),
         **{f"spd/scenario/{name}": total[f"scenario/{name}"] / kept for name in SCENARIOS},
     }  # fmt: skip
     if total["ratios"]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.utils.registry import nearest
+from verl.config.fields import check_settings, setting
 
 CONFIG_FILE = "spd_config.json"
 BACKBONES = ("own", "target")
@@ -22,39 +23,26 @@ HEAD_INPUTS = ("state", "pair")
 class ScoringModelConfig:
     """Kind of the scorer and its base model."""
 
-    # Directory of the Hugging Face base model: the own backbone, or the target whose hidden states are read.
-    base_model_path: str = ""
+    section: ClassVar[str] = "spd"
+    base_model_path: str = ""  # Hugging Face directory: the own backbone, or the target whose hidden states are read
     # own: a separate backbone reads the block; target: a small head over the frozen target's hidden states.
-    backbone: str = "target"
-    # Mask of the `own` backbone; `target` runs the target causally.
-    attention: str = "causal"
-    # Number of last context tokens that the `own` backbone reads; 0 = all. `target` always reads the full context.
-    context_tokens: int = 0
-    # Hidden size of the base model; 0 = from its config.
-    hidden_size: int = 0
+    backbone: str = setting("target", choices=BACKBONES)
+    attention: str = setting("causal", choices=ATTENTIONS)  # of the `own` backbone; `target` runs the target causally
+    context_tokens: int = 0  # last context tokens that the `own` backbone reads; 0 = all, as `target` always does
+    hidden_size: int = 0  # of the base model; 0 = from its config
     # What the `own` backbone's head reads. state: the state over t_i. pair: also the state over the token before d_i,
     # and the embeddings of d_i and t_i, as the target head does.
-    head_inputs: str = "state"
-    # Width of the two hidden layers of a head that reads embeddings (target; own with pair).
-    head_size: int = 128
-    # 0 trains the full `own` backbone.
-    lora_rank: int = 0
+    head_inputs: str = setting("state", choices=HEAD_INPUTS)
+    head_size: int = 128  # width of the two hidden layers of a head that reads embeddings (target; own with pair)
+    lora_rank: int = 0  # 0 trains the full `own` backbone
     lora_alpha: int = 16
     lora_target_modules: str | list[str] = "all-linear"
-    # Logit where draft and target agree: accepted for certain, no gradient.
-    mismatch_logit_value: float = 50.0
-    # Seed of the head's initial weights: every rank must draw the same.
-    seed: int = 0
-    # Fingerprint of the model that a `target` head or adapters were trained on; set when the scorer is built.
-    base_fingerprint: str = ""
+    mismatch_logit_value: float = 50.0  # logit where draft and target agree: accepted for certain, no gradient
+    seed: int = 0  # of the head's initial weights: every rank must draw the same
+    base_fingerprint: str = ""  # of the model that a `target` head or adapters were trained on; set when it is built
 
     def __post_init__(self) -> None:
-        for name, known in (("backbone", BACKBONES), ("attention", ATTENTIONS), ("head_inputs", HEAD_INPUTS)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(
-                    f"spd.{name}={value!r} is unknown{nearest(value, known) or '.'} Known: {', '.join(known)}."
-                )
+        check_settings(self)
         if self.context_tokens < 0 or (self.context_tokens and self.backbone == "target"):
             raise ValueError(
                 f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "

@@ -16,12 +16,6 @@ PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
 
 
-def die_with_parent() -> None:
-    """Called in a child before exec: the kernel kills it when its parent ends, however that ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def end_group(group: int, reap) -> None:
     """End a process group and wait until none of it is left; `reap()` collects our own dead child."""
     for sign, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
@@ -64,7 +58,12 @@ def main() -> int:
     stopping = []
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, lambda number, frame: stopping.append(number))
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    # The kernel kills the child when this process ends, however that happens.
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) if sys.platform == "linux" else None,
+    )  # fmt: skip
     guard(child.pid)
     try:
         while child.poll() is None and not stopping and os.getppid() == owner:

@@ -71,11 +71,11 @@ def test_options_reach_the_generator(model_path, tmp_path, options, settings):
 def test_model_options_reach_the_model(model_path, tmp_path, monkeypatch, options, name, expected):
     seen = {}
 
-    def generate(model, prompts, eos, pad, settings, first_row):
-        seen.update(cache=settings.use_cache, dtype=model.dtype, device=model.device.type)
+    def generate(model, prompts, eos, pad, first_row, use_cache, **settings):
+        seen.update(cache=use_cache, dtype=model.dtype, device=model.device.type)
         return GenerationResult([[5]], GenerationStats([1], [1], [[]], 1, 0.1))
 
-    monkeypatch.setattr(demo, "generate", generate)
+    monkeypatch.setattr(demo, "iterative_generate", generate)
     assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options)[0] == 0 and seen[name] == expected
 
 
@@ -91,7 +91,7 @@ def test_draws_do_not_depend_on_the_batch_size(model_path, tmp_path):
 
 
 def test_every_prompt_is_checked_before_the_first_is_answered(model_path, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(demo, "generate", lambda *_, **__: pytest.fail("answered"))
+    monkeypatch.setattr(demo, "iterative_generate", lambda *_, **__: pytest.fail("answered"))
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join([*PROMPTS, "a " * 30]))
     code, _ = run(model_path, tmp_path, "--prompts_file", str(file), "--max_length", "20")

@@ -7,7 +7,6 @@ import torch
 import transformers
 
 from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule, confirmed
-from dllm_reasoning.inference.generator import generate as generate_with
 from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
@@ -223,7 +222,7 @@ def test_commit_rule_by_name():
 def test_settings_are_the_arguments_of_iterative_generate_in_their_order():
     model, prompt = model_of("llama"), [list(prompts()[0])]
     settings = GenerationSettings(5, "slide", 7, 64, temperature=1.3, seed=3)
-    by_object = generate_with(model, prompt, EOS, PAD, settings).tokens
+    by_object = iterative_generate(model, prompt, EOS, PAD, **vars(settings)).tokens
     assert iterative_generate(model, prompt, EOS, PAD, 5, "slide", 7, 64, temperature=1.3, seed=3).tokens == by_object
     assert len(by_object[0]) <= 7
     with pytest.raises(AttributeError):
