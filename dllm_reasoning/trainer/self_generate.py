@@ -20,6 +20,7 @@ from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
 from verl.grading.pool import ExternFunction, Failure, GradingPool
 from verl.planning.problems import one_line
+from verl.trainer.run.ranks import barrier, gathered
 from verl.utils.dataset.sft_dataset import encode_segments
 from verl.utils.device import get_device_id
 from verl.utils.distributed import initialize_global_process_group
@@ -52,10 +53,7 @@ def own_answers(config: DictConfig, dataset: IterativeSFTDataset) -> Path:
         share: Any = _answer(config, dataset, items[rank::ranks])
     except ValueError as error:
         share = error
-    shares = [share]
-    if ranks > 1:
-        shares = [None] * ranks
-        dist.all_gather_object(shares, share)
+    shares = gathered(share)
     for share in shares:
         if isinstance(share, ValueError):
             raise share
@@ -69,8 +67,7 @@ def own_answers(config: DictConfig, dataset: IterativeSFTDataset) -> Path:
         _write(file, dataset, rows)
         logger.info("own answers: {} of {} kept{}, in {}", len(rows), len(items), f" ({dropped})" if dropped else "",
                     file)  # fmt: skip
-    if ranks > 1:
-        dist.barrier()
+    barrier()
     return file
 
 

@@ -28,18 +28,14 @@ def _everywhere(length: int, level: float, width: int, generator: torch.Generato
 
 
 def _after_a_cut(length: int, level: float, width: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    noised = torch.arange(length) >= _below(length, generator)
+    noised = torch.arange(length) >= torch.randint(max(1, length), (), generator=generator)
     return noised, noised.clone()
 
 
 def _one_block(length: int, level: float, width: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    offset = torch.arange(length) - _below(max(1, length - width + 1), generator)
+    offset = torch.arange(length) - torch.randint(max(1, length - width + 1), (), generator=generator)
     noised = (offset >= 0) & (offset < width)
     return noised, noised.clone()
-
-
-def _below(limit: int, generator: torch.Generator) -> int:
-    return int(torch.randint(max(1, limit), (), generator=generator))
 
 
 PATTERNS = {
@@ -103,13 +99,11 @@ def window_starts(
     multiples of `width`, where generation in full blocks begins.
     """
     blocks = round(aligned * count)
-    at_blocks = [width * block for block in _spread(-(-length // width), blocks, generator)]
-    return at_blocks + _spread(length, count - blocks, generator)
-
-
-def _spread(length: int, count: int, generator: torch.Generator) -> list[int]:
-    first = float(torch.rand((), generator=generator, dtype=torch.float64))
-    return [min(max(0, length - 1), int((first + i) * length / count)) for i in range(count)]
+    starts: list[int] = []
+    for size, number, step in ((-(-length // width), blocks, width), (length, count - blocks, 1)):
+        first = float(torch.rand((), generator=generator, dtype=torch.float64))
+        starts += [step * min(max(0, size - 1), int((first + i) * size / number)) for i in range(number)]
+    return starts
 
 
 def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -17,10 +17,12 @@ def extract_answer(text: str) -> str | None:
     start = text.rfind(_BOXED)
     if marked is not None and marked.start() > start:
         return normalise(marked.group(1))
-    boxed = _braced(text, start + len(_BOXED)) if start >= 0 else None
-    if boxed is None and marked is not None:
-        boxed = marked.group(1)
-    return None if boxed is None else normalise(boxed)
+    depth, first = 1, start + len(_BOXED)
+    for i in range(first, len(text) if start >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return normalise(text[first:i])
+    return None if marked is None else normalise(marked.group(1))
 
 
 def normalise(answer: str) -> str:
@@ -40,13 +42,3 @@ def is_correct(text: str, ground_truth: object) -> bool:
         return False
     expected = extract_answer(str(ground_truth))
     return answer == (normalise(str(ground_truth)) if expected is None else expected)
-
-
-def _braced(text: str, first: int) -> str | None:
-    """The text from `first` to the brace that closes the one before it; None if it is not closed."""
-    depth = 1
-    for i in range(first, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[first:i]
-    return None

@@ -36,6 +36,7 @@ from recipe.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, se
 from recipe.spd.settings import SPDSettings
 from recipe.spd.store import CompletionStore
 from verl.protocol import DataProto
+from verl.trainer.run.ranks import gathered
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.model import get_generation_config
 from verl.workers.rollout.base import BaseRollout, register_rollout
@@ -88,7 +89,7 @@ class SPDRollout(BaseRollout):
         if LOCAL_VARIABLE in os.environ and not self._urls:
             server = RunningServer.from_handle(os.environ[LOCAL_VARIABLE])  # of the run's entry
         elif not self._urls:  # of this node's first rank
-            shared = _gather((socket.gethostname(), self.local_server and self.local_server.handle()))
+            shared = gathered((socket.gethostname(), self.local_server and self.local_server.handle()))
             handle = next(handle for host, handle in shared if handle and host == socket.gethostname())
             server = RunningServer.from_handle(handle)
         client = VllmEngineServer(
@@ -119,7 +120,7 @@ class SPDRollout(BaseRollout):
         )
         return FurtherRounds(
             target, draft, blocks=options.rounds - 1, gamma=self.config.response_length, eos=self.eos,
-            sep_token_id=resolve_sep_token_id(self.tokenizer), gather=_gather,
+            sep_token_id=resolve_sep_token_id(self.tokenizer), gather=gathered,
             rows_per_forward=self.config.log_prob_micro_batch_size_per_gpu or 256,
         )  # fmt: skip
 
@@ -169,7 +170,7 @@ class SPDRollout(BaseRollout):
         completions, status = self._completed(wanted)
         graded = grade_blocks(blocks, completions, self.tokenizer, with_baseline)
         samples = [graded[number] for number in which]
-        metrics = batch_metrics(_gather((rank_totals(samples, status), status)), self.settings.rollout.lost_share_max)
+        metrics = batch_metrics(gathered((rank_totals(samples, status), status)), self.settings.rollout.lost_share_max)
 
         width, positions = z.shape[1], self.settings.loss_positions
         counted, drafted = torch.tensor([block.masks(width, positions) for block in graded])[which].unbind(1)
@@ -237,12 +238,3 @@ def _sample_index(prompts: DataProto) -> torch.Tensor:
     """[B] int64, the prompts' positions in the data set; a tensor or a non-tensor column."""
     values = prompts.batch if "sample_index" in prompts.batch else prompts.non_tensor_batch
     return torch.as_tensor(np.asarray(values["sample_index"], dtype=np.int64))
-
-
-def _gather(mine: Any) -> list[Any]:
-    """One object of every rank, in rank order."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -1,7 +1,5 @@
 """Judged blocks of a batch: what the target has to complete, how the answers are graded, the metrics of all ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

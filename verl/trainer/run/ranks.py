@@ -33,6 +33,15 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return summed({"flag": float(flag)}, device)["flag"] > 0
 
 
+def gathered(mine: T) -> list[T]:
+    """One object of every rank, in rank order."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
 def from_first_rank(make: Callable[[], T]) -> T:
     """The result of `make` on rank 0, on every rank; if it raises, every rank raises."""
     if not dist.is_initialized():
