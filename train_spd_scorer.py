@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from loguru import logger
 from omegaconf import DictConfig
 
@@ -224,11 +225,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from hydra.errors import HydraException
 
-    from recipe.spd.server import sees_gpu
     from verl.planning.checks import ModelError
 
     if args.device is None:
-        args.device = "cuda" if sees_gpu() else "cpu"
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         setup_loguru_rank0()
     except ValueError as error:

@@ -5,7 +5,6 @@ import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -162,25 +161,25 @@ class SPDRollout(BaseRollout):
         which = [numbers[key] for key in keys]  # [B * n], the number of each sample's block among the distinct ones
         blocks = [judged_block(infos[b], row, self.eos, self.settings.rollout.rounds) for b, row in numbers]
         if self.settings.rollout.rounds > 1:
-            blocks = self._extended(blocks)
+            self._extend(blocks)
         wanted = [block.unfinished for block in blocks if block.unfinished is not None]
         with_baseline = self.settings.reward.length_penalty > 0
         if with_baseline:
             wanted += [tuple(b.info["context_ids"]) for b in blocks if b.info.get("baseline_length") is None]
         completions, status = self._completed(wanted)
-        graded = grade_blocks(blocks, completions, self.tokenizer, with_baseline)
-        samples = [graded[number] for number in which]
+        grade_blocks(blocks, completions, self.tokenizer, with_baseline)
+        samples = [blocks[number] for number in which]
         metrics = batch_metrics(gathered((rank_totals(samples, status), status)), self.settings.rollout.lost_share_max)
 
         width, positions = z.shape[1], self.settings.loss_positions
-        counted, drafted = torch.tensor([block.masks(width, positions) for block in graded])[which].unbind(1)
-        texts = [block.segments(self.tokenizer) for block in graded]
+        counted, drafted = torch.tensor([block.masks(width, positions) for block in blocks])[which].unbind(1)
+        texts = [block.segments(self.tokenizer) for block in blocks]
         columns = {name: np.empty(len(samples), dtype=object) for name in ("extra_info", "spd_text", LOST)}
         columns["spd_text"][:] = [texts[number] for number in which]
         columns["extra_info"][:] = [sample.extra_info() for sample in samples]
         columns[LOST][:] = ""
         if self.settings.reward.zero_length == "mask" and not validate:
-            columns[LOST][[sample.block.hybrid.effective_len == 0 for sample in samples]] = MASKED
+            columns[LOST][[sample.hybrid.effective_len == 0 for sample in samples]] = MASKED
         columns[LOST][[sample.correct is None for sample in samples]] = "lost"
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in MODEL_KEYS}
         after = tensors["position_ids"][:, -1:] + torch.arange(1, width + 1)
@@ -208,19 +207,14 @@ class SPDRollout(BaseRollout):
         """z [B, g], g the longest draft of the blocks."""
         return self.policy.scores(self.engine.module, TensorDict(blocks.as_kwargs(), batch_size=len(blocks.input_ids)))
 
-    def _extended(self, blocks: Sequence[JudgedBlock]) -> list[JudgedBlock]:
-        """The blocks with what spd.rollout.rounds > 1 adds to their unfinished contexts."""
-        contexts = [block.unfinished for block in blocks if block.unfinished is not None]
+    def _extend(self, blocks: Sequence[JudgedBlock]) -> None:
+        """Add what spd.rollout.rounds > 1 decodes after the blocks' unfinished contexts."""
+        unfinished = [block for block in blocks if block.unfinished is not None]
         with self.engine.eval_mode(), self.engine.autocast():
-            added = self._further_rounds.extend(contexts, self._forward)
-        extended = []
-        for block in blocks:
-            if block.unfinished is not None:
-                further, ended = added[block.unfinished]
-                unfinished = None if ended else (*block.unfinished, *further)
-                block = replace(block, further=further, unfinished=unfinished)
-            extended.append(block)
-        return extended
+            added = self._further_rounds.extend([block.unfinished for block in unfinished], self._forward)
+        for block in unfinished:
+            block.further, ended = added[block.unfinished]
+            block.unfinished = None if ended else (*block.unfinished, *block.further)
 
     def _completed(self, contexts: Sequence[tuple[int, ...]]) -> tuple[Completions, CompletionStatus]:
         """Completions of the contexts; a failure is recorded, since the ranks must still exchange their totals."""

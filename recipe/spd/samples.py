@@ -19,9 +19,12 @@ class LostCompletionsError(RuntimeError):
     """More completions were lost than spd.rollout.lost_share_max allows."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class JudgedBlock:
-    """All samples of one prompt that have the same actions."""
+    """All samples of one prompt that have the same actions, and their answer once it is graded.
+
+    Lengths are tokens after the context, None where unknown.
+    """
 
     info: dict[str, Any]  # the row's extra_info
     actions: tuple[int, ...]  # 0/1, [R]
@@ -29,39 +32,30 @@ class JudgedBlock:
     follows_target: bool  # the answer is the target's own
     unfinished: tuple[int, ...] | None  # the ids that the target must complete; None where no completion is needed
     further: tuple[int, ...] = ()  # tokens that spd.rollout.rounds > 1 added after the hybrid context
-
-
-@dataclass(frozen=True)
-class GradedBlock:
-    """A judged block and its answer; lengths are tokens after the context, None where unknown."""
-
-    block: JudgedBlock
+    completion: Completion = Completion((), hit_limit=False)
     correct: bool | None = None  # S_h; None: a completion is lost
     length: int | None = None  # of the hybrid answer
     baseline: int | None = None  # of the target's own answer
-    completion: Completion = Completion((), hit_limit=False)
 
     @property
     def scenario(self) -> str:
         """A, B, C, D or zero, as in the reward."""
-        return scenario_of(
-            self.block.hybrid.effective_len, bool(self.correct), bool(self.block.info["is_correct_baseline"])
-        )
+        return scenario_of(self.hybrid.effective_len, bool(self.correct), bool(self.info["is_correct_baseline"]))
 
     def masks(self, width: int, loss_positions: str) -> tuple[list[int], list[int]]:
         """1 where a position counts in the loss, and where it is drafted; both [width]."""
-        draft, target = self.block.info["draft_ids"], self.block.info["target_ids"]
+        draft, target = self.info["draft_ids"], self.info["target_ids"]
         padding = [0] * (width - len(draft))
-        counted = counted_positions(draft, target, self.block.hybrid.reached, loss_positions)
+        counted = counted_positions(draft, target, self.hybrid.reached, loss_positions)
         return counted + padding, [1] * len(draft) + padding
 
     def extra_info(self) -> dict[str, Any]:
         """The row's extra_info with the entries that the reward reads."""
         return {
-            **self.block.info, "effective_len": self.block.hybrid.effective_len,
+            **self.info, "effective_len": self.hybrid.effective_len,
             "is_correct_hybrid": None if self.correct is None else int(self.correct),
             "hybrid_length": self.length, "baseline_length": self.baseline,
-            "hit_limit": self.completion.hit_limit, "asked": self.block.unfinished is not None,
+            "hit_limit": self.completion.hit_limit, "asked": self.unfinished is not None,
         }  # fmt: skip
 
     def segments(self, tokenizer: Any) -> list[dict[str, str]]:
@@ -69,7 +63,7 @@ class GradedBlock:
 
         A mismatch shows "draft token≠target token".
         """
-        info, hybrid = self.block.info, self.block.hybrid
+        info, hybrid = self.info, self.hybrid
         drafted, chosen = (tokenizer.convert_ids_to_tokens(list(info[name])) for name in ("draft_ids", "target_ids"))
         segments = []
         for i, token in enumerate(drafted):
@@ -78,11 +72,11 @@ class GradedBlock:
             elif info["draft_ids"][i] == info["target_ids"][i]:
                 segments.append({"text": token, "kind": "match"})
             else:
-                kind = "accepted" if self.block.actions[i] else "rejected"
+                kind = "accepted" if self.actions[i] else "rejected"
                 segments.append({"text": f"{token}≠{chosen[i]}", "kind": kind})
         if correction := list(hybrid.tokens[hybrid.effective_len :]):
             segments.append({"text": tokenizer.convert_ids_to_tokens(correction)[0], "kind": "correction"})
-        if added := [*self.block.further, *self.completion.token_ids]:
+        if added := [*self.further, *self.completion.token_ids]:
             segments.append({"text": tokenizer.decode(added, skip_special_tokens=True), "kind": "completion"})
         return segments
 
@@ -97,8 +91,8 @@ def judged_block(info: dict[str, Any], actions: tuple[int, ...], eos: Collection
 
 def grade_blocks(
     blocks: Sequence[JudgedBlock], completions: Completions, tokenizer: Any, with_baseline: bool
-) -> list[GradedBlock]:
-    """Grade each answer; `correct` stays None where a needed completion is missing.
+) -> None:
+    """Set the answers' completion, correctness and lengths; `correct` stays None where a needed completion is missing.
 
     The answer is searched after the first `question_len` tokens of the context, where that is known: worked examples in
     a question contain answers too.
@@ -108,24 +102,22 @@ def grade_blocks(
     def answers(ids: tuple[int, ...], ground_truth: str) -> bool:
         return is_correct(tokenizer.decode(list(ids), skip_special_tokens=True), ground_truth)
 
-    def grade(block: JudgedBlock) -> GradedBlock:
-        info, baseline = block.info, block.info.get("baseline_length")
-        if with_baseline and baseline is None:
+    for block in blocks:
+        info, block.baseline = block.info, block.info.get("baseline_length")
+        if with_baseline and block.baseline is None:
             own = completions.get(tuple(info["context_ids"]))
             if own is None:
-                return GradedBlock(block)
-            baseline = len(own.token_ids)
-        if block.unfinished is not None and block.unfinished not in completions:
-            return GradedBlock(block, baseline=baseline)
+                continue
+            block.baseline = len(own.token_ids)
         if block.follows_target:
-            return GradedBlock(block, bool(info["is_correct_baseline"]), baseline, baseline)
-        done = Completion((), False) if block.unfinished is None else completions[block.unfinished]
-        added = (*block.hybrid.tokens, *block.further, *done.token_ids)
-        answer = (*info["context_ids"][info.get("question_len") or 0 :], *added)
-        correct = answers(answer, str(info["ground_truth"])) and not done.hit_limit
-        return GradedBlock(block, correct, len(added), baseline, done)
-
-    return [grade(block) for block in blocks]
+            block.correct, block.length = bool(info["is_correct_baseline"]), block.baseline
+        elif block.unfinished is None or block.unfinished in completions:
+            if block.unfinished is not None:
+                block.completion = completions[block.unfinished]
+            added = (*block.hybrid.tokens, *block.further, *block.completion.token_ids)
+            answer = (*info["context_ids"][info.get("question_len") or 0 :], *added)
+            correct = answers(answer, str(info["ground_truth"]))
+            block.correct, block.length = correct and not block.completion.hit_limit, len(added)
 
 
 @dataclass
@@ -139,10 +131,10 @@ class CompletionStatus:
     failure: str = ""  # why there are no completions at all; raised on every rank
 
 
-def rank_totals(samples: Sequence[GradedBlock], status: CompletionStatus) -> dict[str, float]:
+def rank_totals(samples: Sequence[JudgedBlock], status: CompletionStatus) -> dict[str, float]:
     """One rank's sums over its samples, and `longest`, its largest effective length."""
     kept = [sample for sample in samples if sample.correct is not None]
-    lengths = [sample.block.hybrid.effective_len for sample in kept]
+    lengths = [sample.hybrid.effective_len for sample in kept]
     ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
     scenarios = Counter(sample.scenario for sample in kept)
     return {

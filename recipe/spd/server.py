@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import torch
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
@@ -38,15 +38,6 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def sees_gpu() -> bool:
-    """Whether torch sees a GPU; a CPU build is known by its version, which saves the import."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 class RunningServer:
@@ -134,7 +125,7 @@ class LocalVllmServer(RunningServer):
         # The rendezvous of the trainer's ranks must not reach vLLM.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
-        if not sees_gpu():
+        if not torch.cuda.is_available():
             command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]
             # A worker in the engine's process saves one Python start. Its number of threads is then set here; with more
             # threads than free cores a batch costs several times the CPU time.
