@@ -82,15 +82,10 @@ def run_generation(config: DictConfig) -> None:
 def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
     """The prompts of data.path."""
     data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
-    rollout = omega_conf_to_dataclass(config.rollout, RolloutConfig)
-    return RLHFDataset(data.path, tokenizer, prompt_settings(data, rollout))
-
-
-def prompt_settings(data: GenerationDataConfig, rollout: RolloutConfig) -> DictConfig:
-    """The `data` section of the data set, which keeps every row."""
+    limit = omega_conf_to_dataclass(config.rollout, RolloutConfig).prompt_length
     settings = {name: data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
-    settings |= {"filter_overlong_prompts": False, "max_prompt_length": rollout.prompt_length}
-    return OmegaConf.create(settings)
+    settings |= {"filter_overlong_prompts": False, "max_prompt_length": limit}
+    return RLHFDataset(data.path, tokenizer, OmegaConf.create(settings))
 
 
 def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) -> BaseRollout:

@@ -60,26 +60,17 @@ def run_ppo(
     except ValueError as e:
         sys.exit(str(e))
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
-    with services(config):
-        code = _train(config, runner_class)
-    if code:
-        sys.exit(code)
-
-
-def _train(config: DictConfig, runner_class: Any) -> int:
-    """The exit code of a training."""
-    if config.trainer.local:
-        return run_here(runner_class(), config)
     plain = isinstance(runner_class, type)
-    with started_session(config) as our_own:
-        if plain and our_own:
+    with services(config), nullcontext(True) if config.trainer.local else started_session(config) as our_own:
+        if config.trainer.local or (plain and our_own):
             code = run_here(runner_class(), config)  # what the checks imported and a process less to start
         else:
             actor_class = ray.remote(num_cpus=1)(runner_class) if plain else runner_class
             code = run_until_done(actor_class.remote(), config)
-        if config.ray_kwargs.timeline_json_file:
+        if config.ray_kwargs.timeline_json_file and not config.trainer.local:
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
-    return code
+    if code:
+        sys.exit(code)
 
 
 class TaskRunner:
@@ -139,10 +130,11 @@ class TaskRunner:
     def build(self, trainer_class: type, config: DictConfig, stop_flag: Callable[[], bool] | None) -> Any:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
         from verl.trainer.ppo.reward import load_reward_manager
+        from verl.utils.import_utils import import_external_libs
         from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
         OmegaConf.resolve(config)
-        import_external_lib(config)
+        import_external_libs(config.actor_rollout_ref.model.external_lib or None)
         worker_class, group_class = self.add_actor_rollout_worker(config)
         if config.trainer.local:
             from verl.single_controller.local import LocalWorkerGroup
@@ -188,13 +180,6 @@ class TaskRunner:
             raise
         trainer.shutdown()  # not where the process is to end at once: Ray ends the ranks then
         return trainer.is_finished
-
-
-def import_external_lib(config: DictConfig) -> None:
-    """Import the module in which a user registers parts of their own."""
-    name = config.actor_rollout_ref.model.external_lib
-    if name:
-        importlib.import_module(name)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.batching import apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.core_algos import AdaptiveKLController
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.helpers.algo_batches import masks, normal, numeric_gradient, seeds
 from tests.helpers.policy_batches import value_and_gradient
 from verl.protocol import DataProto
-from verl.trainer.ppo.advantages import apply_kl_penalty
+from verl.trainer.ppo.batching import apply_kl_penalty
 from verl.trainer.ppo.core_algos import AdaptiveKLController, compute_rewards, kl_penalty, kl_penalty_forward
 
 

@@ -1,10 +1,10 @@
-"""Arithmetic of a batch of samples between rollout and update: masks, drops, groups, shares of the ranks."""
+"""Arithmetic of a batch of samples between rollout and update: masks, drops, groups, shares, rewards, advantages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.protocol import DataProto
+from verl.trainer.ppo import core_algos
 from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import LOST
 
@@ -35,10 +36,6 @@ class DropCounts:
     no_reward: int = 0
     masked: int = 0
 
-    @property
-    def dropped(self) -> int:
-        return self.lost + self.small_group + self.uneven + self.no_reward + self.masked
-
     def after_rewards(self, failed: int, later: DropCounts) -> DropCounts:
         """These counts plus those of samples dropped after the rewards: `failed` rewards, then `later` ones."""
         return DropCounts(
@@ -48,22 +45,16 @@ class DropCounts:
 
     def metrics(self) -> dict[str, int]:
         """Counters of the step; raises RuntimeError if samples are missing in the counts."""
-        if self.requested != self.scored + self.dropped:
+        reasons = {name: number for name, number in asdict(self).items() if name not in ("requested", "scored")}
+        dropped = sum(reasons.values())
+        if self.requested != self.scored + dropped:
             raise RuntimeError(
-                f"{self.requested} samples were requested, but {self.scored} scored + {self.dropped} dropped "
-                f"(lost {self.lost}, small groups {self.small_group}, uneven {self.uneven}, without reward "
-                f"{self.no_reward}, masked {self.masked}) do not add up to it."
+                f"{self.requested} samples were requested, but {self.scored} scored + {dropped} dropped ({reasons}) do "
+                "not add up to it."
             )
-        return {
-            "training/requested_samples": self.requested,
-            "training/scored_samples": self.scored,
-            "training/dropped_samples": self.dropped,
-            "training/dropped_samples/lost": self.lost,
-            "training/dropped_samples/small_group": self.small_group,
-            "training/dropped_samples/uneven": self.uneven,
-            "training/dropped_samples/no_reward": self.no_reward,
-            "training/dropped_samples/masked": self.masked,
-        }
+        totals = {"requested": self.requested, "scored": self.scored, "dropped": dropped}
+        metrics = {f"training/{name}_samples": number for name, number in totals.items()}
+        return metrics | {f"training/dropped_samples/{name}": number for name, number in reasons.items()}
 
 
 def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[DataProto, DropCounts]:
@@ -204,3 +195,31 @@ def rollout_probs_diff(data: DataProto) -> dict[str, float]:
         "training/rollout_probs_diff_std": diff.std(correction=0).item(),
         "training/rollout_actor_probs_pearson_corr": (covariance / spread).item() if spread > 0 else 1.0,
     }
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: core_algos.FixedKLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """token_level_rewards = token_level_scores - coefficient * KL(old || ref) on counted tokens; all [B, R].
+
+    Then the controller sees the batch's KL: mean over samples of the mean over their counted tokens.
+    """
+    mask = data.batch["response_mask"]
+    kl = core_algos.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
+    coefficient = kl_ctrl.value
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
+    current = (kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
+    kl_ctrl.update(current_kl=current, n_steps=len(data))
+    return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
+
+
+def compute_advantage(
+    data: DataProto, adv_estimator: core_algos.AdvantageEstimator | str, gamma: float = 1.0, lam: float = 1.0,
+    num_repeat: int = 1, norm_adv_by_std_in_grpo: bool = True, config: Any = None,
+) -> DataProto:
+    """Add advantages and returns [B, R] by the registered estimator, which takes what its signature names."""
+    settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
+                "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
+    data.batch["advantages"], data.batch["returns"] = core_algos.estimate_advantages(adv_estimator, inputs)
+    return data

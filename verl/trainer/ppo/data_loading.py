@@ -1,8 +1,5 @@
 """Data of an RL run: loaders of both data sets, the stream of prompts, the number of steps."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from loguru import logger
@@ -32,32 +29,21 @@ class Curriculum(Protocol):
     def update(self, batch: DataProto) -> None: ...
 
 
-@dataclass(frozen=True)
 class RLData:
     """Data sets and their loaders. `fingerprint` identifies the training data at a resume."""
 
-    train_dataset: Dataset
-    val_dataset: Dataset
-    train_sampler: Sampler
-    train_loader: StatefulDataLoader
-    val_loader: StatefulDataLoader
-    stream: PromptStream
-    fingerprint: dict[str, Any]
-    total_steps: int
-
-    @classmethod
-    def create(
-        cls, config: DictConfig, tokenizer: Any, processor: Any, train_dataset: Dataset | None = None,
+    def __init__(
+        self, config: DictConfig, tokenizer: Any, processor: Any, train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None, collate_fn: Any = None, train_sampler: Sampler | None = None,
-    ) -> RLData:
+    ) -> None:
         """What is not given is built from the configuration. Raises ValueError for too few training prompts."""
-        data, trainer = config.data, config.trainer
-        parts = (data, tokenizer, processor)
+        data, parts = config.data, (config.data, tokenizer, processor)
         if train_dataset is None:
             train_dataset = create_rl_dataset(data.train_files, *parts, True, data.train_max_samples)
         if val_dataset is None:
             val_dataset = create_rl_dataset(data.val_files, *parts, False, data.val_max_samples)
-        sampler = create_rl_sampler(data, train_dataset) if train_sampler is None else train_sampler
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_sampler = create_rl_sampler(data, train_dataset) if train_sampler is None else train_sampler
         batch_size = data.gen_batch_size if data.gen_batch_size else data.train_batch_size
         if len(train_dataset) < batch_size:
             raise ValueError(
@@ -68,27 +54,25 @@ class RLData:
             "num_workers": data.dataloader_num_workers,
             "collate_fn": default_collate_fn if collate_fn is None else collate_fn,
         }
-        train_loader = StatefulDataLoader(
-            train_dataset, batch_size=batch_size, sampler=sampler, drop_last=True, **options
+        self.train_loader = StatefulDataLoader(
+            train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options
         )
         val_batch = data.val_batch_size if data.val_batch_size else max(1, len(val_dataset))
-        val_loader = StatefulDataLoader(
+        self.val_loader = StatefulDataLoader(
             val_dataset, batch_size=val_batch, shuffle=data.validation_shuffle, drop_last=False, **options
         )
-        fingerprint = data_fingerprint(data.train_files, len(train_dataset))
-        steps = trainer.total_training_steps
-        steps = steps_in_all(len(train_loader), config) if steps is None else steps
+        self.stream = PromptStream(self.train_loader)
+        self.fingerprint = data_fingerprint(data.train_files, len(train_dataset))
+        steps, batches = config.trainer.total_training_steps, len(self.train_loader)
+        self.total_steps = steps_in_all(batches, config) if steps is None else steps
         logger.info(
-            f"{len(train_dataset)} training prompts, {len(train_loader)} batches an epoch, {steps} steps; "
+            f"{len(train_dataset)} training prompts, {batches} batches an epoch, {self.total_steps} steps; "
             f"{len(val_dataset)} validation prompts"
         )
-        stream = PromptStream(train_loader)
-        return cls(train_dataset, val_dataset, sampler, train_loader, val_loader, stream, fingerprint, steps)
 
-
-def update_from_batch(data: RLData, batch: DataProto) -> None:
-    """Show a finished batch to a sampler or data set that learns from it."""
-    if isinstance(data.train_sampler, Curriculum):
-        data.train_sampler.update(batch)
-    if isinstance(data.train_dataset, LearnsFromBatches):
-        data.train_dataset.on_batch_end(batch)
+    def update_from_batch(self, batch: DataProto) -> None:
+        """Show a finished batch to a sampler or data set that learns from it."""
+        if isinstance(self.train_sampler, Curriculum):
+            self.train_sampler.update(batch)
+        if isinstance(self.train_dataset, LearnsFromBatches):
+            self.train_dataset.on_batch_end(batch)

@@ -21,9 +21,8 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import limits
 from verl.trainer.ppo import batching, core_algos, utils
-from verl.trainer.ppo.advantages import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.batching import DropCounts, compute_response_mask
-from verl.trainer.ppo.data_loading import RLData, update_from_batch
+from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.data_loading import RLData
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -105,7 +104,7 @@ class RayPPOTrainer:
         self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
         self.best: dict[str, Any] = {}
         self.stop_requested: Callable[[], bool] = lambda: False
-        self.data = RLData.create(config, tokenizer, processor, train_dataset, val_dataset, collate_fn, train_sampler)
+        self.data = RLData(config, tokenizer, processor, train_dataset, val_dataset, collate_fn, train_sampler)
         self.train_dataset, self.val_dataset = self.data.train_dataset, self.data.val_dataset
         self.train_dataloader, self.val_dataloader = self.data.train_loader, self.data.val_loader
         self.prompt_stream, self.total_training_steps = self.data.stream, self.data.total_steps
@@ -135,9 +134,7 @@ class RayPPOTrainer:
             trainer, trained, self.prompt_stream, self.data.fingerprint, trainer.max_actor_ckpt_to_keep,
             delete_after_load=trainer.del_local_ckpt_after_load,
         )  # fmt: skip
-        self.rollout = RolloutPhase(
-            self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg, self._get_gen_batch
-        )
+        self.rollout = RolloutPhase(self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg)
         self.validator = Validator(
             self.config, self.val_dataloader, self.tokenizer,
             generate=partial(self.rollout.generate, validate=True),
@@ -176,7 +173,9 @@ class RayPPOTrainer:
                     self._watch_nonfinite(metrics)
                 self._validate_if_due(metrics)
                 self._log(batch, metrics)  # before saving: a checkpoint is never newer than the logged metrics
-                self._save_if_due()
+                every = self.config.trainer.save_freq
+                if self._due(every) or (every == -1 and self.is_finished):
+                    self._save_checkpoint()
         self.run_log.print_end(self.resumed_step, self.checkpoints.saved_step)
 
     def _gather_batch(self) -> tuple[DataProto, Metrics]:
@@ -227,10 +226,6 @@ class RayPPOTrainer:
         prompts = self.prompt_stream.draw()
         logger.debug(f"step {self.global_steps}: {len(prompts)} prompts from the data loader")
         return prompts, metrics
-
-    def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """The rollout's input for these prompts: tensors and all other columns, extra_info included [SPD Fix]."""
-        return DataProto(batch.batch, dict(batch.non_tensor_batch), {})
 
     @step("gen")
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
@@ -428,11 +423,6 @@ class RayPPOTrainer:
         update_best(self.best, core, self.global_steps, max)
         return metrics
 
-    def _save_if_due(self) -> None:
-        every = self.config.trainer.save_freq
-        if self._due(every) or (every == -1 and self.is_finished):
-            self._save_checkpoint()
-
     @step("save_checkpoint")
     def _save_checkpoint(self) -> None:
         """Publish global_step_N: models, data position, trainer state."""
@@ -463,8 +453,9 @@ class RayPPOTrainer:
 
     def _log(self, batch: DataProto, metrics: Metrics) -> None:
         """Close the step: hooks of data set and sampler, dumps, metrics to every logger."""
-        update_from_batch(self.data, batch)
-        self._log_rollout_data(batch)
+        self.data.update_from_batch(batch)
+        with self._timed("dump_rollout_generations"):
+            self.run_log.write_samples(batch, self.tokenizer, self.global_steps, self.is_finished)
         for key in ("requested", "scored", "dropped"):
             self.counters[key] += metrics[f"training/{key}_samples"]
         timing = self.run_log.take_timing()  # saving happens later: its time is logged with the next step
@@ -475,8 +466,3 @@ class RayPPOTrainer:
         metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
         metrics |= compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
         self.run_log.write(self.global_steps, metrics)
-
-    @step("dump_rollout_generations")
-    def _log_rollout_data(self, batch: DataProto) -> None:
-        """Dump the step's samples to trainer.rollout_data_dir, if set, and keep a few of them for the report."""
-        self.run_log.write_samples(batch, self.tokenizer, self.global_steps, self.is_finished)

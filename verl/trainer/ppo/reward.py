@@ -68,27 +68,20 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
     is_ours = isinstance(manager_cls, type) and issubclass(manager_cls, NaiveRewardManager)
     workers = manager_cls.workers(reward_config) if is_ours else 1
     compute_score = get_custom_reward_fn(config) or rule_reward(reward_config, workers)
-    kwargs = {**_length_kwargs(config, manager_cls), **kwargs}
+    buffer = config.reward_model.overlong_buffer
+    if buffer is not None and "overlong_buffer_cfg" in inspect.signature(manager_cls).parameters:
+        limits = {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": _plain(buffer)}
+        kwargs = {**limits, **kwargs}
+    elif buffer is not None and buffer.enable:
+        raise ValueError(
+            f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} does not support it; "
+            "set reward_model.reward_manager=dapo."
+        )
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
     manager = manager_cls(tokenizer=tokenizer, **settings, **kwargs)
     if is_ours:
         manager.config = reward_config
     return manager
-
-
-def _length_kwargs(config: DictConfig, manager_cls: type) -> dict[str, Any]:
-    """The length limit and reward_model.overlong_buffer, for a manager that takes them."""
-    buffer = config.reward_model.overlong_buffer
-    if buffer is None:
-        return {}
-    if "overlong_buffer_cfg" not in inspect.signature(manager_cls).parameters:
-        if buffer.enable:
-            raise ValueError(
-                f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} does not support "
-                "it; set reward_model.reward_manager=dapo."
-            )
-        return {}
-    return {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": _plain(buffer)}
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:

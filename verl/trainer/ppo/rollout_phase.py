@@ -1,6 +1,5 @@
 """The rollout phase: generation by the actor's ranks and scores of the rewards, for training and validation."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,16 @@ from verl.trainer.ppo.reward import compute_reward, drop_failed
 class RolloutPhase:
     """Generates samples of prompts and scores them.
 
-    `actor_group` generates, `rm_group` is the reward model's worker group or None, `make_gen_batch(prompts)` selects
-    what the rollout gets of the prompts.
+    `actor_group` generates, `rm_group` is the reward model's worker group or None.
     """
 
     def __init__(
-        self, config: DictConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None,
-        make_gen_batch: Callable[[DataProto], DataProto],
+        self, config: DictConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None
     ) -> None:
         self.rollout_config = config.actor_rollout_ref.rollout
         self.tokenizer = tokenizer
         self.actor_group = actor_group
         self.rm_group = rm_group
-        self.make_gen_batch = make_gen_batch
 
     def generate(
         self, prompts: DataProto, step: int, validate: bool = False, **overrides: Any
@@ -52,8 +48,8 @@ class RolloutPhase:
             "global_steps": step,
             **overrides,
         }
-        gen_batch, n = self.make_gen_batch(prompts), meta["n"]
-        gen_batch.meta_info.update(meta)
+        n = meta["n"]
+        gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # with extra_info [SPD Fix]
         padded, pad = pad_dataproto_to_divisor(gen_batch, self.actor_group.world_size)
         output = unpad_dataproto(self.actor_group.generate_sequences(padded), pad_size=pad * n)
         if len(output) != len(prompts) * n:

@@ -108,23 +108,22 @@ class WorkerGroups:
         self.manager = manager
         self.processes: list[RayWorkerGroup] = []
         self.roles: dict[Role, RayWorkerGroup] = {}
-        for pool in manager.resource_pool_dict:
-            here = {role: part for role, part in parts.items() if manager.mapping[_placed_as(role)] == pool}
-            if here:
-                self._start(manager.resource_pool_dict[pool], here, group_cls, options)
-
-    def _start(self, pool: Any, here: dict[Role, RayClassWithInitArgs], group_cls: type, options: dict) -> None:
-        options = {"name_prefix": "_".join(map(str, here)), **options}
-        if len(here) == 1:
-            ((role, part),) = here.items()
-            group = group_cls(resource_pool=pool, ray_cls_with_init=part, **options)
-            self.roles[role] = group
-        else:
-            joined = create_colocated_worker_cls({str(role): part for role, part in here.items()})
-            group = group_cls(resource_pool=pool, ray_cls_with_init=joined, **options)
-            spawned = group.spawn(prefix_set={str(role) for role in here})
-            self.roles.update({role: spawned[str(role)] for role in here})
-        self.processes.append(group)
+        # The pool of the actor's ranks is that of ActorRollout, also with a reference policy in their processes.
+        mapping = {**manager.mapping, Role.ActorRolloutRef: manager.mapping[Role.ActorRollout]}
+        for name, pool in manager.resource_pool_dict.items():
+            here = {role: part for role, part in parts.items() if mapping[role] == name}
+            if not here:
+                continue
+            named = {"name_prefix": "_".join(map(str, here)), **options}
+            if len(here) == 1:
+                ((role, part),) = here.items()
+                group = self.roles[role] = group_cls(resource_pool=pool, ray_cls_with_init=part, **named)
+            else:
+                joined = create_colocated_worker_cls({str(role): part for role, part in here.items()})
+                group = group_cls(resource_pool=pool, ray_cls_with_init=joined, **named)
+                spawned = group.spawn(prefix_set={str(role) for role in here})
+                self.roles.update({role: spawned[str(role)] for role in here})
+            self.processes.append(group)
 
     def end(self) -> None:
         """Let the rollouts end what they started, end the ranks, then give the pools back to Ray."""
@@ -136,8 +135,3 @@ class WorkerGroups:
         for pool in self.manager.resource_pool_dict.values():
             pool.release()
         self.manager.resource_pool_dict.clear()
-
-
-def _placed_as(role: Role) -> Role:
-    """The role by which the pool is chosen: a reference policy in the actor's processes does not change it."""
-    return Role.ActorRollout if role == Role.ActorRolloutRef else role

@@ -149,16 +149,6 @@ def _load_plain(file: Path) -> Any:
         raise CheckpointCorruptError(f"{file} cannot be loaded: {one_line(error)}") from error
 
 
-def step_of(path: str | os.PathLike) -> int:
-    """N of .../global_step_N."""
-    match = re.fullmatch(r"global_step_(\d+)", Path(path).name)
-    if match is None:
-        raise ValueError(
-            f"trainer.resume_from_path={os.fspath(path)!r} is not a checkpoint; expected a folder 'global_step_<N>'."
-        )
-    return int(match.group(1))
-
-
 def checkpoint_to_resume(trainer_config: DictConfig) -> Path | None:
     """The folder that `trainer.resume_mode` points to, its manifest checked; None: start from step 0."""
     mode = trainer_config.resume_mode
@@ -172,7 +162,10 @@ def checkpoint_to_resume(trainer_config: DictConfig) -> Path | None:
     if not trainer_config.resume_from_path:
         raise ValueError("trainer.resume_mode=resume_path needs trainer.resume_from_path: .../global_step_<N>.")
     path = Path(trainer_config.resume_from_path).expanduser().absolute()
-    step_of(path)
+    if not re.fullmatch(r"global_step_\d+", path.name):
+        raise ValueError(
+            f"trainer.resume_from_path={str(path)!r} is not a checkpoint; expected a folder 'global_step_<N>'."
+        )
     if not path.is_dir():
         raise FileNotFoundError(f"trainer.resume_from_path={str(path)!r} does not exist.")
     verify_manifest(path)

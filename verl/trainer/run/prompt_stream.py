@@ -27,18 +27,14 @@ class PromptStream:
         self.drawn += len(batch)
         self._batches_in_epoch += 1
         if self._batches_in_epoch == len(self.loader):
-            self._finish_epoch()
+            # The loader notices its end only at one more `next`; a state saved before that would be restored as an
+            # epoch without batches.
+            if next(self._iterator, None) is not None:
+                raise RuntimeError(f"the data loader has more than the {len(self.loader)} batches that its length says")
+            self._iterator = None
+            self._batches_in_epoch = 0
+            self.epoch += 1
         return batch
-
-    def _finish_epoch(self) -> None:
-        # The loader notices its end only at one more `next`; a state saved before that would be restored as an epoch
-        # without batches.
-        leftover = next(self._iterator, None)
-        if leftover is not None:
-            raise RuntimeError(f"the data loader has more than the {len(self.loader)} batches that its length says")
-        self._iterator = None
-        self._batches_in_epoch = 0
-        self.epoch += 1
 
     def position(self) -> dict[str, int]:
         """Counters that go into trainer_state.json; the loader's own state is `self.loader.state_dict()`."""

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +173,13 @@ def run_until_done(runner: Any, config: DictConfig) -> int:
     try:
         stop = StopFlag.remote()
         with StopSignals() as signals:
-            running = runner.run.remote(config, partial(_is_set, stop))
-            forwarded = False
+            running = runner.run.remote(config, lambda: ray.get(stop.is_set.remote()))
             while not ray.wait([running], timeout=0.5)[0]:
-                if signals.asked and not forwarded:
+                if signals.asked:
                     ray.get(stop.set.remote())
-                    forwarded = True
             finished = ray.get(running)
         return 0 if finished else signals.exit_code
     except Exception as e:
         sys.stderr.write(failure_message(e, config) + "\n")
         return 1
-
-
-def _is_set(flag: Any) -> bool:
-    return ray.get(flag.is_set.remote())
 

@@ -8,8 +8,8 @@ import os
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +133,9 @@ class RunLog:
         sys.stdout.write(f"{text} Folder: {self.run_dir}{report}, {saved}\n")
         sys.stdout.flush()
 
-    @contextmanager
-    def timed(self, name: str, step: int) -> Iterator[None]:
+    def timed(self, name: str, step: int) -> AbstractContextManager[None]:
         """Add the seconds of the block to `timing_s/<name>`; an error in it becomes StepFailed."""
-        with timed_step(name, self.timing, step):
-            yield
+        return timed_step(name, self.timing, step)
 
     def take_timing(self) -> dict[str, float]:
         """Seconds by name since the last call."""

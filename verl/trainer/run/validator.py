@@ -78,10 +78,6 @@ class Validator:
         metrics.update(reduce_metrics(dict(rollout_metrics)))
         metrics["val-aux/requested_samples"] = requested
         metrics["val-aux/dropped_samples"] = requested - len(uids)
-        self._write_rows(rows, step)
-        return metrics
-
-    def _write_rows(self, rows: list[dict[str, Any]], step: int) -> None:
         trainer = self.config.trainer
         if trainer.validation_data_dir:
             write_jsonl(Path(trainer.validation_data_dir).expanduser() / f"{step}.jsonl", rows)
@@ -89,6 +85,7 @@ class Validator:
             shown = [(row["input"], row["output"], row["score"]) for row in rows[: trainer.log_val_generations]]
             loggers = ValidationGenerationsLogger(trainer.project_name, trainer.experiment_name)
             loggers.log(trainer.logger, shown, step)
+        return metrics
 
 
 def name_validation_metrics(by_source: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:

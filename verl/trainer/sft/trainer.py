@@ -143,11 +143,22 @@ class FSDPSFTTrainer:
             for self.global_steps in range(self.global_steps + 1, self.total_training_steps + 1):  # noqa: B020
                 started = time.perf_counter()
                 metrics = self.training_step(self._draw())
-                metrics |= self._timing(time.perf_counter() - started, metrics)
+                seconds = time.perf_counter() - started
+                rate = metrics["train/global_tokens"] / seconds / self.engine.world_size
+                metrics |= {"train/time(s)": seconds, "perf/throughput": rate}
+                metrics["training/epoch"] = self.train_stream.epoch
+                if self.engine.device.type == "cuda":
+                    metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
                 if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                     metrics |= self._validate()
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this
-                self._watch_skipped(metrics)
+                skipped = int(metrics["train/skipped_steps"])
+                self.counters["skipped"] += skipped
+                count_skipped(
+                    self.counters, bool(skipped), self.config.trainer.nonfinite_steps_max,
+                    "loss or gradient was NaN or infinite, or no token was learned, in",
+                    "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
+                )  # fmt: skip
                 stop = any_rank(signals.asked, self.engine.device)
                 every = self.config.trainer.save_freq
                 if stop or (every != 0 and self._due(every)):
@@ -165,23 +176,6 @@ class FSDPSFTTrainer:
     def _due(self, every: int) -> bool:
         last = self.global_steps >= self.total_training_steps
         return last or (every > 0 and self.global_steps % every == 0)
-
-    def _timing(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
-        rate = metrics["train/global_tokens"] / seconds / self.engine.world_size
-        timing = {"train/time(s)": seconds, "perf/throughput": rate, "training/epoch": self.train_stream.epoch}
-        if self.engine.device.type == "cuda":
-            timing["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
-        return timing
-
-    def _watch_skipped(self, metrics: dict[str, float]) -> None:
-        """Count skipped steps in a row; end the run at `trainer.nonfinite_steps_max`."""
-        skipped = int(metrics["train/skipped_steps"])
-        self.counters["skipped"] += skipped
-        count_skipped(
-            self.counters, bool(skipped), self.config.trainer.nonfinite_steps_max,
-            "loss or gradient was NaN or infinite, or no token was learned, in",
-            "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
-        )  # fmt: skip
 
     def save_checkpoint(self, step: int) -> None:
         """Publish global_step_<step>: model, optimizer, schedule, every rank's random numbers, data position."""
