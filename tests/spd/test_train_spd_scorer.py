@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
 import pytest
@@ -177,7 +177,8 @@ def test_a_server_starts_early_for_a_valid_config_only(tmp_path, monkeypatch):
         """Whether the training would find the server."""
         handles = []
         with monkeypatch.context() as patch:
-            patch.setattr(main_ppo, "_train", lambda *_: handles.append(os.environ.get(server.LOCAL_VARIABLE)))
+            patch.setattr(main_ppo, "started_session", lambda config: nullcontext(True))
+            patch.setattr(main_ppo, "run_here", lambda *_: handles.append(os.environ.get(server.LOCAL_VARIABLE)))
             for name, value in env.items():
                 patch.setenv(name, value)
             overrides = entry.training_overrides(entry.parse_args([*base, *more]), data, None)
