@@ -2,7 +2,7 @@
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
-#   make demo-dllm                iterative refinement beside a plain SFT twin; generation in blocks
+#   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about 90 minutes on 2 cores)
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
@@ -11,7 +11,7 @@
 #   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
-#   make audit                    public names, keys and metrics beside upstream's 0.7.0 wheel, which pip fetches
+#   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
 SHELL := /bin/bash
@@ -22,7 +22,7 @@ SPD_BACKBONE ?= target
 TEST_PROCESSES ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Where Python is told to keep nothing, each process of a run would compile the house anew.
+# Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: env demo demo-grpo demo-dllm frontier test test-quick test-all bench chaos audit docs lint clean
@@ -73,7 +73,7 @@ audit: env
 docs:
 	@test -x $(DOCS_VENV)/bin/mkdocs || { python3 -m venv $(DOCS_VENV) && $(DOCS_VENV)/bin/pip --disable-pip-version-check -q install -r requirements/docs.txt; }
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q
-	@echo outputs/site/index.html
+	@echo "outputs/site/index.html; with search: python3 -m http.server -d outputs/site"
 
 lint: env
 	@$(PY) -m ruff check .

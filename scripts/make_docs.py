@@ -112,7 +112,7 @@ def config_page() -> str:
             here = ".".join(key.split(".")[: 2 if key.startswith("actor_rollout_ref.") else 1])
             if here != section:
                 section = here
-                lines += ["", f"### {section}", "", "| key | default | values | |", "|---|---|---|---|"]
+                lines += ["", f"### {section}", "", "| key | default | values | meaning |", "|---|---|---|---|"]
             values, description = described(owner, key)
             lines.append(f"| `{key}` | `{default}` | {values} | {(sentence or description).replace('|', '/')} |")
         lines.append("")

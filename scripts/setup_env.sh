@@ -32,7 +32,7 @@ fi
 started=$(date +%s)
 if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
-        { say "Python 3.11, 3.12 or 3.13 is needed, $("$PYTHON" --version) was found: set PYTHON=python3.11"; exit 1; }
+        { say "Python 3.11, 3.12 or 3.13 is needed, $("$PYTHON" --version) is the default: set PYTHON=python3.11"; exit 1; }
     say "making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV"
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs train_spd_scorer.py as a job of a running Ray cluster: packs the working directory, submits, streams the logs
-# and passes on the exit code. The job server's address comes first, or stands in RAY_ADDRESS; --help says the rest.
+# and passes on the exit code. The job server's address comes first, or is in RAY_ADDRESS; --help describes the options.
 #
 #   scripts/submit_spd.sh http://head:8265 --python /opt/verl/bin/python \
 #       --model /shared/target --blocks /shared/blocks.parquet --metadata /shared/metadata.parquet \

@@ -1,6 +1,8 @@
 """The pages made from the code are what the code says; every metric of a run stands in them."""
 
 import importlib.util
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,14 @@ def test_every_metric_of_a_run_has_a_sentence(tmp_path):
     assert unknown_metrics(sorted(names - {"val-aux/fake/rows"})) == []
     assert unknown_metrics(["actor/pg_los"]) == ["actor/pg_los"]
     assert all(sentence.endswith(".") for sentence in METRICS.values())
+
+
+@pytest.mark.process
+@pytest.mark.demo
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere():
+    built = subprocess.run(["make", "docs"], cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list((ROOT / "outputs" / "site").glob("*.html"))
+    assert len(pages) > 15 and "RayPPOTrainer" in (ROOT / "outputs" / "site" / "api.html").read_text()
+    loaded = [url for page in pages for url in re.findall(r'(?:src|rel="stylesheet" href)="([^"]+)"', page.read_text())]
+    assert len(loaded) > 30 and not [url for url in loaded if "//" in url]

@@ -83,7 +83,7 @@ def test_a_published_command_passes(published, tiny_llama, name, capsys):
     assert f"steps per epoch               │ {300 // batch}" in text and "Memory of one rank" in text
 
 
-def test_what_has_no_effect_is_told(published, tiny_llama, capsys):
+def test_settings_without_effect_are_reported(published, tiny_llama, capsys):
     text = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 3")[2]
     for key in ("model.use_liger=true", "data.micro_batch_size=4", "ulysses_sequence_parallel_size=2"):
         assert f"{key} has no effect in this version" in text
@@ -102,6 +102,8 @@ def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
     ("data.train_batch_size=12", "data.train_batch_size=12 cannot be shared evenly by 8 ranks. Use a multiple of 8."),
     ("data.train_batch_size=512", "data.train_files has 300 samples, which do not fill one batch of 512."),
     ("data.prompt_key=extra_inf", "train.parquet, row 0: has no column 'extra_inf'"),
+    ("data.prompt_key=question data.prompt_dict_keys=null",
+     "has no column 'question', but conversations in 'messages'. Set data.multiturn.enable=true."),
     ("trainer.resume_mode=resume_path", "trainer.resume_from_path=None must name a folder global_step_N"),
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
     ("model.external_lib=no_such_module", "model.external_lib=no_such_module cannot be imported"),
@@ -120,7 +122,7 @@ def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys
     ({"data__response_key": "reply"}, "row 0: has no column 'reply'"),
     ({"data__micro_batch_size_per_gpu": 0}, "data.micro_batch_size_per_gpu=0 is too small; use 1 or more"),
 ])  # fmt: skip
-def test_a_start_with_a_mistake_ends_with_its_sentence(tmp_path, tiny_llama, more, said):
+def test_a_start_with_a_mistake_ends_with_its_message(tmp_path, tiny_llama, more, said):
     config = compose_sft(write_pairs(tmp_path), tiny_llama, **more)
     with pytest.raises(SystemExit) as ended:
         run_sft(config)
