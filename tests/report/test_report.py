@@ -63,18 +63,19 @@ def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_p
 
 def test_page_lists_starts_with_command_steps_and_end(tmp_path):
     rows = [
-        {"start": 1, "step": 0, "total_steps": 60, "command": "python -m x a=1", "config": "1.yaml", "time": "T1"},
-        {"start": 2, "step": 20, "total_steps": 60, "command": "python -m x a=<2>", "config": "2.yaml", "time": "T2"},
-        {"start": 2, "step": 30, "ended": "stopped", "time": "T3"},
-        {"start": 3, "step": 30, "total_steps": 60, "command": "python -m x", "config": "3.yaml", "time": "T4"},
-    ]
+        {"start": 1, "step": 0, "total_steps": 60, "command": "python -m x a=1", "config": "1.yaml",
+         "time": "2026-01-01T10:00:00"},
+        {"start": 2, "step": 20, "total_steps": 60, "command": "python -m x a=<2>", "config": "2.yaml", "time": "2"},
+        {"start": 2, "step": 30, "ended": "stopped", "time": "2026-01-01T11:00:00"},
+        {"start": 3, "step": 30, "total_steps": 60, "command": "python -m x", "config": "3.yaml", "time": "4"},
+    ]  # fmt: skip
     (_run_dir(tmp_path) / "starts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_report(tmp_path).read_text()
     cells = re.findall(r"<td[^>]*>(.*?)</td>", page.partition("<h2>Starts</h2>")[2].partition("</table>")[0])
     assert cells == [
-        "T1", "0 of 60", "python -m x a=1", "killed",
-        "T2", "20 of 60", "python -m x a=&lt;2&gt;", "stopped after step 30, T3",
-        "T4", "30 of 60", "python -m x", "running, or killed",
+        "2026-01-01 10:00:00", "0 of 60", "python -m x a=1", "killed",
+        "2", "20 of 60", "python -m x a=&lt;2&gt;", "2026-01-01 11:00:00, stopped after step 30",
+        "4", "30 of 60", "python -m x", "running, or killed",
     ]  # fmt: skip
     assert "<b>40 of 60</b><span>steps, finished of planned" in page
 

@@ -179,7 +179,7 @@ def list_starts(rows: list[dict]) -> list[dict]:
     for row in starts:
         end = ends.get(row["start"])
         if end is not None:
-            row["end"] = f"{end['ended']} after step {end['step']}, {end['time']}"
+            row["end"] = f"{end['time'].replace('T', ' ')}, {end['ended']} after step {end['step']}"
         else:
             row["end"] = "running, or killed" if row is starts[-1] else "killed"
     return starts

@@ -43,7 +43,7 @@ class Starts:
         (self.run_dir / "run_configs").mkdir(exist_ok=True)
         for target in (self.run_dir / "run_config.yaml", self.run_dir / file):
             target.write_text(text, encoding="utf-8")
-        command = redact_text(shlex.join([Path(sys.executable).name, *sys.argv]))
+        command = redact_text(shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]))
         self._append(start=self.number, step=step, total_steps=total_steps, command=command, config=file)
         writer = next((row for row in reversed(earlier) if step and row["step"] < step), None)
         if writer is None or not (self.run_dir / writer["config"]).is_file():
