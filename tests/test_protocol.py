@@ -208,7 +208,7 @@ def test_iterator_covers_every_row_each_epoch_and_repeats_with_its_seed():
 
     assert rows(1) == rows(1) and sorted(sum(rows(1)[:3], [])) == list(range(6)) and rows(1)[:3] != rows(1)[3:]
     assert [b.non_tensor_batch["n"].tolist() for b in make(4).make_iterator(2, 1)] == [[0, 1], [2, 3]]
-    with pytest.raises(DataProtoError, match="5 rows cannot be cut into mini-batches of 2"):
+    with pytest.raises(DataProtoError, match="5 rows cannot be divided into mini-batches of 2"):
         make(5).make_iterator(2, 1)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from loguru import logger
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from verl.utils.proto_merge import (
     DataProtoConfig,
@@ -23,6 +22,7 @@ from verl.utils.proto_merge import (
     fold_batch_dim,
     list_of_dict_to_dict_of_list,
     merge_meta,
+    mini_batches,
     pad_dataproto_to_divisor,
     unfold_batch_dim,
     union_numpy_dict,
@@ -295,14 +295,7 @@ class DataProto:
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: dict | None = None
     ) -> Iterator[DataProto]:
         """Mini-batches of `mini_batch_size` rows, `epochs` times; dataloader_kwargs takes shuffle, drop_last, ..."""
-        if len(self) % mini_batch_size != 0:
-            raise DataProtoError(f"{len(self)} rows cannot be cut into mini-batches of {mini_batch_size}")
-        kwargs = dict(dataloader_kwargs or {})
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        order = RandomSampler(self, generator=generator) if kwargs.pop("shuffle", False) else SequentialSampler(self)
-        batches = BatchSampler(order, mini_batch_size, kwargs.pop("drop_last", False))
-        loader = DataLoader(self, batch_size=None, sampler=batches, generator=generator, **kwargs)
-        return (batch for _ in range(epochs) for batch in loader)
+        return mini_batches(len(self), self.select_idxs, mini_batch_size, epochs, seed, dataloader_kwargs)
 
     def is_padding_enabled(self) -> bool:
         """True when an uneven dispatch of this batch is padded."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
 from verl.utils.py_functional import deep_equal
 
@@ -128,6 +130,17 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drop the last `pad_size` rows."""
     return data[: len(data) - pad_size] if pad_size else data
+
+
+def mini_batches(
+    rows: int, select: Callable[[list[int]], Any], size: int, epochs: int, seed: int | None, kwargs: dict | None
+) -> Iterator[Any]:
+    """`select(row numbers)` for each mini-batch of `size` rows, `epochs` times; kwargs go to the DataLoader."""
+    if rows % size:
+        raise DataProtoError(f"{rows} rows cannot be divided into mini-batches of {size}")
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader = DataLoader(range(rows), batch_size=size, collate_fn=select, generator=generator, **(kwargs or {}))
+    return (batch for _ in range(epochs) for batch in loader)
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
