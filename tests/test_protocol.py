@@ -259,3 +259,53 @@ def _gather(rank, world):
 @pytest.mark.process
 def test_all_gather_gives_every_rank_all_rows():
     assert run_ranks(_gather, 2) == [([0, 10, 1, 11], ["r0", "z", "r1", "z"])] * 2
+
+
+def jagged_batch():
+    rows = [torch.arange(3.0), torch.arange(1.0), torch.arange(4.0)]
+    tokens = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return DataProto.from_dict({"tokens": tokens, "x": torch.arange(3)}, {"name": ["a", "b", "c"]})
+
+
+def lengths(data):
+    return [len(row) for row in data.batch["tokens"].unbind()]
+
+
+def test_jagged_tensors_travel_and_are_stored(tmp_path):
+    data = jagged_batch()
+    for copied in (pickle.loads(pickle.dumps(data)), DataProto.from_tensordict(data.to_tensordict())):
+        assert copied.batch["tokens"].is_nested and lengths(copied) == [3, 1, 4] and copied.batch.device is None
+        assert torch.equal(copied.batch["tokens"].values(), data.batch["tokens"].values())
+    assert lengths(pickle.loads(pickle.dumps(data[1:]))) == [1, 4]
+    data.save_to_disk(tmp_path / "data")
+    assert lengths(DataProto.load_from_disk(tmp_path / "data")) == [3, 1, 4]
+
+
+def test_jagged_tensors_are_selected_joined_and_compared():
+    data = jagged_batch()
+    assert lengths(data.select_idxs([2, 0])) == [4, 3] and lengths(data.repeat(2)) == [3, 3, 1, 1, 4, 4]
+    assert lengths(DataProto.concat([data, data[:1]])) == [3, 1, 4, 3]
+    assert len(data.union(jagged_batch())) == 3
+    other = jagged_batch()
+    other.batch["tokens"] = torch.nested.as_nested_tensor([torch.ones(3), torch.ones(1), torch.ones(4)],
+                                                          layout=torch.jagged)  # fmt: skip
+    with pytest.raises(AssertionError, match="tensor 'tokens' differs"):
+        data.union(other)
+
+
+def test_the_device_of_a_batch_stays_as_it_is():
+    for device in (None, torch.device("cpu")):
+        batch = TensorDict({"x": torch.arange(2)}, batch_size=[2], device=device)
+        assert pickle.loads(pickle.dumps(DataProto(batch))).batch.device == device
+
+
+def test_a_batch_of_columns_alone_has_a_length():
+    assert len(DataProto(None, {"name": np.array(["a", "b"], dtype=object)})) == 2 and len(DataProto()) == 0
+
+
+def test_columns_that_are_not_unfolded_are_repeated_along_the_first_dimension():
+    data = DataProto.from_dict({"x": torch.arange(8).reshape(2, 4)}, {"pair": np.array([[1, 2], [3, 4]])})
+    wide = data.unfold_column_chunks(2, ["x"])
+    assert wide.batch["x"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert wide.non_tensor_batch["pair"].tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert data.unfold_column_chunks(2, ["pair"]).non_tensor_batch["pair"].tolist() == [[1], [2], [3], [4]]

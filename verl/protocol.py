@@ -24,6 +24,7 @@ from verl.utils.proto_merge import (
     merge_meta,
     mini_batches,
     pad_dataproto_to_divisor,
+    select_rows,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
@@ -39,6 +40,7 @@ from verl.utils.proto_serialization import (
     serialize_tensordict,
 )
 from verl.utils.py_functional import deep_equal
+from verl.utils.tensordict_utils import chunk_tensordict, concat_tensordict
 
 if TYPE_CHECKING:
     import ray
@@ -235,7 +237,7 @@ class DataProto:
             rows = rows.nonzero().squeeze(-1)
         batch = self.batch
         if batch is not None:
-            tensors = {k: v.index_select(0, rows.to(v.device)) for k, v in batch.items()}
+            tensors = {k: select_rows(v, rows) for k, v in batch.items()}
             batch = TensorDict(tensors, batch_size=[len(rows), *batch.batch_size[1:]], device=batch.device)
         picked = rows.cpu().numpy()
         return DataProto(batch, {k: v[picked] for k, v in self.non_tensor_batch.items()}, self.meta_info)
@@ -402,36 +404,45 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
     data.check_consistency()
 
 
+def concat_batches(parts: list[DataProto] | list[TensorDict]) -> DataProto | TensorDict:
+    """The rows of all parts in order; TypeError for parts of several types."""
+    kinds = {type(part) for part in parts}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(f"the ranks returned batches of several types: {names}")
+    return DataProto.concat(parts) if kinds == {DataProto} else concat_tensordict(parts)
+
+
 @dataclass
 class DataProtoFuture:
-    """The output of a non-blocking call: object references that become a DataProto on `get`.
+    """The output of a non-blocking call: references that become a DataProto or TensorDict on `get`.
 
     `collect_fn` joins what the ranks returned; `dispatch_fn`, when set, cuts the joined batch for one rank. Passing a
     future to another dispatched call therefore ships references only.
     """
 
-    collect_fn: Callable[[list[DataProto]], DataProto]
+    collect_fn: Callable[[list], DataProto | TensorDict]
     futures: list[ray.ObjectRef]
-    dispatch_fn: Callable[[DataProto], DataProto] | None = None
+    dispatch_fn: Callable[[DataProto | TensorDict], DataProto | TensorDict] | None = None
 
     @staticmethod
     def concat(data: list[ray.ObjectRef]) -> DataProtoFuture:
-        return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
+        return DataProtoFuture(collect_fn=concat_batches, futures=data)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         cuts = [functools.partial(_chunk_of, chunks=chunks, index=i) for i in range(chunks)]
         return [DataProtoFuture(self.collect_fn, self.futures, cut) for cut in cuts]
 
-    def get(self) -> DataProto:
+    def get(self) -> DataProto | TensorDict:
         import ray
 
         parts = ray.get(self.futures)
         for part in parts:
-            if not isinstance(part, DataProto):
-                raise TypeError(f"a DataProtoFuture's worker returned a {type(part).__name__}, not a DataProto")
+            if not isinstance(part, DataProto | TensorDict):
+                raise TypeError(f"a worker returned a {type(part).__name__}, neither a DataProto nor a TensorDict")
         joined = self.collect_fn(parts)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
 
-def _chunk_of(data: DataProto, chunks: int, index: int) -> DataProto:
-    return data.chunk(chunks)[index]
+def _chunk_of(data: DataProto | TensorDict, chunks: int, index: int) -> DataProto | TensorDict:
+    return (chunk_tensordict(data, chunks) if isinstance(data, TensorDict) else data.chunk(chunks))[index]

@@ -9,6 +9,7 @@ from verl import DataProto
 from verl.protocol import DataProtoConfig
 from verl.single_controller.base import decorator as d
 from verl.single_controller.base.worker_group import ResourcePool, registered_methods
+from verl.utils.tensordict_utils import assert_tensordict_eq, get_tensordict
 
 
 def group(world: int, **extra) -> SimpleNamespace:
@@ -140,3 +141,24 @@ def test_resource_pool_counts_ranks():
     pool = ResourcePool([2, 1])
     assert pool.world_size == 3
     assert pool.local_rank_list() == [0, 1, 0] and pool.local_world_size_list() == [2, 2, 1]
+
+
+def tensordict(rows: int):
+    tokens = torch.nested.as_nested_tensor([torch.arange(n + 1) for n in range(rows)], layout=torch.jagged)
+    return get_tensordict({"x": torch.arange(rows), "tokens": tokens, "uid": [f"u{i}" for i in range(rows)]}, {"t": 1})
+
+
+def test_a_tensordict_is_cut_and_joined_like_a_data_proto():
+    (parts,), kwargs = d.dispatch_dp_compute_data_proto(group(2), tensordict(4))
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]] and kwargs == {}
+    assert [row.tolist() for row in parts[1]["tokens"].unbind()] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert_tensordict_eq(d.collect_dp_compute_data_proto(group(2), parts), tensordict(4))
+    ranks = [0, 0, 1, 1]
+    (spread,), _ = d.dispatch_nd_compute_dataproto(ranks, 2, group(4), tensordict(4))
+    assert [part["x"].tolist() for part in spread] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    joined = d.collect_nd_compute_dataproto([True, False, True, False], group(4), spread)
+    assert_tensordict_eq(joined, tensordict(4))
+    with pytest.raises(ValueError, match="5 rows cannot be divided into 2 equal chunks"):
+        d.dispatch_dp_compute_data_proto(group(2), tensordict(5))
+    with pytest.raises(TypeError, match="batches of several types: DataProto, TensorDict"):
+        d.collect_dp_compute_data_proto(group(2), [batch(1), tensordict(1)])

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from verl import DataProto
 from verl.protocol import DataProtoFuture
@@ -24,6 +25,7 @@ from verl.single_controller.ray.base import (
     merge_resource_pool,
     split_resource_pool,
 )
+from verl.utils.tensordict_utils import get_tensordict
 
 
 class Adder(Worker):
@@ -64,7 +66,9 @@ class Adder(Worker):
         return DataProto.from_dict({"y": data.batch["x"] + 100 * self.rank}, meta_info={"metrics": {"rows": len(data)}})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-    def add_later(self, data: DataProto):
+    def add_later(self, data: DataProto | TensorDict):
+        if isinstance(data, TensorDict):
+            return data.set("x", data["x"] + 1)
         return DataProto.from_dict({"x": data.batch["x"] + 1})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
@@ -155,6 +159,12 @@ def test_every_dispatch_mode_and_what_a_rank_knows_of_its_world(pool):
     later = wg.add_later(batch(4))
     assert isinstance(later, DataProtoFuture)
     assert wg.add_later(later).get().batch["x"].tolist() == [2, 3, 4, 5]
+
+    rows = torch.nested.as_nested_tensor([torch.ones(n) for n in (1, 3, 2, 4)], layout=torch.jagged)
+    tensors = get_tensordict({"x": torch.arange(4), "rows": rows, "name": ["a", "b", "c", "d"]}, {"t": 0.5})
+    tensors = wg.add_later(wg.add_later(tensors)).get()
+    assert tensors["x"].tolist() == [2, 3, 4, 5] and tensors["name"] == ["a", "b", "c", "d"] and tensors["t"] == 0.5
+    assert [len(row) for row in tensors["rows"].unbind()] == [1, 3, 2, 4]
 
     again = RayWorkerGroup.from_detached(worker_names=wg.worker_names, ray_cls_with_init=RayClassWithInitArgs(Adder))
     assert again.add(1) == [11, 12]

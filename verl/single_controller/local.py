@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from loguru import logger
+from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.single_controller.base.worker_group import (
@@ -102,7 +103,9 @@ class _RoleGroup(LocalWorkerGroup):
 
 
 def _own_columns(value: Any) -> Any:
-    """A DataProto whose columns and meta_info can be replaced without affecting the caller's."""
+    """A batch whose columns and meta_info can be replaced without affecting the caller's."""
+    if isinstance(value, TensorDict):
+        return value.clone(recurse=False)
     if not isinstance(value, DataProto):
         return value
     batch = None if value.batch is None else value.batch.clone(recurse=False)

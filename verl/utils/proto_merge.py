@@ -38,14 +38,30 @@ def cat_tensors(parts: list[TensorDict | None]) -> TensorDict | None:
     _check_same_keys(parts, "tensors")
     for number, part in enumerate(parts):
         for key, tensor in first.items():
-            if part[key].shape[1:] != tensor.shape[1:]:
+            if not tensor.is_nested and part[key].shape[1:] != tensor.shape[1:]:
                 raise DataProtoError(
                     f"concat: tensor {key!r} is {tuple(tensor.shape)} in part 0 and {tuple(part[key].shape)} in part "
                     f"{number}; pad them to one length"
                 )
     size = [sum(part.batch_size[0] for part in parts), *first.batch_size[1:]]
-    merged = {key: torch.cat([part[key] for part in parts], dim=0) for key in first.keys()}
+    merged = {key: cat_rows([part[key] for part in parts]) for key in first.keys()}
     return TensorDict(merged, batch_size=size, device=first.device)
+
+
+def cat_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors [B_i, ...], all of them jagged or none -> [sum B_i, ...]."""
+    if any(tensor.is_nested for tensor in tensors):
+        rows = [row for tensor in tensors for row in tensor.unbind()]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return torch.cat(tensors, dim=0)
+
+
+def select_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a tensor [B, ...], jagged or not, by number [N] -> [N, ...], a copy."""
+    if tensor.is_nested:
+        parts = tensor.unbind()
+        return torch.nested.as_nested_tensor([parts[i] for i in rows.tolist()], layout=torch.jagged)
+    return tensor.index_select(0, rows.to(tensor.device))
 
 
 def cat_columns(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -21,8 +21,17 @@ _DOCUMENT = "__document__"
 _TAG = "__kind__"
 
 
-def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray]:
-    """A tensor of any shape -> (dtype name, shape, C-contiguous numpy array on the CPU; shares memory where it can)."""
+def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], Any]:
+    """A tensor of any shape -> (dtype name, shape, C-contiguous numpy array on the CPU; shares memory where it can).
+
+    A jagged nested tensor becomes ("jagged", (number of the jagged dimension,), (its values, its offsets)), both of
+    these in the form above.
+    """
+    if obj.layout == torch.jagged:
+        if obj.lengths() is not None:  # a view with gaps between its rows
+            obj = torch.nested.as_nested_tensor(list(obj.unbind()), layout=torch.jagged)
+        parts = (serialize_single_tensor(obj.values()), serialize_single_tensor(obj.offsets()))
+        return "jagged", (obj._ragged_idx,), parts
     if obj.is_nested or obj.layout != torch.strided:
         raise TypeError(f"a {obj.layout} tensor (nested: {obj.is_nested}) cannot travel in a DataProto; pad it first")
     flat = obj.detach().cpu().contiguous()
@@ -33,6 +42,9 @@ def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], np
 def deserialize_single_tensor(arr: Any) -> torch.Tensor:
     """Inverse of `serialize_single_tensor`; the tensor shares the array's memory, so it may be read-only by nature."""
     dtype, shape, array = arr
+    if dtype == "jagged":
+        values, offsets = map(deserialize_single_tensor, array)
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=shape[0])
     with warnings.catch_warnings():
         # Arrays from the object store are read-only; the owner's contract (DataProto's docstring) covers that.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
@@ -47,9 +59,10 @@ def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None
 
 
 def deserialize_tensordict(arr: Any) -> TensorDict:
-    """Inverse of `serialize_tensordict`; tensors arrive on the CPU, wherever they came from."""
-    batch_size, _, tensors = arr
-    return TensorDict({k: deserialize_single_tensor(v) for k, v in tensors.items()}, batch_size=list(batch_size))
+    """Inverse of `serialize_tensordict`. Tensors arrive on the CPU, wherever they came from; no device stays none."""
+    batch_size, device, tensors = arr
+    columns = {k: deserialize_single_tensor(v) for k, v in tensors.items()}
+    return TensorDict(columns, batch_size=list(batch_size), device=None if device is None else "cpu")
 
 
 class _Document:
@@ -73,7 +86,10 @@ class _Document:
             items = [self.dump(x, where) for x in value.ravel().tolist()]
             return {_TAG: "objects", "dtype": value.dtype.str, "shape": value.shape, "items": items}
         if isinstance(value, torch.Tensor):
-            return self._store("tensor", *serialize_single_tensor(value))
+            dtype, shape, data = serialize_single_tensor(value)
+            if dtype == "jagged":
+                return {_TAG: dtype, "dim": shape[0], "parts": [self._store("tensor", *part) for part in data]}
+            return self._store("tensor", dtype, shape, data)
         if isinstance(value, list):
             return [self.dump(x, where) for x in value]
         if isinstance(value, tuple):
@@ -95,6 +111,8 @@ class _Document:
         if _TAG not in value:
             return {k: self.load(v) for k, v in value.items()}
         kind = value[_TAG]
+        if kind == "jagged":
+            return torch.nested.nested_tensor_from_jagged(*map(self.load, value["parts"]), jagged_dim=value["dim"])
         if kind == "tensor":
             return deserialize_single_tensor((value["dtype"], tuple(value["shape"]), self.arrays[value["array"]]))
         if kind in ("array", "scalar"):

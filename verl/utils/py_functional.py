@@ -29,6 +29,8 @@ def deep_equal(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.is_nested or b.is_nested:
+            return a.is_nested and b.is_nested and deep_equal(a.unbind(), b.unbind())
         b = b.to(a.device)
         return a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()))
     return bool(a == b) or bool(a != a and b != b)

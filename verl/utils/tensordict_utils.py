@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from verl.utils.proto_merge import DataProtoError, mini_batches
+from verl.utils.proto_merge import DataProtoError, cat_rows, mini_batches, select_rows
 from verl.utils.py_functional import deep_equal
 
 
@@ -72,7 +72,7 @@ def concat_nested_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         if not tensor.is_nested:
             raise DataProtoError(f"expected nested tensors, got one of shape {tuple(tensor.shape)}")
-    return torch.nested.as_nested_tensor([row for tensor in tensors for row in tensor.unbind()], layout=torch.jagged)
+    return cat_rows(tensors)
 
 
 def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
@@ -100,7 +100,7 @@ def concat_tensordict(data: list[TensorDict]) -> TensorDict:
         elif isinstance(values[0], NonTensorData):
             assign_non_tensor_data(joined, key, values[0].data)
         else:
-            joined.set(key, concat_nested_tensors(values) if values[0].is_nested else torch.cat(values, dim=0))
+            joined.set(key, cat_rows(values))
     return joined
 
 
@@ -117,11 +117,8 @@ def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int
             assign_non_tensor_stack(selected, key, [values[i] for i in rows.tolist()])
         elif isinstance(value, NonTensorData):
             assign_non_tensor_data(selected, key, value.data)
-        elif value.is_nested:
-            parts = value.unbind()
-            selected.set(key, torch.nested.as_nested_tensor([parts[i] for i in rows.tolist()], layout=torch.jagged))
         else:
-            selected.set(key, value.index_select(0, rows.to(value.device)))
+            selected.set(key, select_rows(value, rows))
     return selected
 
 
@@ -130,7 +127,7 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     if chunks < 1 or len(td) % chunks:
         raise DataProtoError(f"{len(td)} rows cannot be divided into {chunks} equal chunks")
     size = len(td) // chunks
-    return [index_select_tensor_dict(td, list(range(i * size, (i + 1) * size))) for i in range(chunks)]
+    return [td[i * size : (i + 1) * size] for i in range(chunks)]
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
@@ -150,10 +147,6 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, NonTensorStack | NonTensorData) or isinstance(other, NonTensorStack | NonTensorData):
         return type(one) is type(other) and deep_equal(one.tolist(), other.tolist())
-    if one.is_nested or other.is_nested:
-        if one.is_nested != other.is_nested or one.size(0) != other.size(0):
-            return False
-        return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one.unbind(), other.unbind(), strict=True))
     return one.dtype == other.dtype and deep_equal(one, other)
 
 

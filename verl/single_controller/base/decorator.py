@@ -11,8 +11,11 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from verl.protocol import DataProto, DataProtoFuture
+from tensordict import TensorDict
+
+from verl.protocol import DataProto, DataProtoFuture, concat_batches
 from verl.utils.py_functional import DynamicEnum
+from verl.utils.tensordict_utils import chunk_tensordict
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup
@@ -94,13 +97,13 @@ def collect_dp_compute(worker_group: WorkerGroup, output: list) -> list:
 
 
 def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Every DataProto in `chunks` parts; where auto padding is on, padded to a multiple of `chunks` first."""
+    """Every batch in `chunks` parts; a DataProto with auto padding is padded to a multiple of `chunks` first."""
     sizes = {}
     for name, value in [*enumerate(args), *kwargs.items()]:
-        if not isinstance(value, DataProto | DataProtoFuture):
+        if not isinstance(value, DataProto | DataProtoFuture | TensorDict):
             raise TypeError(
-                f"argument {name!r} is a {type(value).__name__}; this dispatch mode takes DataProto only "
-                f"(put plain values into meta_info)"
+                f"argument {name!r} is a {type(value).__name__}; this dispatch mode takes DataProto and TensorDict "
+                f"(put plain values into meta_info, or into the TensorDict as NonTensorData)"
             )
         if isinstance(value, DataProto) and value.is_padding_enabled():
             sizes[name] = len(value)
@@ -108,7 +111,9 @@ def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         raise ValueError(f"arguments that are padded for dispatch differ in rows: {sizes}")
     padding = -next(iter(sizes.values()), 0) % chunks
 
-    def cut(value: DataProto | DataProtoFuture) -> list:
+    def cut(value: DataProto | DataProtoFuture | TensorDict) -> list:
+        if isinstance(value, TensorDict):
+            return chunk_tensordict(value, chunks)
         if isinstance(value, DataProto) and padding:
             value = value.select()  # a shallow copy: the caller's batch keeps its length
             value.padding(padding)
@@ -118,19 +123,19 @@ def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return args, {**kwargs, PADDING_KEY: padding} if padding else kwargs
 
 
-def _join(output: list) -> DataProto | DataProtoFuture:
+def _join(output: list) -> DataProto | TensorDict | DataProtoFuture:
     import ray
 
-    if all(isinstance(o, DataProto) for o in output):
-        return DataProto.concat(output)
+    if all(isinstance(o, DataProto | TensorDict) for o in output):
+        return concat_batches(output)
     if all(isinstance(o, ray.ObjectRef) for o in output):
         return DataProtoFuture.concat(output)
-    kinds = sorted({type(o).__name__ for o in output})
-    raise TypeError(f"a method dispatched over DataProto must return a DataProto on every rank, got {', '.join(kinds)}")
+    kinds = ", ".join(sorted({type(o).__name__ for o in output}))
+    raise TypeError(f"a method that gets a batch must return a DataProto or a TensorDict on every rank, got {kinds}")
 
 
 def dispatch_dp_compute_data_proto(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """Each DataProto is cut in as many parts as there are ranks."""
+    """Each DataProto or TensorDict is cut in as many parts as there are ranks."""
     return _split(worker_group.world_size, args, kwargs)
 
 
@@ -142,7 +147,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: WorkerGroup, *args, *
     return ([args[0]] * worker_group.world_size, *parts), kwargs
 
 
-def collect_dp_compute_data_proto(worker_group: WorkerGroup, output: list) -> DataProto | DataProtoFuture:
+def collect_dp_compute_data_proto(worker_group: WorkerGroup, output: list) -> DataProto | TensorDict | DataProtoFuture:
     """The ranks' rows in rank order."""
     return _join(output)
 
@@ -170,7 +175,7 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: WorkerGroup, outp
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: WorkerGroup, *args, **kwargs
 ) -> tuple[tuple, dict]:
-    """Each DataProto is cut in `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
+    """Each DataProto or TensorDict is cut in `dp_size` parts; rank r gets part dp_rank_mapping[r]."""
     args, kwargs = _split(dp_size, args, kwargs)
     padding = {PADDING_KEY: kwargs.pop(PADDING_KEY)} if PADDING_KEY in kwargs else {}
     args, kwargs = dispatch_nd_compute(dp_rank_mapping, dp_size, worker_group, *args, **kwargs)
@@ -179,7 +184,7 @@ def dispatch_nd_compute_dataproto(
 
 def collect_nd_compute_dataproto(
     collect_mask: list[bool], worker_group: WorkerGroup, output: list
-) -> DataProto | DataProtoFuture:
+) -> DataProto | TensorDict | DataProtoFuture:
     """The rows of the ranks whose mask is True."""
     return _join(collect_nd_compute(collect_mask, worker_group, output))
 
@@ -262,7 +267,7 @@ def register(
 ) -> Callable:
     """Mark a worker's method as callable on its group.
 
-    With blocking=False the group's call returns references (a DataProtoFuture where DataProto are joined). With
+    With blocking=False the group's call returns references (a DataProtoFuture where batches are joined). With
     `materialize_futures` a DataProtoFuture argument is fetched on the worker before the method runs.
     """
     if isinstance(dispatch_mode, dict):

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import get_master_addr_port
@@ -230,11 +231,13 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def _stored(args: tuple, kwargs: dict, known: dict[int, ray.ObjectRef]) -> tuple[tuple, dict]:
-    """Each DataProto replaced by a reference, kept in `known` by its id: ranks that share a part share its memory."""
+    """Each batch replaced by a reference, kept in `known` by its id: ranks that share a part share its memory."""
 
     def put(value: Any) -> Any:
-        if isinstance(value, DataProto) and id(value) not in known:
+        if not isinstance(value, DataProto | TensorDict):
+            return value
+        if id(value) not in known:
             known[id(value)] = ray.put(value)
-        return known[id(value)] if isinstance(value, DataProto) else value
+        return known[id(value)]
 
     return tuple(put(a) for a in args), {k: put(v) for k, v in kwargs.items()}
