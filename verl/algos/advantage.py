@@ -20,13 +20,13 @@ from verl.utils.user_code import defined_at, kind
 Estimate = tuple[Tensor, Tensor]
 AdvantageFn = Callable[..., Estimate]
 
-_ADV_ESTIMATORS: Registry[AdvantageFn] = Registry(
+ADV_ESTIMATOR_REGISTRY: Registry[str, AdvantageFn] = Registry(
     "algorithm.adv_estimator",
     "Your own: register it with register_adv_est in a module named by actor_rollout_ref.model.external_lib.",
 )
 # Decorator: enter an estimator `fn(token_level_rewards, response_mask, ...) -> (advantages, returns)` under a name.
-register_adv_est = _ADV_ESTIMATORS.register
-get_adv_estimator_fn = _ADV_ESTIMATORS.get
+register_adv_est = ADV_ESTIMATOR_REGISTRY.register
+get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.find
 
 
 def inputs_of(name_or_enum: str | AdvantageEstimator) -> tuple[str, ...]:

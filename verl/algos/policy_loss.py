@@ -14,14 +14,14 @@ from verl.utils.torch_functional import masked_mean
 LossAndMetrics = tuple[Tensor, dict[str, Any]]
 PolicyLossFn = Callable[..., LossAndMetrics]
 
-_POLICY_LOSSES: Registry[PolicyLossFn] = Registry(
+POLICY_LOSS_REGISTRY: Registry[str, PolicyLossFn] = Registry(
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "Your own: register it with register_policy_loss in a module named by actor_rollout_ref.model.external_lib.",
 )
 # Decorator: enter a loss `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
 # rollout_is_weights) -> (scalar loss, metrics)`, tensors [B, T], under a name.
-register_policy_loss = _POLICY_LOSSES.register
-get_policy_loss_fn = _POLICY_LOSSES.get
+register_policy_loss = POLICY_LOSS_REGISTRY.register
+get_policy_loss_fn = POLICY_LOSS_REGISTRY.find
 
 
 def _clip_range(config) -> tuple[float, float]:

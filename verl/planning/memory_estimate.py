@@ -30,7 +30,7 @@ class ModelSize:
     group_forward: bool = False
 
 
-MEASURES: Registry[Callable[[Any, Mapping[str, Any]], ModelSize]] = Registry(
+MEASURES: Registry[str, Callable[[Any, Mapping[str, Any]], ModelSize]] = Registry(
     "actor_rollout_ref.model.loader.name", "Register a measure with the loader."
 )  # what a loader makes of (hf_config, the resolved config); a loader without one is taken for the plain model
 
@@ -40,7 +40,7 @@ def measure_loaded(hf_config: Any, config: Mapping[str, Any]) -> tuple[ModelSize
     model = config["actor_rollout_ref"]["model"]
     name = model["loader"]["name"]
     if name in MEASURES:
-        return MEASURES.get(name)(hf_config, config), True
+        return MEASURES[name](hf_config, config), True
     return measure_model(hf_config, model["lora_rank"]), name == "auto"
 
 

@@ -47,7 +47,7 @@ def torch_dtype_of(name: str, key: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-_LOADERS: Registry[ModelLoader] = Registry(
+_LOADERS: Registry[str, ModelLoader] = Registry(
     "actor_rollout_ref.model.loader.name",
     "Your own: register it in a module named by actor_rollout_ref.model.external_lib.",
 )
@@ -60,7 +60,7 @@ def register_model_loader(name: str) -> Callable[[ModelLoader], ModelLoader]:
 
 def get_model_loader(name: str) -> ModelLoader:
     """The loader registered under `name`; an unknown name is refused with the nearest known one."""
-    return _LOADERS.get(name)
+    return _LOADERS.find(name)
 
 
 def _model_dir(model_config: HFModelConfig) -> str:

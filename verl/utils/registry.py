@@ -1,9 +1,10 @@
-"""A registry of named plug-ins that suggests the nearest entry for an unknown name."""
+"""A table of named plug-ins that suggests the nearest entry for an unknown name."""
 
 import difflib
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -13,44 +14,46 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-class Registry(Generic[T]):
-    """Names to plug-ins of one kind. A name can be registered once; the error for an unknown one lists them.
+class Registry(dict[K, T]):
+    """A table from names to plug-ins of one kind. `find` lists the known names if one is unknown.
 
     `key` is the config key that a user sets (`algorithm.adv_estimator`); `howto` says how to add an entry.
     """
 
     def __init__(self, key: str, howto: str) -> None:
+        super().__init__()
         self.key = key
         self.howto = howto
-        self._entries: dict[str, T] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that enters an object under `name`; a second, different object of that name is refused."""
+    def register(self, name: K) -> Callable[[T], T]:
+        """Decorator that enters an object under `name` and returns it.
+
+        The same object (or the same definition, imported twice) may be registered again; another one of that name
+        raises ValueError.
+        """
 
         def enter(entry: T) -> T:
-            present = self._entries.get(name)
+            present = self.get(name)
             if present is not None and not _same_origin(present, entry):
-                taken = f"'{name}' is already registered by {_origin(present)}"
+                shown = "/".join(name) if isinstance(name, tuple) else name
+                taken = f"'{shown}' is already registered by {_origin(present)}"
                 raise ValueError(f"{self.key}: {taken}; {_origin(entry)} needs another name.")
-            self._entries[name] = entry
+            self[name] = entry
             return entry
 
         return enter
 
-    def get(self, name: str) -> T:
-        """The entry called `name`."""
-        if name not in self._entries:
-            known = sorted(self._entries)
+    def find(self, name: K) -> T:
+        """The entry called `name`; ValueError with the nearest name if there is none."""
+        if name not in self:
+            known = sorted(map(str, self))
             hint = nearest(name, known) or "."
             raise ValueError(f"{self.key}={name!r} is unknown{hint} Known: {', '.join(known)}. {self.howto}")
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return self[name]
 
 
 def _origin(entry: object) -> str:
-    return f"{entry.__module__}.{entry.__qualname__}"
+    return entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}"  # str: a dotted name
 
 
 def _same_origin(present: object, entry: object) -> bool:

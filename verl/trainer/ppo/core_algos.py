@@ -2,7 +2,7 @@
 # ruff: noqa: F401, I001 (names to be imported from here, several a line)
 
 from verl.algos.advantage import (
-    AdvantageEstimator, Groups, compute_gae_advantage_return, compute_gpg_outcome_advantage,
+    ADV_ESTIMATOR_REGISTRY, AdvantageEstimator, Groups, compute_gae_advantage_return, compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage, compute_grpo_passk_outcome_advantage, compute_grpo_vectorized_outcome_advantage,
     compute_opo_outcome_advantage, compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage, compute_remax_outcome_advantage, compute_rloo_outcome_advantage,
@@ -13,7 +13,8 @@ from verl.algos.kl import (
     AdaptiveKLController, FixedKLController, compute_rewards, get_kl_controller, kl_penalty, kl_penalty_forward,
 )
 from verl.algos.policy_loss import (
-    compute_entropy_loss, compute_policy_loss, compute_policy_loss_bypass_mode, compute_policy_loss_cispo,
+    POLICY_LOSS_REGISTRY, compute_entropy_loss, compute_policy_loss, compute_policy_loss_bypass_mode,
+    compute_policy_loss_cispo,
     compute_policy_loss_clip_cov, compute_policy_loss_geo_mean, compute_policy_loss_gpg, compute_policy_loss_gspo,
     compute_policy_loss_kl_cov, compute_policy_loss_sapo, compute_policy_loss_vanilla, compute_value_loss,
     get_policy_loss_fn, register_policy_loss,

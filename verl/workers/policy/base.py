@@ -38,7 +38,7 @@ class Policy(ABC):
         """
 
 
-_POLICIES: Registry[type[Policy]] = Registry(
+_POLICIES: Registry[str, type[Policy]] = Registry(
     "actor_rollout_ref.model.policy.name",
     "Your own: register it in a module named by actor_rollout_ref.model.external_lib.",
 )
@@ -51,7 +51,7 @@ def register_policy(name: str) -> Callable[[type[Policy]], type[Policy]]:
 
 def get_policy(name: str, **kwargs) -> Policy:
     """A policy of that name, built with `kwargs`; ValueError for an unknown name suggests the nearest known one."""
-    return _POLICIES.get(name)(**kwargs)
+    return _POLICIES.find(name)(**kwargs)
 
 
 def check_temperature(temperature: float) -> float:

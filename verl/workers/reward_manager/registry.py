@@ -3,11 +3,11 @@
 from verl.utils.registry import Registry
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 
-_MANAGERS: Registry[type[AbstractRewardManager]] = Registry(
+REWARD_MANAGER_REGISTRY: Registry[str, type[AbstractRewardManager]] = Registry(
     "reward_manager.name",
     "Your own: set reward_manager.source=importlib and reward_manager.module.{path,name}, or register it in a module "
     "named by actor_rollout_ref.model.external_lib.",
 )
 # Decorator: enter a reward manager under a name; a second one of that name is refused.
-register = _MANAGERS.register
-get_reward_manager_cls = _MANAGERS.get
+register = REWARD_MANAGER_REGISTRY.register
+get_reward_manager_cls = REWARD_MANAGER_REGISTRY.find

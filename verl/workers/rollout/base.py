@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.registry import Registry, nearest
 
 if TYPE_CHECKING:
@@ -59,29 +59,27 @@ class BaseRollout(ABC):
         """
 
 
-# Rollouts that come with verl are imported when they are asked for: some need packages of their own.
-_BUILT_IN = {
-    "hf/sync": "verl.workers.rollout.hf_rollout",
-    "spd/sync": "recipe.spd.rollout",
-    "vllm/sync": "verl.workers.rollout.vllm_rollout",
-}
-_KNOWN = set(_BUILT_IN)
-
-_ROLLOUTS: Registry[type[BaseRollout]] = Registry(
-    "actor_rollout_ref.rollout.{name}/{mode}",
+# (name, mode) -> class, or its dotted name: what comes with verl is imported when it is asked for, since some rollouts
+# need packages of their own.
+_ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry(
+    "actor_rollout_ref.rollout.{name,mode}",
     "Your own: register it with register_rollout in a module named by actor_rollout_ref.model.external_lib.",
 )
+_ROLLOUT_REGISTRY |= {
+    ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
+    ("spd", "sync"): "recipe.spd.rollout.SPDRollout",
+    ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
+}
 
 
 def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollout]], type[BaseRollout]]:
     """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`; its methods must not be `async def`."""
-    enter = _ROLLOUTS.register(f"{name}/{mode}")
+    enter = _ROLLOUT_REGISTRY.register((name, mode))
 
     def register(rollout: type[BaseRollout]) -> type[BaseRollout]:
         for method in ("resume", "update_weights", "generate_sequences", "release"):
             if inspect.iscoroutinefunction(getattr(rollout, method, None)):
                 raise TypeError(f"{rollout.__name__}.{method} is `async def`, but nobody awaits it: make it `def`.")
-        _KNOWN.add(f"{name}/{mode}")
         return enter(rollout)
 
     return register
@@ -89,20 +87,18 @@ def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollou
 
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
     """The rollout class of that name and mode; an unknown pair is an error with the nearest."""
-    key = f"{rollout_name}/{mode}"
-    if mode == "async" and key not in _KNOWN and f"{rollout_name}/sync" in _KNOWN:
-        key = f"{rollout_name}/sync"  # a step generates in one call either way
-    if key not in _ROLLOUTS and key in _BUILT_IN:
-        importlib.import_module(_BUILT_IN[key])
-    if key in _ROLLOUTS:
-        return _ROLLOUTS.get(key)
-    pairs = [pair.split("/") for pair in sorted(_KNOWN)]
-    modes = [of for name, of in pairs if name == rollout_name]
-    if modes:
+    modes = [of for name, of in _ROLLOUT_REGISTRY if name == rollout_name]
+    if not modes:
+        hint = nearest(rollout_name, [name for name, _ in _ROLLOUT_REGISTRY]) or "."
+        known = ", ".join(sorted(f"{name}/{of}" for name, of in _ROLLOUT_REGISTRY))
+        what = f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{hint}"
+        raise ValueError(f"{what} Known: {known}. {_ROLLOUT_REGISTRY.howto}")
+    if mode == "async" and "sync" in modes and mode not in modes:
+        mode = "sync"  # a step generates in one call either way
+    if mode not in modes:
         raise ValueError(
             f"actor_rollout_ref.rollout.mode={mode!r} is unknown for rollout.name={rollout_name!r}; "
             f"it has: {', '.join(modes)}. Set actor_rollout_ref.rollout.mode={modes[0]}."
         )
-    hint = nearest(rollout_name, [name for name, _ in pairs]) or "."
-    what = f"actor_rollout_ref.rollout.name={rollout_name!r} is unknown{hint}"
-    raise ValueError(f"{what} Known: {', '.join(sorted(_KNOWN))}. {_ROLLOUTS.howto}")
+    rollout = _ROLLOUT_REGISTRY[rollout_name, mode]
+    return load_class_from_fqn(rollout, "rollout") if isinstance(rollout, str) else rollout

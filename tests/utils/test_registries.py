@@ -1,0 +1,82 @@
+"""The public tables of plug-ins, as code written for verl uses them."""
+
+import pytest
+
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    POLICY_LOSS_REGISTRY,
+    AdvantageEstimator,
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
+from verl.workers.reward_manager import get_reward_manager_cls
+from verl.workers.reward_manager import register as register_manager
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout, get_rollout_class, register_rollout
+
+
+class SilentRollout(BaseRollout):
+    def generate_sequences(self, prompts):
+        return prompts
+
+
+class OtherRollout(SilentRollout):
+    pass
+
+
+class Manager(NaiveRewardManager):
+    pass
+
+
+def first(*args, **kwargs):
+    pass
+
+
+def second(*args, **kwargs):
+    pass
+
+
+TABLES = [
+    (ADV_ESTIMATOR_REGISTRY, register_adv_est, get_adv_estimator_fn, first, second),
+    (POLICY_LOSS_REGISTRY, register_policy_loss, get_policy_loss_fn, first, second),
+    (REWARD_MANAGER_REGISTRY, register_manager, get_reward_manager_cls, Manager, NaiveRewardManager),
+]
+
+
+@pytest.mark.parametrize(("table", "register", "find", "entry", "other"), TABLES)
+def test_an_entry_is_registered_found_and_protected(table, register, find, entry, other):
+    try:
+        assert register("mine")(entry) is entry is table["mine"] is find("mine")
+        assert register("mine")(entry) is entry  # again
+        with pytest.raises(ValueError, match="'mine' is already registered by tests.utils.test_registries"):
+            register("mine")(other)
+        assert find("mine") is entry
+        table["direct"] = other
+        assert find("direct") is other
+    finally:
+        table.pop("mine", None)
+        table.pop("direct", None)
+    with pytest.raises(ValueError, match="'mine' is unknown"):
+        find("mine")
+
+
+def test_estimators_are_named_by_text_or_enum():
+    assert ADV_ESTIMATOR_REGISTRY["grpo"] is get_adv_estimator_fn(AdvantageEstimator.GRPO)
+    assert set(ADV_ESTIMATOR_REGISTRY) >= {str(name) for name in AdvantageEstimator}
+
+
+def test_rollouts_are_keyed_by_name_and_mode():
+    assert {("hf", "sync"), ("vllm", "sync"), ("spd", "sync")} <= set(_ROLLOUT_REGISTRY)
+    try:
+        assert register_rollout("silent", mode="sync")(SilentRollout) is SilentRollout
+        assert _ROLLOUT_REGISTRY["silent", "sync"] is SilentRollout is get_rollout_class("silent", "sync")
+        with pytest.raises(ValueError, match="'silent/sync' is already registered"):
+            register_rollout("silent", mode="sync")(OtherRollout)
+        _ROLLOUT_REGISTRY["named", "sync"] = "tests.utils.test_registries.OtherRollout"
+        assert get_rollout_class("named", "sync").__name__ == "OtherRollout"
+    finally:
+        for name in ("silent", "named"):
+            _ROLLOUT_REGISTRY.pop((name, "sync"), None)
