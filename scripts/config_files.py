@@ -204,7 +204,7 @@ def files() -> dict[str, File]:
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),
         "model/hf_model": File("The model that is trained.", roles.model),
-        "optim/fsdp": File("Optimizer and learning rate.", optim),
+        "optim/fsdp": File("Optimizer and learning rate.", optim, values={"min_lr_ratio": 0.0}),
         "ref/dp_ref": File(
             "The reference policy, which only runs forward.", roles.ref, ("../engine@fsdp_config: fsdp",),
             {"fsdp_config": engine},
@@ -255,6 +255,7 @@ def files() -> dict[str, File]:
             },
             {
                 "reward_manager.name": "${oc.select:reward_model.reward_manager,naive}",
+                "algorithm.pf_ppo": {"reweight_method": "pow", "weight_pow": 2.0},
                 f"trainer.{local_dir}": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
             },
             ("algorithm.filter_groups",),

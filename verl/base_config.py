@@ -40,15 +40,21 @@ class BaseConfig(Mapping):
         super().__setattr__(name, value)
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._names():
-            close = difflib.get_close_matches(str(key), self._names(), n=1)
+        """Any attribute that was set; AttributeError for an unknown name, TypeError for a key that is no string."""
+        if not isinstance(key, str):
+            raise TypeError(f"{type(self).__name__} is indexed by names, not by {key!r}")
+        if not hasattr(self, key):
+            close = difflib.get_close_matches(key, self._names(), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise KeyError(f"{type(self).__name__} has no field {key!r}{hint}")
+            raise AttributeError(f"{type(self).__name__} has no field {key!r}{hint}")
         return getattr(self, key)
 
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and hasattr(self, key)
+
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of field `key`; `default` only if the class does not have this field."""
-        return self[key] if key in self._names() else default
+        """Value of attribute `key`, or `default` if there is none."""
+        return self[key] if key in self else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())

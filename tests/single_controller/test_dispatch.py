@@ -7,6 +7,7 @@ import torch
 
 from verl import DataProto
 from verl.protocol import DataProtoConfig
+from verl.single_controller.base import Worker
 from verl.single_controller.base import decorator as d
 from verl.single_controller.base.worker_group import ResourcePool, registered_methods
 from verl.utils.tensordict_utils import assert_tensordict_eq, get_tensordict
@@ -162,3 +163,15 @@ def test_a_tensordict_is_cut_and_joined_like_a_data_proto():
         d.dispatch_dp_compute_data_proto(group(2), tensordict(5))
     with pytest.raises(TypeError, match="batches of several types: DataProto, TensorDict"):
         d.collect_dp_compute_data_proto(group(2), [batch(1), tensordict(1)])
+
+
+def test_a_mesh_is_registered_once_or_again_with_the_same_values():
+    worker = Worker()
+    worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
+    worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
+    other = Worker()
+    other.set_dispatch_collect("actor", **worker.get_dispatch_collect())
+    assert other.get_dispatch_collect() == {"dispatch_dp_rank": {"actor": 1}, "collect_dp_rank": {"actor": True}}
+    assert other._query_dispatch_info("actor") == 1 and other.query_collect_info("actor") is True
+    with pytest.raises(AssertionError, match=r"'actor' is registered on rank 0 with .* \(1, True\), not \(0, True\)"):
+        worker._register_dispatch_collect_info("actor", dp_rank=0, is_collect=True)

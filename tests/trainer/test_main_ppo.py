@@ -42,7 +42,8 @@ def test_sampler_follows_the_seed():
 
 def test_sampler_of_a_user_is_loaded_and_refuses_loader_processes(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "class Backwards:\n"
+        "from verl.experimental.dataset.sampler import AbstractSampler\n"
+        "class Backwards(AbstractSampler):\n"
         "    def __init__(self, data_source, data_config):\n        self.n = len(data_source)\n"
         "    def __iter__(self):\n        return iter(range(self.n - 1, -1, -1))\n"
     )
@@ -51,6 +52,16 @@ def test_sampler_of_a_user_is_loaded_and_refuses_loader_processes(tmp_path):
     assert list(sampler) == [2, 1, 0]
     with pytest.raises(ValueError, match="data.dataloader_num_workers=2"):
         create_rl_sampler(data_config(sampler=chosen, dataloader_num_workers=2), torch.arange(3))
+    (tmp_path / "other.py").write_text("class Other:\n    def __init__(self, data_source, data_config): ...\n")
+    other = {"class_path": str(tmp_path / "other.py"), "class_name": "Other"}
+    with pytest.raises(AssertionError, match="data.sampler: Other must be a subclass of .*AbstractSampler"):
+        create_rl_sampler(data_config(sampler=other, dataloader_num_workers=0), torch.arange(3))
+
+
+def test_a_hand_made_data_section_may_lack_keys():
+    assert sorted(create_rl_sampler(OmegaConf.create({}), range(5))) == list(range(5))
+    assert isinstance(create_rl_sampler(OmegaConf.create({"shuffle": False}), range(5)), SequentialSampler)
+    assert list(create_rl_sampler({"seed": 1}, range(9))) == list(create_rl_sampler({"seed": 1}, range(9)))
 
 
 def test_roles_by_name():

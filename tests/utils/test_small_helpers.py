@@ -1,17 +1,25 @@
 """Imports by name, files, configs, metrics, groups: one small claim each."""
 
+import math
 import subprocess
 import sys
+import time
 from dataclasses import FrozenInstanceError, dataclass, field
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlavaConfig
 
 from verl.base_config import BaseConfig
+from verl.trainer.config import AlgoConfig
 from verl.utils import fs, hf_processor, hf_tokenizer, ray_utils
 from verl.utils import import_utils as imp
+from verl.utils.checkpoint import should_save_ckpt_esi
 from verl.utils.groupwise import as_torch_index, group_mean_std
 from verl.utils.metric import reduce_metrics
+from verl.utils.model import update_model_config
+from verl.workers.config import FSDPOptimizerConfig
 
 
 @pytest.mark.process
@@ -53,8 +61,7 @@ def test_a_class_is_found_by_its_full_name():
 def test_metrics_are_reduced_by_the_word_in_their_name():
     got = reduce_metrics({"a/max": [1, 3], "a/min": [[1, 2], 3], "timing_s/gen": [1, 3], "loss": [torch.tensor(2.0)]})
     assert got == {"a/max": 3, "a/min": 1, "timing_s/gen": 2, "loss": 2}
-    with pytest.raises(ValueError, match="metric 'loss' is an empty list"):
-        reduce_metrics({"loss": []})
+    assert math.isnan(reduce_metrics({"loss": []})["loss"])
 
 
 def test_group_statistics_by_hand():
@@ -80,8 +87,12 @@ def test_a_config_is_a_mapping_whose_fields_are_set_once():
     config.steps = 10
     with pytest.raises(FrozenInstanceError, match="Optim.lr is already set to 1.0 and cannot become 2.0"):
         config.lr = 2.0
-    with pytest.raises(KeyError, match="did you mean 'betas'"):
+    with pytest.raises(AttributeError, match="did you mean 'betas'"):
         config["beta"]
+    with pytest.raises(TypeError, match="indexed by names, not by 0"):
+        config[0]
+    object.__setattr__(config, "added", 3)  # no field
+    assert config["added"] == config.get("added") == 3 and "added" in config and "beta" not in config
 
 
 def test_local_paths_stay_and_copies_are_compared(tmp_path, monkeypatch):
@@ -110,3 +121,26 @@ def test_parallel_put_keeps_the_order(ray_cluster):
 def test_visible_device_switches_are_seen():
     assert ray_utils.ray_noset_visible_devices({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"})
     assert not ray_utils.ray_noset_visible_devices({})
+
+
+def test_no_path_has_no_object():
+    with pytest.raises(AttributeError, match="no module path is given for 'f'"):
+        imp.load_extern_object(None, "f")
+
+
+def test_sub_configs_are_updated_in_place():
+    config = LlavaConfig(text_config=LlamaConfig(hidden_size=64))
+    text = config.text_config
+    update_model_config(config, OmegaConf.create({"text_config": {"hidden_size": 96}, "image_token_index": 3}))
+    assert config.text_config is text and text.hidden_size == 96 and config.image_token_index == 3
+
+
+@pytest.mark.parametrize(("expiry", "saves"), [("30", True), ("500", False), ("-5", False), ("soon", False)])
+def test_a_rented_machine_that_ends_before_the_next_step_saves(expiry, saves, monkeypatch):
+    value = str(time.time() + float(expiry)) if expiry != "soon" else expiry
+    monkeypatch.setenv("SAGEMAKER_EXPIRATION_TIMESTAMP", value)
+    assert should_save_ckpt_esi(max_steps_duration=10, save_ckpt_duration=60, redundant_time=5) is saves
+
+
+def test_optional_settings_are_empty_by_default():
+    assert AlgoConfig().pf_ppo == {} and FSDPOptimizerConfig(lr=1e-3).min_lr_ratio is None

@@ -143,7 +143,7 @@ class AlgoConfig(BaseConfig, section="algorithm"):
     kl_ctrl: KLControlConfig = setting(KLControlConfig, "Coefficient of that KL.")
     use_pf_ppo: bool = setting(False, "Resample with weights from the scores (preference feedback PPO).")
     pf_ppo: dict[str, Any] = setting(
-        lambda: {"reweight_method": "pow", "weight_pow": 2.0},
+        dict,
         "Resampling: reweight_method (pow, max_min, max_random) and weight_pow, its exponent.",
     )
     filter_groups: FilterGroupsConfig | None = setting(None, "DAPO: replace groups of samples with equal metrics.")

@@ -57,7 +57,9 @@ class FSDPOptimizerConfig(OptimizerConfig):
 
     optimizer: str = setting("AdamW", "Class of the optimizer in optimizer_impl.")
     optimizer_impl: str = setting("torch.optim", "Module of the optimizer's class.")
-    min_lr_ratio: float | None = setting(0.0, "Final learning rate (cosine) as a share of lr.", low=0, high=1)
+    min_lr_ratio: float | None = setting(
+        None, "Final learning rate (cosine) as a share of lr; null means 0.", low=0, high=1
+    )
     warmup_style: str | None = setting(None, "Old name of lr_scheduler_type; leave it null.", choices=SCHEDULES)
     num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
 

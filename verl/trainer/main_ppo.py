@@ -24,7 +24,7 @@ EVENTS_S = 1.5  # a rank reports its events to Ray once a second; what is left g
 def __getattr__(name: str) -> Any:
     """Import create_rl_dataset and create_rl_sampler on first use: the driver itself does not need torch."""
     if name in ("create_rl_dataset", "create_rl_sampler"):
-        return getattr(importlib.import_module("verl.utils.dataset.builders"), name)
+        return getattr(importlib.import_module("verl.trainer.ppo.data_loading"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

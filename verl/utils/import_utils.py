@@ -59,10 +59,13 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
 
 
 def load_extern_object(module_path: str, object_name: str) -> object:
-    """The object named `object_name` in a module given as for `load_module`; AttributeError when it is missing."""
+    """The object named `object_name` in a module given as for `load_module`.
+
+    AttributeError if the module has no such object, or if no path is given.
+    """
     module = load_module(module_path)
     if module is None:
-        raise ValueError(f"no module path given for {object_name!r}")
+        raise AttributeError(f"no module path is given for {object_name!r}")
     return _member(module, object_name, repr(module_path))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +150,7 @@ def load_valuehead_model(
 def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:
     """Sets each key on the config, in place; a nested mapping goes into the sub-config of that name."""
     for key, value in override_config_kwargs.items():
-        if isinstance(value, dict) and isinstance(getattr(module_config, key, None), PretrainedConfig):
+        if isinstance(value, Mapping) and isinstance(getattr(module_config, key, None), PretrainedConfig):
             update_model_config(getattr(module_config, key), value)
         else:
             setattr(module_config, key, value)

@@ -31,6 +31,10 @@ DIFFERENT = {
     "actor_rollout_ref.actor.rollout_n": 1,
     "actor_rollout_ref.actor.use_remove_padding": True,
     "critic.model.tokenizer_path": "some/model",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": 0.0,
+    "critic.optim.min_lr_ratio": 0.0,
+    "algorithm.pf_ppo.reweight_method": "pow",
+    "algorithm.pf_ppo.weight_pow": 2.0,
 }
 
 

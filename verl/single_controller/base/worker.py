@@ -82,11 +82,17 @@ class Worker(WorkerHelper):
             os.environ["LOCAL_RANK"] = "0"
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Tell which part of a batch this rank takes in `mesh_name`, and whether its output is collected."""
-        if mesh_name in self._dispatch_dp_rank:
-            raise ValueError(f"mesh {mesh_name!r} is already registered on rank {self.rank}")
-        self._dispatch_dp_rank[mesh_name] = int(dp_rank)
-        self._collect_dp_rank[mesh_name] = bool(is_collect)
+        """Set which part of a batch this rank takes in `mesh_name`, and whether its output is collected.
+
+        AssertionError if the mesh is registered with other values.
+        """
+        new = (int(dp_rank), bool(is_collect))
+        ranks, collects = self._dispatch_dp_rank, self._collect_dp_rank
+        known = (ranks.setdefault(mesh_name, new[0]), collects.setdefault(mesh_name, new[1]))
+        if known != new:
+            raise AssertionError(
+                f"mesh {mesh_name!r} is registered on rank {self.rank} with (dp_rank, is_collect) {known}, not {new}"
+            )
 
     def _known_mesh(self, mesh_name: str) -> str:
         if mesh_name not in self._dispatch_dp_rank:

@@ -2,17 +2,21 @@
 
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from loguru import logger
 from omegaconf import DictConfig
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from verl.experimental.dataset.sampler import AbstractSampler
 from verl.planning.batch_arithmetic import steps_in_all
 from verl.protocol import DataProto
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.utils.dataset.builders import create_rl_dataset, create_rl_sampler
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.dataset.rl_dataset import data_setting, get_dataset_class
 from verl.utils.fingerprint import data_fingerprint
+from verl.utils.import_utils import load_extern_object
 
 
 @runtime_checkable
@@ -76,3 +80,50 @@ class RLData:
             self.train_sampler.update(batch)
         if isinstance(self.train_dataset, LearnsFromBatches):
             self.train_dataset.on_batch_end(batch)
+
+
+def create_rl_dataset(
+    data_paths: Any,
+    data_config: DictConfig,
+    tokenizer: Any,
+    processor: Any,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Dataset:
+    """The data set of `data.custom_cls`, else RLHFDataset, over these files."""
+    dataset_class = get_dataset_class(data_config)
+    dataset = dataset_class(
+        data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples
+    )
+    logger.debug(f"{'training' if is_train else 'validation'} data: {dataset_class.__name__}, {len(dataset)} prompts")
+    return dataset
+
+
+def create_rl_sampler(data_config: DictConfig, dataset: Dataset) -> Sampler:
+    """The sampler of `data.sampler`, else random order from `data.seed` (`data.shuffle`), else the data's order.
+
+    Keys that `data_config` lacks have their defaults. AssertionError for a sampler that is no AbstractSampler.
+    """
+    custom, seed = data_setting(data_config, "sampler"), data_setting(data_config, "seed")
+    if custom.get("class_path") is not None:
+        if workers := data_setting(data_config, "dataloader_num_workers"):
+            raise ValueError(
+                f"data.dataloader_num_workers={workers} with data.sampler.class_path: its processes draw samples "
+                "before the sampler is updated. Set data.dataloader_num_workers=0."
+            )
+        sampler_class = load_extern_object(custom["class_path"], custom["class_name"])
+        sampler = sampler_class(data_source=dataset, data_config=data_config)
+        if not isinstance(sampler, AbstractSampler):
+            raise AssertionError(
+                f"data.sampler: {sampler_class.__name__} must be a subclass of "
+                "verl.experimental.dataset.sampler.AbstractSampler"
+            )
+        return sampler
+    if not data_setting(data_config, "shuffle"):
+        return SequentialSampler(dataset)
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return RandomSampler(dataset, generator=generator)

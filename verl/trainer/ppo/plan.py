@@ -81,7 +81,7 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
 
 def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
-    from verl.utils.dataset.builders import create_rl_dataset
+    from verl.trainer.ppo.data_loading import create_rl_dataset
     from verl.utils.dataset.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
     from verl.utils.reward_score import has_rule, unknown_source
 

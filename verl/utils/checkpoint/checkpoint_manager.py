@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.publish import TRACKER, read_tracker
 
@@ -91,11 +93,15 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
     """Whether a rented instance ends before the next step and a save would fit in.
 
     Reads the end as seconds since the epoch from MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP or
-    SAGEMAKER_EXPIRATION_TIMESTAMP; without them the answer is False.
+    SAGEMAKER_EXPIRATION_TIMESTAMP; without one of them that holds a number the answer is False.
     """
     for variable in ("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "SAGEMAKER_EXPIRATION_TIMESTAMP"):
         if variable in os.environ:
-            left = float(os.environ[variable]) - time.time()
+            try:
+                left = float(os.environ[variable]) - time.time()
+            except ValueError:
+                logger.warning("{}={!r} is not a time in seconds; it is ignored", variable, os.environ[variable])
+                continue
             needed = save_ckpt_duration + max_steps_duration + redundant_time
             return max_steps_duration > 0 and 0 < left <= needed
     return False

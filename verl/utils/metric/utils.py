@@ -11,12 +11,15 @@ _MIN = re.compile(r"(?<![a-z])min(?![a-z])|minimum")
 
 
 def reduce_metrics(metrics: dict[str, list[Any]]) -> dict[str, Any]:
-    """Reduce every list in place: the maximum for a name with "max", the minimum for one with "min", else the mean."""
+    """Reduce every list in place: the maximum for a name with "max", the minimum for one with "min", else the mean.
+
+    An empty list gives NaN.
+    """
     for key, values in metrics.items():
         flat = np.asarray(_flatten(values), dtype=np.float64)
         if flat.size == 0:
-            raise ValueError(f"metric {key!r} is an empty list; leave a metric out when nothing was measured")
-        if _MAX.search(key):
+            metrics[key] = float("nan")
+        elif _MAX.search(key):
             metrics[key] = float(flat.max())
         elif _MIN.search(key):
             metrics[key] = float(flat.min())
