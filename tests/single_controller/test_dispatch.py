@@ -165,7 +165,9 @@ def test_a_tensordict_is_cut_and_joined_like_a_data_proto():
         d.collect_dp_compute_data_proto(group(2), [batch(1), tensordict(1)])
 
 
-def test_a_mesh_is_registered_once_or_again_with_the_same_values():
+def test_a_mesh_is_registered_once_or_again_with_the_same_values(monkeypatch):
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     worker = Worker()
     worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
     worker._register_dispatch_collect_info("actor", dp_rank=1, is_collect=True)
