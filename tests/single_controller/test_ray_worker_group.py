@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import ray
 import torch
 from tensordict import TensorDict
 
@@ -21,6 +22,7 @@ from verl.single_controller.ray import (
 )
 from verl.single_controller.ray.base import (
     WorkerDiedError,
+    create_colocated_worker_raw_cls,
     extract_pg_from_exist,
     merge_resource_pool,
     split_resource_pool,
@@ -198,6 +200,24 @@ def test_colocated_roles_share_processes_and_keep_their_own_methods(pool, make):
     assert len(set(wg.adder_namer.pid())) == 2
     with pytest.raises(ValueError, match="no role 'critic'"):
         wg.spawn({"critic"})
+
+
+@pytest.mark.process
+def test_a_users_class_over_colocated_roles_calls_them_by_name(pool):
+    roles = {"adder": RayClassWithInitArgs(Adder, step=3), "namer": RayClassWithInitArgs(Namer)}
+
+    class Both(create_colocated_worker_raw_cls(roles)):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def both(self, x):
+            return [self.adder.add(x), self.namer.add(x), os.environ["MINE"]]
+
+    wg = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Both)), worker_env={"MINE": "set"})
+    assert wg.both(1) == [[4, "1/0/3", "set"], [5, "1/1/3", "set"]]
+    wg.shutdown()
+    with pytest.raises(ValueError, match="worker_env sets MASTER_PORT, RANK, which the group sets for each rank"):
+        RayWorkerGroup(pool, RayClassWithInitArgs(Adder), worker_env={"RANK": "5", "MASTER_PORT": "1"})
+    with pytest.raises(ValueError, match="role 'env_keys' has the name"):
+        create_colocated_worker_raw_cls({"env_keys": RayClassWithInitArgs(Adder)})
 
 
 @pytest.mark.process

@@ -110,6 +110,8 @@ class RayWorkerGroup(WorkerGroup):
         if not self.resource_pool.use_gpu:  # CPU ranks use as many threads as the driver
             env.update({k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ})
             env["CUDA_VISIBLE_DEVICES"] = ""
+        if taken := sorted(env.keys() & self.customized_worker_env.keys()):
+            raise ValueError(f"worker_env sets {', '.join(taken)}, which the group sets for each rank; remove it")
         return {**env, **self.customized_worker_env}
 
     def shutdown(self) -> None:

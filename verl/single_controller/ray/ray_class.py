@@ -62,13 +62,18 @@ def user_class(cls: Any) -> type:
 
 def role_classes(ray_cls_with_init: RayClassWithInitArgs | None) -> dict[str, type]:
     """{role: class} of a colocated or fused class; empty for any other."""
-    return {} if ray_cls_with_init is None else vars(user_class(ray_cls_with_init.cls)).get("role_classes", {})
+    return {} if ray_cls_with_init is None else getattr(user_class(ray_cls_with_init.cls), "role_classes", {})
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type:
-    """A plain worker class with one worker of each role; the roles find each other by name."""
+    """A plain worker class with one worker of each role: an attribute of the role's name, and in `fused_worker_dict`.
+
+    A subclass of it, made remote by `ray.remote`, may call its roles directly. The roles find each other by name.
+    """
     if not class_dict:
         raise ValueError("colocated workers need at least one role")
+    if taken := [role for role in class_dict if hasattr(Worker, role)]:
+        raise ValueError(f"role {taken[0]!r} has the name of a method of Worker; choose another name")
     builders = {role: (user_class(c.cls), c.args, c.kwargs) for role, c in class_dict.items()}
 
     class FusedWorker(Worker):
@@ -77,8 +82,9 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
         def __init__(self) -> None:
             super().__init__()
             self.fused_worker_dict = {role: cls(*args, **kwargs) for role, (cls, args, kwargs) in builders.items()}
-            for worker in self.fused_worker_dict.values():
+            for role, worker in self.fused_worker_dict.items():
                 worker.fused_worker_dict = self.fused_worker_dict
+                setattr(self, role, worker)
 
         def _fuw_execute(self, method_name: str, *args, **kwargs) -> Any:
             """Run "<role>_fwmn_<method>" on the worker of that role."""
