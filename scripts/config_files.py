@@ -151,6 +151,7 @@ def files() -> dict[str, File]:
     service, sandbox, local_dir = workers.SandboxFusionConfig(), workers.SandboxConfig(), "default_local_dir"
     inside = {"strategy": "${..strategy}", "ulysses_sequence_parallel_size": "${..ulysses_sequence_parallel_size}"}
     entropy = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "use_torch_compile")
+    profiled = {f"profiler.{name}": f"${{oc.select:global_profiler.{name},null}}" for name in ("tool", "save_path")}
     follows = inside | {name: f"${{..{name}}}" for name in entropy}
     dapo = dataclasses.replace(
         ppo,
@@ -171,7 +172,7 @@ def files() -> dict[str, File]:
                 "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}", "optim.clip_grad": "${..grad_clip}",
                 "checkpoint.load_contents": "${.save_contents}",
                 **{f"fsdp_config.{name}": value for name, value in follows.items()},
-                "data_loader_seed": seed, "fsdp_config.seed": seed,
+                "data_loader_seed": seed, "fsdp_config.seed": seed, **profiled,
             },
             ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
@@ -196,6 +197,7 @@ def files() -> dict[str, File]:
                 "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}",
                 "model.fsdp_config.ulysses_sequence_parallel_size": "${critic.ulysses_sequence_parallel_size}",
                 "optim.clip_grad": "${..grad_clip}", "data_loader_seed": seed, "model.fsdp_config.seed": seed,
+                **profiled,
             },
         ),
         "data/legacy_data": File(
@@ -213,7 +215,7 @@ def files() -> dict[str, File]:
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
                 "fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "fsdp_config.seed": seed,
-                **{f"fsdp_config.{name}": value for name, value in follows.items()},
+                **{f"fsdp_config.{name}": value for name, value in follows.items()}, **profiled,
             },
         ),
         "reward_model/dp_reward_model": File(
@@ -226,6 +228,7 @@ def files() -> dict[str, File]:
                 "model.external_lib": f"${{oc.select:{MODEL}.external_lib,null}}",
                 "model.fsdp_config.strategy": "${reward_model.strategy}",
                 "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "model.fsdp_config.seed": seed,
+                **profiled,
             },
         ),
         "rollout/rollout": File(
@@ -234,7 +237,7 @@ def files() -> dict[str, File]:
                 "prompt_length": "${oc.select:data.max_prompt_length,512}",
                 "response_length": "${oc.select:data.max_response_length,512}",
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
-                "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
+                "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}", **profiled,
             },
         ),
         "sandbox/local": File("The local sandbox; limits of one program on one test case.", sandbox),

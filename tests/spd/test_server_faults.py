@@ -17,7 +17,7 @@ from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, send, servin
 from tests.helpers.watched_runs import wait_until
 from verl.utils.checkpoint.publish import verify_manifest
 
-STEPS = 30
+STEPS = 1000  # more than a fast machine finishes before the last fault
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -93,15 +93,17 @@ def test_servers_that_hang_slow_down_and_die_lose_no_sample(runs, servers):
     before = answered(url)
     wait_until(lambda: answered(url) > before, run, log, 120)
     send(first, signal.SIGKILL)
-    assert ended(run, 200) == 0, runs.log("servers")[-3000:]
+    wait_until(lambda: re.search(re.escape(failed) + "(Client|Server)", runs.log("servers")), run, log, 120)
+    runs.wait_for_step("servers", len(runs.rows("servers")) + 2, run)  # the other one took over
+    run.send_signal(signal.SIGTERM)
+    assert ended(run, 200) == 143, runs.log("servers")[-3000:]
     rows = runs.rows("servers")
-    assert len(rows) == STEPS
+    assert len(rows) == runs.saved_step("servers") < STEPS
     assert_counted(rows)
     for row in rows:
         assert row["data"]["training/scored_samples"] == 8 * 4 and row["data"]["spd/completions/failed"] == 0
         assert row["data"]["spd/completions/asked"] > 0  # every step needed a server
         assert row["data"]["timing_s/gen"] < TIMEOUT_S + 10
-    assert re.search(re.escape(failed) + "(Client|Server)", runs.log("servers"))  # the other one took over
 
 
 def test_with_no_server_left_the_run_ends_with_its_checkpoint_kept(runs, servers):

@@ -19,7 +19,7 @@ from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.planning.problems import raise_if_any
-from verl.utils.profiler import ProfilerConfig
+from verl.utils.profiler.config import ProfilerConfig
 
 MUTABLE = (
     "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu",
@@ -76,7 +76,7 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     use_fused_kernels: bool = setting(
         False, "Compute log-probs with a fused kernel.", unused="logits are always chunked"
     )
-    profiler: ProfilerConfig = setting(ProfilerConfig)
+    profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
     engine: Any = setting(BaseConfig)
     rollout_n: int = setting(MISSING, "Samples of each prompt.", low=1, unused="actor_rollout_ref.rollout.n decides")
     model_config: HFModelConfig | None = None
@@ -121,3 +121,4 @@ class FSDPRefConfig(BaseConfig, section="ref"):
     entropy_from_logits_with_chunking: bool = entropy_in_chunks()
     entropy_checkpointing: bool = entropy_recomputed()
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reference's engine.")
+    profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")

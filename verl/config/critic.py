@@ -12,7 +12,7 @@ from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.planning.problems import raise_if_any
-from verl.utils.profiler import ProfilerConfig
+from verl.utils.profiler.config import ProfilerConfig
 
 
 @dataclass
@@ -56,7 +56,7 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     model: BaseModelConfig = setting(BaseModelConfig, "The value model.")
     model_config: Any = None
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
-    profiler: ProfilerConfig = setting(ProfilerConfig)
+    profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""

@@ -13,7 +13,7 @@ from verl.config.common import (
 )
 from verl.config.fields import setting
 from verl.config.optimizer import OptimizerConfig
-from verl.utils.profiler import ProfilerConfig
+from verl.utils.profiler.config import ProfilerConfig
 
 MUTABLE = (
     "use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu",

@@ -13,6 +13,7 @@ from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.reward_model import RewardModelConfig
 from verl.config.rollout import RolloutConfig
+from verl.utils.profiler.config import TOOLS
 
 
 @dataclass
@@ -54,13 +55,34 @@ class TransferQueueConfig(BaseConfig, section="transfer_queue"):
 
 
 @dataclass
+class GlobalNsysConfig(BaseConfig, section="global_profiler.global_tool_config.nsys"):
+    """Options of `nsys profile` around the ranks."""
+
+    worker_nsight_options: dict[str, Any] = setting(
+        lambda: {
+            "trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph",
+            "capture-range": "cudaProfilerApi", "capture-range-end": None, "kill": "none",
+        },
+        "Options of nsys around each rank, which Ray starts.",
+    )  # fmt: skip
+
+
+@dataclass
+class GlobalToolConfig(BaseConfig, section="global_profiler.global_tool_config"):
+    """Settings of the tools for all processes."""
+
+    nsys: GlobalNsysConfig = setting(GlobalNsysConfig, "Nsight Systems.")
+
+
+@dataclass
 class GlobalProfilerConfig(BaseConfig, section="global_profiler"):
     """Profiling of full steps."""
 
-    tool: str | None = setting(None, "Profiling tool.", fixed="no profiler is built in yet")
-    steps: list[int] | None = setting(None, "Steps to profile.")
+    tool: str | None = setting(None, "torch, torch_memory (CUDA), nsys (CUDA); null profiles nothing.", choices=TOOLS)
+    steps: list[int] | None = setting(None, "Steps to profile, for roles with profiler.enable=true.")
     profile_continuous_steps: bool = setting(False, "Put consecutive steps into one profile.")
     save_path: str = setting("outputs/profile", "Folder of the profiles.")
+    global_tool_config: GlobalToolConfig = setting(GlobalToolConfig, "Settings of the tools for all processes.")
 
 
 @dataclass
@@ -80,5 +102,5 @@ class PPOConfig(BaseConfig, section=""):
     ray_kwargs: RayConfig = setting(RayConfig, "How Ray is started.")
     transfer_queue: TransferQueueConfig = setting(TransferQueueConfig, "The transfer queue.")
     global_profiler: GlobalProfilerConfig = setting(
-        GlobalProfilerConfig, "Profiling of full steps.", unused="no profiler is built in"
+        GlobalProfilerConfig, "Profiling of full steps."
     )

@@ -9,6 +9,7 @@ from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.rollout import RolloutConfig
 from verl.config.sandbox import SandboxConfig
+from verl.utils.profiler.config import ProfilerConfig
 
 
 @dataclass
@@ -62,6 +63,7 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     overlong_buffer: dict[str, Any] | None = setting(
         None, "Manager dapo's penalty near the length limit: enable, len, penalty_factor, log."
     )
+    profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
     rollout: RolloutConfig | None = None
     model: RewardModelModelConfig = setting(RewardModelModelConfig, "The reward model.")
     sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 from verl.base_config import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
-from verl.utils.profiler import ProfilerConfig
+from verl.utils.profiler.config import ProfilerConfig
 
 ROLLOUTS_OF_THE_ACTOR = ("hf", "spd")  # these generate with the actor's own module: no second engine, no second weights
 # What these rollouts do instead of reading the settings of an engine.
@@ -195,7 +195,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     )
     skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of such generations.")
-    profiler: ProfilerConfig | None = None
+    profiler: ProfilerConfig | None = setting(ProfilerConfig, "Profiling of this role.")
     enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.", unused=NO_ENGINE)
     enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.", unused=NO_ENGINE)
     load_format: str = setting(

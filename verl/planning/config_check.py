@@ -254,7 +254,7 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
-    return issues + resume_problems(plain["trainer"])
+    return issues + profiler_problems(plain) + resume_problems(plain["trainer"])
 
 
 def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
@@ -290,6 +290,24 @@ def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:
         return []
     rule = f"{key}={seconds:g} must be below {above}={limit:g}, or a program that hangs costs its row"
     return [wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other.")]
+
+
+def profiler_problems(plain: Mapping[str, Any]) -> list[Problem]:
+    """Whether global_profiler.steps records anything: a tool for this device, and a role with profiler.enable=true."""
+    settings, issues = plain.get("global_profiler") or {}, []
+    if not settings.get("steps"):
+        return []
+    tool, device = settings["tool"], plain["trainer"]["device"]
+    if tool is None:
+        issues.append(wrong("global_profiler.tool", "global_profiler.steps is set without a tool. Set it to torch."))
+    elif tool != "torch" and device == "cpu":
+        rule = f"global_profiler.tool={tool} records CUDA only, and trainer.device=cpu. Set global_profiler.tool=torch."
+        issues.append(wrong("global_profiler.tool", rule))
+    roles = [f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref")] + ["critic", "reward_model"]
+    if not any(select(plain, f"{role}.profiler.enable", False) for role in roles):
+        rule = "global_profiler.steps names steps, but no role is profiled. Set actor_rollout_ref.actor.profiler.enable"
+        issues.append(wrong("global_profiler.steps", f"{rule}=true, with .all_ranks=true or .ranks=[0]."))
+    return issues
 
 
 def resume_problems(run: Mapping[str, Any]) -> list[Problem]:

@@ -36,7 +36,7 @@ def test_defaults_and_followers_are_not_reported():
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
         "reward_model.model.use_remove_padding=true",
-        "global_profiler.steps=[1]",
+        "critic.profiler.tool_config.nsys.discrete=true",
     ],
 )
 def test_a_key_without_effect_is_reported_with_its_value(override):

@@ -35,6 +35,11 @@ DIFFERENT = {
     "critic.optim.min_lr_ratio": 0.0,
     "algorithm.pf_ppo.reweight_method": "pow",
     "algorithm.pf_ppo.weight_pow": 2.0,
+    "actor_rollout_ref.actor.profiler.save_path": "outputs/profile",
+    "actor_rollout_ref.ref.profiler.save_path": "outputs/profile",
+    "actor_rollout_ref.rollout.profiler.save_path": "outputs/profile",
+    "critic.profiler.save_path": "outputs/profile",
+    "reward_model.profiler.save_path": "outputs/profile",
 }
 
 

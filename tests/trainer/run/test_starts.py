@@ -19,7 +19,7 @@ def logged():
 
 
 def trainer_of(directory, **more):
-    return fake_trainer(compose_run(directory, "unused", trainer__total_training_steps=2, **more))
+    return fake_trainer(compose_run(directory, "unused", trainer__total_training_steps=2, reward_model__num_workers=0, **more))
 
 
 def test_changed_settings_say_whether_they_apply():

@@ -63,7 +63,8 @@ class RayWorkerGroup(WorkerGroup):
         bin_pack: bool = True, name_prefix: str | None = None, detached: bool = False,
         worker_names: list[str] | None = None, worker_handles: list[ActorHandle] | None = None,
         ray_wait_register_center_timeout: int = 300, device_name: str = "cuda",
-        worker_env: dict[str, str] | None = None, time_limits: dict[str, float] | None = None, **kwargs
+        worker_env: dict[str, str] | None = None, time_limits: dict[str, float] | None = None,
+        nsight_options: dict[str, str] | None = None, **kwargs
     ) -> None:
         super().__init__(resource_pool=resource_pool, **kwargs)
         self.time_limits = dict(time_limits or {})  # seconds by method name
@@ -72,6 +73,7 @@ class RayWorkerGroup(WorkerGroup):
         self.resource_pool = resource_pool
         self.device_name = device_name
         self.customized_worker_env = dict(worker_env or {})
+        self.nsight_options = nsight_options  # of `nsys profile` around each rank; None: ranks start without it
         self.fused_worker_used = ray_cls_with_init is not None and ray_cls_with_init.fused_worker_used
         self.sub_cls_name = ""
         self.wg_dict: dict[str, RayWorkerGroup] = {}
@@ -96,7 +98,10 @@ class RayWorkerGroup(WorkerGroup):
             name = f"{self.name_prefix}{label}_{rank}:{local_rank}"
             environment = self._rank_environment(rank, len(places), local_rank, local_world)
             lifetime = {"lifetime": "detached"} if detached else {}
-            cls.update_options({"name": name, "num_cpus": share, "runtime_env": {"env_vars": environment}, **lifetime})
+            runtime: dict[str, Any] = {"env_vars": environment}
+            if self.nsight_options is not None:
+                runtime["nsight"] = self.nsight_options
+            cls.update_options({"name": name, "num_cpus": share, "runtime_env": runtime, **lifetime})
             self._workers.append(cls(group, bundle, pool.use_gpu, num_gpus=share, device_name=self.device_name))
             self._worker_names.append(name)
 

@@ -31,7 +31,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.utils import Role, WorkerType
-from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes
+from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes, nsight_options
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
@@ -117,7 +117,7 @@ class RayPPOTrainer:
         self.groups = WorkerGroups(
             self.resource_pool_manager, parts, self.ray_worker_group_cls, device_name=self.device_name,
             ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
-            time_limits=limits(self.config.trainer.watchdog),
+            time_limits=limits(self.config.trainer.watchdog), nsight_options=nsight_options(self.config),
         )  # fmt: skip
         self.critic_wg, self.rm_wg = (self.groups.roles.get(role) for role in (Role.Critic, Role.RewardModel))
         self.actor_rollout_wg = self.groups.roles[actor_role(self.role_worker_mapping)]
@@ -153,7 +153,7 @@ class RayPPOTrainer:
             self._load_checkpoint()
             self._validate_before_training()
             for self.global_steps in self._remaining_steps():  # noqa: B020
-                with self._timed("step"):
+                with self._timed("step"), self._profiled():
                     with self._rollout_awake() as metrics:
                         batch, gathered = self._gather_batch()  # prompts, generate, reward: [prompts * n, T]
                     metrics |= gathered
@@ -177,6 +177,20 @@ class RayPPOTrainer:
                 if self._due(every) or (every == -1 and self.is_finished):
                     self._save_checkpoint()
         self.run_log.print_end(self.resumed_step, self.checkpoints.saved_step)
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Profile the step if global_profiler.steps names it; consecutive ones in one profile, if that is asked for."""
+        settings = self.config.global_profiler
+        steps = set(settings.steps or ()) if settings.tool else set()
+        joined = steps if settings.profile_continuous_steps else set()
+        if self.global_steps in steps and self.global_steps - 1 not in joined:
+            with self._timed("start_profile"):
+                self.groups.start_profile(self.global_steps)
+        yield
+        if self.global_steps in steps and (self.global_steps + 1 not in joined or self.is_finished):
+            with self._timed("stop_profile"):
+                self.groups.stop_profile()
 
     def _gather_batch(self) -> tuple[DataProto, Metrics]:
         """One step's samples with scores: prompts of one draw, n samples each, without those that were dropped."""

@@ -98,6 +98,18 @@ def classes(
     return parts
 
 
+def nsight_options(config: DictConfig) -> dict[str, str] | None:
+    """Options of `nsys profile` around the ranks (global_profiler.tool=nsys), else None."""
+    profiler = config.global_profiler
+    if profiler.tool != "nsys" or not profiler.steps:
+        return None
+    options = OmegaConf.to_container(profiler.global_tool_config.nsys.worker_nsight_options, resolve=True)
+    if options.get("capture-range-end") is None:  # one range for each profile
+        starts = [s for s in profiler.steps if not profiler.profile_continuous_steps or s - 1 not in profiler.steps]
+        options["capture-range-end"] = f"repeat-shutdown:{len(starts)}"
+    return {name: str(value) for name, value in options.items()}
+
+
 class WorkerGroups:
     """One worker group per pool, and one per role that shares the processes of its pool's group."""
 
@@ -124,6 +136,18 @@ class WorkerGroups:
                 spawned = group.spawn(prefix_set={str(role) for role in here})
                 self.roles.update({role: spawned[str(role)] for role in here})
             self.processes.append(group)
+
+    def start_profile(self, step: int) -> None:
+        """Start the profilers of all ranks whose role asks for it; worker classes without one are left out."""
+        for group in self.roles.values():
+            if hasattr(group, "start_profile"):
+                group.start_profile(step=step)
+
+    def stop_profile(self) -> None:
+        """Stop them, and write what they recorded."""
+        for group in self.roles.values():
+            if hasattr(group, "stop_profile"):
+                group.stop_profile()
 
     def end(self) -> None:
         """Let the rollouts end what they started, end the ranks, then give the pools back to Ray."""

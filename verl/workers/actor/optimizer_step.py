@@ -12,6 +12,7 @@ from loguru import logger
 from tensordict import TensorDict
 
 from verl.protocol import DataProto
+from verl.utils.profiler.profile import finished_update
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import FSDPEngine
@@ -70,6 +71,7 @@ def update_by_mini_batches(
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
             step = engine.optimizer_step(max_grad_norm=config.grad_clip)
+            finished_update()
             skipped += step.skipped
             if step.skipped:
                 logger.warning("loss or gradient is not finite (grad norm {}): no weight is changed", step.grad_norm)

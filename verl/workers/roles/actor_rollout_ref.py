@@ -1,5 +1,6 @@
 """One rank of the hybrid engine: actor, rollout and reference policy in one process."""
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from omegaconf import DictConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
@@ -43,6 +45,13 @@ class ActorRolloutRefWorker(ModelWorker):
         self.weights_version = 0
         self.rollout_version: int | None = None
         self.rollout_is_awake = False
+
+    @staticmethod
+    def profiler_config(section: DictConfig) -> ProfilerConfig:
+        """The joined settings of the parts with profiler.enable=true, which share this process."""
+        parts = [ModelWorker.profiler_config(section[part]) for part in ("actor", "rollout", "ref") if part in section]
+        enabled = [part for part in parts if part.enable]
+        return functools.reduce(ProfilerConfig.union, enabled) if enabled else ProfilerConfig()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

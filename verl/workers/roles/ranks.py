@@ -5,12 +5,16 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.profiling import DistProfilerExtension
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.profiler.profile import DistProfiler
 from verl.workers.engine.fsdp import FSDPEngine
 
 
-class ModelWorker(Worker):
+class ModelWorker(Worker, DistProfilerExtension):
     """A rank that holds one model in `engine`, which a subclass's init_model builds."""
 
     engine: FSDPEngine
@@ -18,10 +22,16 @@ class ModelWorker(Worker):
     def __init__(
         self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None, **kwargs
     ) -> None:
-        super().__init__()
+        Worker.__init__(self)
+        DistProfilerExtension.__init__(self, DistProfiler(self.rank, self.profiler_config(config)))
         self.config = config
         self.nccl_timeout = nccl_timeout
         self.device_name = get_device_name() if device_name is None else device_name
+
+    @staticmethod
+    def profiler_config(section: DictConfig) -> ProfilerConfig:
+        """The profiler settings of a role's section."""
+        return omega_conf_to_dataclass(section.get("profiler") or {}, ProfilerConfig)
 
     def join_ranks(self, *meshes: str) -> None:
         """Choose this rank's GPU, join the process group, and take a share of every batch sent to `meshes`."""

@@ -1,0 +1,130 @@
+"""Timers, memory logs and profilers, in one process and in a run."""
+
+import gzip
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rl_run import compose_run
+from verl.trainer.main_ppo import TaskRunner
+from verl.trainer.ppo.worker_groups import nsight_options
+from verl.trainer.run.ray_session import run_here
+from verl.utils import profiler as p
+from verl.utils.profiler import profile as active
+
+
+def events(file):
+    return {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+
+
+def test_timers_add_up_and_end_after_an_error():
+    timing = {"a": 1.0}
+    with p.simple_timer("a", timing), p.marked_timer("b", timing, color="red"):
+        pass
+    with pytest.raises(KeyError), p.marked_timer("c", timing):
+        raise KeyError("x")
+    assert timing["a"] > 1.0 and 0 < timing["b"] < 1 and 0 < timing["c"] < 1
+
+
+def test_timings_of_one_rank_are_its_own():
+    assert p.reduce_timing({"b": 2.0, "a": 1.0}) == {"a": 1.0, "b": 2.0}
+    assert p.gather_timing({"a": 1.0}) == {"a": [1.0]} and p.topk_reduce_ratio_min_max(3.0) == (0.0, 3.0, 3.0)
+
+
+def timings_of_ranks(rank, world_size):
+    timing = {"gen": 1.0 + rank}
+    assert p.reduce_timing(timing) == {"gen": 1.5} and p.gather_timing(timing) == {"gen": [1.0, 2.0]}
+    assert p.reduce_timing(timing, dist.ReduceOp.MAX) == {"gen": 2.0}
+    assert p.topk_reduce_ratio_min_max(timing["gen"], k=10) == (0.5, 1.0, 2.0)
+
+
+@pytest.mark.process
+def test_timings_of_two_ranks():
+    run_ranks(timings_of_ranks, 2)
+
+
+def test_memory_is_logged_before_and_after(caplog):
+    log = logging.getLogger("memory")
+
+    @p.GPUMemoryLogger(role="actor", logger=log, level=logging.INFO)
+    def update(x):
+        return x + 1
+
+    with caplog.at_level(logging.INFO):
+        assert update(1) == 2 and update.__name__ == "update"
+        p.log_gpu_memory_usage("another rank's", log, logging.INFO, rank=3)
+    assert [r.message.split(",")[0] for r in caplog.records] == ["before actor update", "after actor update"]
+    assert "GiB" in caplog.records[0].message
+
+
+def config(folder, **more):
+    return p.ProfilerConfig(**{"tool": "torch", "enable": True, "ranks": [0], "save_path": str(folder), **more})
+
+
+def test_settings_are_joined():
+    one, other = config("x", ranks=[0, 1]), config("x", ranks=[1, 2], enable=False)
+    assert (one.union(other).ranks, one.union(other).enable) == ([0, 1, 2], True)
+    assert (one.intersect(other).ranks, one.intersect(other).enable) == ([1], False)
+    with pytest.raises(AssertionError, match="'torch' in one role and 'nsys' in another"):
+        one.union(config("x", tool="nsys"))
+
+
+def test_only_named_ranks_record_and_one_role_of_a_process(tmp_path):
+    first, second, other = (p.DistProfiler(rank, config(tmp_path)) for rank in (0, 0, 1))
+    for profiler in (other, first, second):
+        profiler.start(step=4)
+
+    @p.DistProfiler.annotate(message="my_range")
+    def work():
+        return torch.ones(4) @ torch.ones(4)
+
+    work()
+    for profiler in (second, other, first):
+        profiler.stop()
+    (file,) = tmp_path.iterdir()
+    assert file.name == "profile_step4_rank0.json.gz" and {"my_range", "aten::dot"} <= events(file)
+
+
+def test_a_trace_of_some_updates(tmp_path):
+    settings = config(tmp_path, tool_config={"torch": p.TorchProfilerToolConfig(step_start=1, step_end=2)})
+    profiler = p.DistProfiler(0, settings)
+    profiler.start(step=1)
+    for number in range(3):
+        with torch.profiler.record_function(f"update_{number}"):
+            torch.ones(2).sum()
+        active.finished_update()
+    profiler.stop()
+    (file,) = tmp_path.iterdir()
+    assert "update_1" in events(file) and not {"update_0", "update_2"} & events(file)
+
+
+PROFILED = {
+    "global_profiler__tool": "torch", "global_profiler__steps": "[2]",
+    "actor_rollout_ref__actor__profiler__enable": "true", "actor_rollout_ref__actor__profiler__all_ranks": "true",
+}  # fmt: skip
+
+
+def test_a_run_profiles_the_named_step(tiny_llama, tmp_path, capfd):
+    traces = tmp_path / "traces"
+    config = compose_run(
+        tmp_path, tiny_llama, trainer__local="true", trainer__total_training_steps=3, reward_model__num_workers=0,
+        trainer__save_freq=0, global_profiler__save_path=traces, **PROFILED,
+    )  # fmt: skip
+    assert run_here(TaskRunner(), config) == 0, capfd.readouterr().err
+    (file,) = traces.iterdir()
+    assert file.name == "profile_step2_rank0.json.gz" and "Optimizer.step#AdamW.step" in events(file)
+    rows = [json.loads(line)["data"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert ["timing_s/stop_profile" in row for row in rows] == [False, True, False]
+
+
+def test_nsight_gets_one_capture_range_for_each_profile(tmp_path):
+    settings = {"global_profiler__tool": "nsys", "global_profiler__steps": "[1,2,5]"}
+    options = nsight_options(compose_run(tmp_path, "unused", **settings))
+    assert options["capture-range"] == "cudaProfilerApi" and options["capture-range-end"] == "repeat-shutdown:3"
+    joined = compose_run(tmp_path, "unused", global_profiler__profile_continuous_steps="true", **settings)
+    assert nsight_options(joined)["capture-range-end"] == "repeat-shutdown:2"
+    assert nsight_options(compose_run(tmp_path, "unused")) is None
