@@ -19,7 +19,8 @@ def logged():
 
 
 def trainer_of(directory, **more):
-    return fake_trainer(compose_run(directory, "unused", trainer__total_training_steps=2, reward_model__num_workers=0, **more))
+    settings = {"trainer__total_training_steps": 2, "reward_model__num_workers": 0, **more}
+    return fake_trainer(compose_run(directory, "unused", **settings))
 
 
 def test_changed_settings_say_whether_they_apply():
