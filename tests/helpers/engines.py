@@ -16,7 +16,9 @@ from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
 
 
-def make_engine(path, *, optim=True, lr=1e-2, contents=("model", "optimizer", "extra"), engine=None, **model):
+def make_engine(
+    path, *, optim=True, lr=1e-2, contents=("model", "optimizer", "extra"), async_save=False, engine=None, **model
+):
     """An initialised CPU engine in float32 over a model directory; keywords go into HFModelConfig.
 
     `optim`: False for none, True for AdamW at `lr`, or the settings of another optimizer.
@@ -26,7 +28,7 @@ def make_engine(path, *, optim=True, lr=1e-2, contents=("model", "optimizer", "e
         HFModelConfig(path=path, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model}),
         FSDPEngineConfig(**{"dtype": "float32", **(engine or {})}),
         FSDPOptimizerConfig(**settings) if optim else None,
-        CheckpointConfig(save_contents=list(contents), load_contents=list(contents)),
+        CheckpointConfig(save_contents=list(contents), load_contents=list(contents), async_save=async_save),
         device="cpu",
     )
     built.initialize()

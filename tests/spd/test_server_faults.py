@@ -19,6 +19,8 @@ from verl.utils.checkpoint.publish import verify_manifest
 
 STEPS = 1000  # more than a fast machine finishes before the last fault
 
+CONSTANT = "actor_rollout_ref.actor.optim.lr=1e-12"  # a policy that learns requests fewer and fewer completions
+
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 
@@ -77,7 +79,7 @@ def answered(url: str) -> float:
 
 
 def test_servers_that_hang_slow_down_and_die_lose_no_sample(runs, servers):
-    run, url, log = runs.start("servers", *QUICK), runs.urls[0], runs.directory / "servers.log"
+    run, url, log = runs.start("servers", *QUICK, CONSTANT), runs.urls[0], runs.directory / "servers.log"
     first, failed = vllm_processes(servers[0]), f"SPD server {url}: attempt 1 of 3 failed: "
     runs.wait_for_step("servers", 1, run)
     send(first, signal.SIGSTOP)
@@ -108,7 +110,7 @@ def test_servers_that_hang_slow_down_and_die_lose_no_sample(runs, servers):
 
 def test_with_no_server_left_the_run_ends_with_its_checkpoint_kept(runs, servers):
     # The first server is dead already.
-    run = runs.start("alone", *QUICK, store="alone.sqlite3")
+    run = runs.start("alone", *QUICK, CONSTANT, store="alone.sqlite3")
     runs.wait_for_step("alone", 2, run)
     send(vllm_processes(servers[1]), signal.SIGKILL)
     assert ended(run, 120) == 1

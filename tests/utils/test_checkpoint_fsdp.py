@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import time
 
 import pytest
 import torch
@@ -44,6 +45,34 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tiny_llama, tmp_p
     for (name, a), b in zip(weights_of(engine).items(), weights_of(resumed).values(), strict=True):
         assert (a == b).all(), name
     assert resumed.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
+
+
+def test_a_save_in_the_background_has_the_weights_of_its_step(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama, async_save=True, contents=("model", "optimizer", "extra", "hf_model"))
+    train(engine, 2)
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=2)
+    state, weights = torch.get_rng_state(), {name: w.copy() for name, w in weights_of(engine).items()}
+    straight = train(engine, 2, seed=10)
+    while not engine.save_is_finished():
+        time.sleep(0.01)
+    assert engine.save_is_finished()  # of no save that is under way
+    resumed = make_engine(tiny_llama)
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, a), b in zip(weights.items(), weights_of(resumed).values(), strict=True):
+        assert (a == b).all(), name
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "huggingface").state_dict()
+    assert all((exported[name].numpy() == a).all() for name, a in weights.items())
+    assert train(resumed, 2, seed=10) == straight
+
+
+def test_a_save_that_fails_in_the_background_raises(tiny_llama, tmp_path):
+    engine = make_engine(tiny_llama, async_save=True)
+    (tmp_path / "actor" / "fsdp_config.json").mkdir(parents=True)
+    engine.save_checkpoint(str(tmp_path / "actor"))
+    with pytest.raises(IsADirectoryError, match="fsdp_config.json"):
+        while not engine.save_is_finished():
+            time.sleep(0.01)
 
 
 def test_frozen_weights_are_not_stored_and_the_adapter_is_in_pefts_format(tiny_llama, tmp_path):

@@ -30,6 +30,21 @@ def step(engine, scale=1.0):
         return loss.item(), engine.optimizer_step()
 
 
+def test_activations_wait_on_the_cpu_where_asked_for(tiny_llama):
+    results = []
+    for offload in (False, True):
+        engine = make_engine(tiny_llama, enable_activation_offload=offload)
+        results.append([step(engine) for _ in range(2)])
+        x = torch.ones(3, requires_grad=True)
+        with engine.autocast():
+            double = x * 2
+            total = (double * double).sum()
+        double.data.zero_()  # the backward sees this unless it has a copy: d total / dx = 8 x
+        total.backward()
+        assert x.grad.tolist() == ([8.0] * 3 if offload else [0.0] * 3)
+    assert results[0] == results[1]
+
+
 def test_steps_equal_plain_torch(tiny_llama):
     engine = make_engine(tiny_llama)
     plain = LlamaForCausalLM.from_pretrained(tiny_llama)

@@ -220,7 +220,7 @@ def apply_bypass_mode(batch: DataProto, rollout_corr_config=None, policy_loss_co
     """old_log_probs become the rollout's: no forward for them, and the ratio of the update is pi / pi_rollout."""
     if "rollout_log_probs" not in batch.batch:
         raise ValueError(
-            "algorithm.rollout_correction.bypass_mode=true needs the rollout's log-probs; set "
+            "rollout_correction.bypass_mode and actor.use_rollout_log_probs need the rollout's log-probs; set "
             "actor_rollout_ref.rollout.calculate_log_probs=true."
         )
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]

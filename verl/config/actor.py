@@ -103,7 +103,7 @@ class FSDPActorConfig(ActorConfig):
     optim: FSDPOptimizerConfig = setting(lambda: FSDPOptimizerConfig(lr=1e-6))
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     use_rollout_log_probs: bool = setting(
-        False, "Use the rollout's log-probs as old log-probs.", unused="old log-probs always come from the actor"
+        False, "Use the rollout's log-probs as old log-probs, without a forward of their own."
     )
 
 

@@ -47,7 +47,7 @@ class CheckpointConfig(BaseConfig, section="checkpoint"):
     load_contents: list[str] = setting(
         lambda: list(CHECKPOINT_CONTENTS[:3]), "Parts to load.", each_of=CHECKPOINT_CONTENTS
     )
-    async_save: bool = setting(False, "Save in the background.", unused="saving is finished before the next step")
+    async_save: bool = setting(False, "Copy weights and state to the CPU, and write them during the next steps.")
 
 
 @dataclass
@@ -138,10 +138,7 @@ class TrainerConfig(BaseConfig, section="trainer"):
     validation_data_dir: str | None = setting(None, "Folder of a jsonl file per validation; null for none.")
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     esi_redundant_time: float = setting(
-        0,
-        "Seconds kept for saving before an elastic instance expires; 0 turns it off.",
-        low=0,
-        unused="no instance's expiry is watched",
+        0, "Seconds to spare in the checkpoint that is saved before a rented instance expires.", low=0
     )
     resume_mode: str = setting(
         "auto",

@@ -20,9 +20,7 @@ class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     """The value model on FSDP2."""
 
     use_shm: bool = setting(False, "Copy weights to shared memory first.", unused="weights are read where they are")
-    enable_activation_offload: bool = setting(
-        False, "Move activations to the CPU between forward and backward.", unused="activations stay on the device"
-    )
+    enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
     fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The critic's engine.")

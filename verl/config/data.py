@@ -38,9 +38,7 @@ class DataConfig(BaseConfig, section="data"):
     seed: int | None = setting(None, "Seed of that shuffle.")
     dataloader_num_workers: int = setting(8, "Processes that load the data.", low=0)
     filter_overlong_prompts: bool = setting(False, "Leave out, and count, prompts longer than max_prompt_length.")
-    filter_overlong_prompts_workers: int = setting(
-        1, "Processes that filter prompts.", low=1, unused="one process filters"
-    )
+    filter_overlong_prompts_workers: int = setting(1, "Processes that filter prompts.", low=1)
     truncation: str = setting(
         "error",
         "What happens to a prompt that is too long: an error, or the side that is cut.",

@@ -54,9 +54,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     external_lib: str | None = setting(None, "Module to import first; it may register loaders, rewards, estimators.")
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
-    enable_activation_offload: bool = setting(
-        False, "Move activations to the CPU between forward and backward.", unused="activations stay on the device"
-    )
+    enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)

@@ -50,7 +50,7 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     item_timeout: float = setting(300.0, "Seconds of one row's reward before its process is killed.", above=0)
     batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
     launch_reward_fn_async: bool = setting(
-        False, "Compute rewards in parallel with the old log-probs.", unused="rewards follow generation"
+        False, "Compute rewards in parallel with old log-probs, reference log-probs and values."
     )
     use_reward_loop: bool = setting(True, "For compatibility.", unused="rewards follow generation")
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")

@@ -245,12 +245,12 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         issues.append(wrong(f"{key}.n", f"{rule} and a temperature."))
     correction, rollout = plain["algorithm"]["rollout_correction"], plain["actor_rollout_ref"]["rollout"]
     parts = ("rollout_is", "rollout_rs", "rollout_token_veto_threshold", "bypass_mode")
-    if used := [name for name in parts if correction and correction[name]]:
-        key = f"algorithm.rollout_correction.{used[0]}"
-        wanted = "actor_rollout_ref.rollout.calculate_log_probs"
-        if not rollout["calculate_log_probs"]:
-            rule = f"{key}={text(correction[used[0]])} compares with the rollout's log-probs, which are not asked for."
-            issues.append(wrong(key, f"{rule} Set {wanted}=true."))
+    used = {f"algorithm.rollout_correction.{name}": correction[name] for name in parts if correction}
+    used["actor_rollout_ref.actor.use_rollout_log_probs"] = plain["actor_rollout_ref"]["actor"]["use_rollout_log_probs"]
+    if not rollout["calculate_log_probs"] and (set_ones := {key: value for key, value in used.items() if value}):
+        key, value = next(iter(set_ones.items()))
+        rule = f"{key}={text(value)} needs the rollout's log-probs, which are not asked for."
+        issues.append(wrong(key, f"{rule} Set actor_rollout_ref.rollout.calculate_log_probs=true."))
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
@@ -286,10 +286,17 @@ def grading_problems(plain: Mapping[str, Any]) -> list[Problem]:
     """Whether a program that hangs is stopped before the process that grades it; nothing in a tree without rewards."""
     key, above = "reward_model.sandbox.seconds", "reward_model.item_timeout"
     seconds, limit = select(plain, key, None), select(plain, above, None)
-    if not (isinstance(seconds, int | float) and isinstance(limit, int | float)) or seconds < limit:
-        return []
-    rule = f"{key}={seconds:g} must be below {above}={limit:g}, or a program that hangs costs its row"
-    return [wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other.")]
+    issues = []
+    if isinstance(seconds, int | float) and isinstance(limit, int | float) and seconds >= limit:
+        rule = f"{key}={seconds:g} must be below {above}={limit:g}, or a program that hangs costs its row"
+        issues.append(wrong(key, f"{rule} instead of failing a test case. Lower the one or raise the other."))
+    if select(plain, key := "reward_model.launch_reward_fn_async", False):
+        needed = {"algorithm.filter_groups.enable": "groups are filtered by their scores before old log-probs",
+                  "reward_model.enable": "the reward model runs on the ranks that compute the log-probs"}  # fmt: skip
+        for other, why in needed.items():
+            if select(plain, other, False):
+                issues.append(wrong(key, f"{key}=true does not work with {other}=true: {why}. Set {key}=false."))
+    return issues
 
 
 def profiler_problems(plain: Mapping[str, Any]) -> list[Problem]:

@@ -160,6 +160,22 @@ def grad_norm(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> float:
 
 
 @torch.no_grad()
+def activations_on_cpu() -> torch.autograd.graph.saved_tensors_hooks:
+    """Within it, tensors that a forward saves for its backward wait on the CPU; parameters stay where they are."""
+
+    def to_cpu(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
+        if isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter):
+            return None, tensor
+        waiting = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, waiting.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    def back(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
+        device, tensor = packed
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(to_cpu, back)
+
+
 def scale_grads(params: Iterable[nn.Parameter], factor: float) -> None:
     """Multiplies every gradient, in place."""
     grads = [local_tensor(p.grad) for p in params if p.grad is not None]

@@ -23,10 +23,7 @@ def test_defaults_and_followers_are_not_reported():
     "override",
     [
         "actor_rollout_ref.actor.entropy_checkpointing=true",
-        "actor_rollout_ref.model.enable_activation_offload=true",
         "actor_rollout_ref.model.hf_config_path=/x",
-        "actor_rollout_ref.actor.use_rollout_log_probs=true",
-        "actor_rollout_ref.actor.checkpoint.async_save=true",
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.model.use_liger=true",
@@ -54,11 +51,11 @@ def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
 def test_they_are_reported_at_the_start_too():
     lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
-    config = compose_ppo(*SOUND, "trainer.esi_redundant_time=60")
+    config = compose_ppo(*SOUND, "trainer.default_hdfs_dir=/backup")
     try:
         validate_config(config, use_reference_policy=False, use_critic=False)
     finally:
         logger.remove(sink)
     assert [line.strip() for line in lines if "has no effect" in line] == [
-        "trainer.esi_redundant_time=60 has no effect in this version: no instance's expiry is watched."
+        "trainer.default_hdfs_dir=/backup has no effect in this version: checkpoints stay in trainer.default_local_dir."
     ]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.nonfinite import NonFiniteRun
 from verl.trainer.run.timing import StepFailed
+from verl.utils.checkpoint.publish import published_steps
 
 
 @pytest.mark.process
@@ -138,6 +140,73 @@ def test_a_failing_step_is_named_with_its_cause(tmp_path):
     assert failure.value.step_name == "reward"
 
 
+class MoreColumns(FakeGroup):
+    """Also log-probs of the rollout and of the trained model: -0.25 and -0.5 for every token."""
+
+    def generate_sequences(self, prompts):
+        output = super().generate_sequences(prompts)
+        output.batch["rollout_log_probs"] = torch.full(output.batch["responses"].shape, -0.25)
+        return output
+
+    def compute_log_prob(self, data):
+        self.calls.append("log_prob")
+        shape = data.batch["responses"].shape
+        return DataProto.from_dict({"old_log_probs": torch.full(shape, -0.5), "entropys": torch.ones(shape)})
+
+
+@pytest.mark.parametrize("broken", [[], [3]])
+@pytest.mark.process
+def test_rewards_computed_meanwhile_give_the_same_updates(tmp_path, broken):
+    updates, rows = [], []
+    for launched in ("false", "true"):
+        config = breaking(
+            tmp_path / launched, broken, reward_model__error="drop", trainer__total_training_steps=3,
+            reward_model__launch_reward_fn_async=launched, actor_rollout_ref__rollout__calculate_log_probs="true",
+        )  # fmt: skip
+        trainer = fake_trainer(config, MoreColumns)
+        trainer.fit()
+        updates.append(trainer.actor_rollout_wg.updates)
+        rows.append(metrics_rows(tmp_path / launched))
+    assert sum(row["reward/errors"] for row in rows[0]) == 4 * len(broken)
+    for one, other in zip(*rows, strict=True):
+        assert one == pytest.approx(other, abs=1e-7)
+    for one, other in zip(*updates, strict=True):
+        columns = ("input_ids", "advantages", "old_log_probs")  # dropped rows may leave the others in another order
+        one, other = (sorted(torch.cat([u.batch[c] for c in columns], 1).tolist()) for u in (one, other))
+        assert one == [pytest.approx(row) for row in other] if broken else one == other
+
+
+@pytest.mark.process
+def test_a_reward_that_fails_meanwhile_is_reported_as_the_reward_step(tmp_path):
+    config = breaking(tmp_path, [3], reward_model__launch_reward_fn_async="true")
+    with pytest.raises(StepFailed, match="step 'reward' of global step .* failed: .*the reward is broken"):
+        fake_trainer(config).fit()
+
+
+@pytest.mark.process
+def test_the_rollouts_log_probs_are_the_old_ones_where_asked_for(tmp_path):
+    used = {"actor_rollout_ref__rollout__calculate_log_probs": "true", "trainer__total_training_steps": 1}
+    for asked, value in (("false", -0.5), ("true", -0.25)):
+        more = {"actor_rollout_ref__actor__use_rollout_log_probs": asked, **used}
+        trainer = fake_trainer(compose_run(tmp_path / asked, "unused", **more), MoreColumns)
+        trainer.fit()
+        assert trainer.actor_rollout_wg.updates[0].batch["old_log_probs"].unique().tolist() == [value]
+        assert ("log_prob" in trainer.actor_rollout_wg.calls) is (asked == "false")
+        row = metrics_rows(tmp_path / asked)[0]
+        names = {name.partition("/")[2] for name in row if name.startswith("rollout_corr/")}
+        assert names and all(row[f"mismatch/{name}"] == row[f"rollout_corr/{name}"] for name in names)
+
+
+@pytest.mark.process
+def test_a_checkpoint_is_saved_before_a_rented_instance_expires(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEMAKER_EXPIRATION_TIMESTAMP", str(time.time() + 500))
+    for spare, saved in ((0, [3]), (600, [1, 2, 3])):  # 60 s to save and a short step end before 500 s, not so 660 s
+        directory = tmp_path / str(spare)
+        settings = {"trainer__esi_redundant_time": spare, "trainer__total_training_steps": 3, "trainer__save_freq": -1}
+        fake_trainer(compose_run(directory, "unused", **settings)).fit()
+        assert published_steps(directory / "out") == saved
+
+
 class NeverFinite(FakeGroup):
     nonfinite = True
 
@@ -189,6 +258,50 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path, stop_at):
     ids = [u.batch["input_ids"] for t in (first, second) for u in t.actor_rollout_wg.updates]
     assert all(torch.equal(a, u.batch["input_ids"]) for a, u in zip(ids, whole.actor_rollout_wg.updates, strict=True))
     assert second.counters == whole.counters
+
+
+class SlowDisk(FakeGroup):
+    """Ranks that write a checkpoint during the two following questions, then report `failure`, if any."""
+
+    failure: Exception | None = None
+
+    def save_checkpoint(self, path, *args) -> None:
+        super().save_checkpoint(path, *args)
+        self.calls.append("save")
+        self.left = 2
+
+    def save_is_finished(self) -> list[bool]:
+        self.left -= 1
+        if self.left < 0 and self.failure is not None:
+            raise self.failure
+        return [True, self.left < 0]
+
+
+class FullDisk(SlowDisk):
+    failure = OSError("no space")
+
+
+@pytest.mark.process
+def test_training_continues_while_a_checkpoint_is_written(tmp_path):
+    trainer = fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=2), SlowDisk)
+    seen = {}
+    trainer.stop_requested = lambda: bool(seen.update({trainer.global_steps: published_steps(tmp_path / "out")}))
+    trainer.fit()
+    assert seen[2] == [] and seen[4] == [2]  # published between steps 3 and 4, at the latest before the next save
+    calls = trainer.actor_rollout_wg.calls
+    assert calls[calls.index("save") + 1] == "send_weights"
+    assert published_steps(tmp_path / "out") == [2, 4, 6] and trainer.checkpoints.saved_step == 6
+    again = fake_trainer(compose_run(tmp_path, "unused", trainer__total_epochs=3), SlowDisk)
+    again.fit()
+    assert again.resumed_step == 6 and again.actor_rollout_wg.generated[0][0] == "48"
+
+
+@pytest.mark.process
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_keeps_the_one_before(tmp_path):
+    fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=1, trainer__total_training_steps=1)).fit()
+    with pytest.raises(StepFailed, match="step 'save_checkpoint' of global step 4 failed: OSError: no space"):
+        fake_trainer(compose_run(tmp_path, "unused", trainer__save_freq=2), FullDisk).fit()
+    assert [p.name for p in (tmp_path / "out").glob("global_step_*")] == ["global_step_1"]
 
 
 class OneRank(FakeGroup):

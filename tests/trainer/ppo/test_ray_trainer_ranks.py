@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
 from verl.trainer.run.ray_session import SESSION_FILE
+from verl.utils.checkpoint.publish import published_steps
 from verl.utils.stop_signals import SAME_STOP_S
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.
@@ -32,6 +33,9 @@ SETTINGS = {
     "trainer__total_training_steps": 4,
     "trainer__save_freq": 2,
 }
+
+
+IN_BACKGROUND = {"actor_rollout_ref__actor__checkpoint__async_save": "true"}
 
 
 def train(directory: Path, model: str, stop_at: int | None = None, **more) -> None:
@@ -83,7 +87,7 @@ def test_a_run_on_one_rank_leaves_metrics_checkpoints_and_report(one_rank):
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_llama, tmp_path):
-    train(tmp_path, tiny_llama, trainer__local="true")
+    train(tmp_path, tiny_llama, trainer__local="true", trainer__save_freq=1, **IN_BACKGROUND)
     assert metrics_rows(tmp_path) == metrics_rows(one_rank)
     local, ray_rank = final_weights(tmp_path), final_weights(one_rank)
     assert local.keys() == ray_rank.keys() and all(tensor.equal(ray_rank[name]) for name, tensor in local.items())
@@ -92,7 +96,10 @@ def test_a_local_run_equals_the_run_on_a_ray_rank_bit_for_bit(one_rank, tiny_lla
 @pytest.mark.process
 @pytest.mark.slow
 def test_two_ranks_give_the_losses_of_one(one_rank, ray_cluster, tiny_llama, tmp_path):
-    train(tmp_path, tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=-1)
+    train(tmp_path, tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=1, **IN_BACKGROUND)
+    assert published_steps(tmp_path / "out") == [1, 2, 3, 4]
+    for name, tensor in final_weights(tmp_path).items():
+        assert tensor.allclose(final_weights(one_rank)[name], atol=1e-4), name
     for one, two in zip(metrics_rows(one_rank), metrics_rows(tmp_path), strict=True):
         assert one.keys() == two.keys()
         for name in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean"):

@@ -103,6 +103,16 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path):
         RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True, max_prompt_length=2))
 
 
+@pytest.mark.process
+def test_several_processes_filter_alike_and_name_a_bad_row(tmp_path):
+    rows = [row("1 + 2 + 3 + 4 + 5"), row("1"), row("2"), row("1 + 2 + 3 + 4 + 6"), row("3")]
+    several = config(filter_overlong_prompts=True, filter_overlong_prompts_workers=2)
+    dataset = RLHFDataset(write(tmp_path / "d.jsonl", rows), TOKENIZER, several)
+    assert [dataset[i]["raw_prompt"][0]["content"] for i in range(len(dataset))] == ["1", "2", "3"]
+    with pytest.raises(DatasetError, match="row 1: column 'prompt' is a string"):
+        RLHFDataset(write(tmp_path / "e.json", [row(), {"prompt": "text"}]), TOKENIZER, several)
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [

@@ -11,12 +11,18 @@ import numpy as np
 import torch
 
 from verl.algos.reweight import compute_pf_ppo_reweight_data
+from verl.algos.rollout_correction import (
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_and_add_to_batch,
+)
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import LOST
 
 MASKED = "masked"
+ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -43,6 +49,15 @@ class DropCounts:
             failed, self.masked,
         )
 
+    def check_any_scored(self) -> None:
+        """Raise ValueError if no sample can be trained on."""
+        if not self.scored:
+            raise ValueError(
+                f"none of the {self.requested} samples can be trained on: {self.lost} generations failed, "
+                f"{self.masked} are masked by their rollout, {self.no_reward} have no reward, "
+                f"{self.small_group} were alone in their group, {self.uneven} the ranks cannot share."
+            )
+
     def metrics(self) -> dict[str, int]:
         """Counters of the step; raises RuntimeError if samples are missing in the counts."""
         reasons = {name: number for name, number in asdict(self).items() if name not in ("requested", "scored")}
@@ -55,6 +70,22 @@ class DropCounts:
         totals = {"requested": self.requested, "scored": self.scored, "dropped": dropped}
         metrics = {f"training/{name}_samples": number for name, number in totals.items()}
         return metrics | {f"training/dropped_samples/{name}": number for name, number in reasons.items()}
+
+
+def with_scores(batch: DataProto, scored: DataProto) -> DataProto:
+    """The rows of `batch` that `scored` has, in their order, with token_level_scores [B', R] and the reward's columns.
+
+    Rows are matched by the column ROW, which is taken away.
+    """
+    place = {row: i for i, row in enumerate(scored.batch[ROW].tolist())}
+    rows = batch.batch.pop(ROW).tolist()
+    kept = batch.select_idxs([i for i, row in enumerate(rows) if row in place])
+    own = [place[row] for row in rows if row in place]
+    kept.batch["token_level_scores"] = scored.batch["token_level_scores"][own]
+    for key in (keys := scored.meta_info["reward_extra_keys"]):
+        kept.non_tensor_batch[key] = scored.non_tensor_batch[key][own]
+    kept.meta_info["reward_extra_keys"] = keys
+    return kept
 
 
 def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[DataProto, DropCounts]:
@@ -195,6 +226,17 @@ def rollout_probs_diff(data: DataProto) -> dict[str, float]:
         "training/rollout_probs_diff_std": diff.std(correction=0).item(),
         "training/rollout_actor_probs_pearson_corr": (covariance / spread).item() if spread > 0 else 1.0,
     }
+
+
+def correct_rollout(data: DataProto, correction: RolloutCorrectionConfig | None) -> dict[str, float]:
+    """Weight or reject tokens by the ratio of old_log_probs to rollout_log_probs [B, R], in place; metrics."""
+    metrics = rollout_probs_diff(data)
+    if correction is None:
+        columns = (data.batch[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
+        metrics |= compute_rollout_corr_metrics_from_logprobs(*columns)
+    elif not correction.bypass_mode:  # in bypass mode the update does it, with the log-probs of each step
+        metrics |= compute_rollout_correction_and_add_to_batch(data, correction)[1]
+    return metrics
 
 
 def apply_kl_penalty(

@@ -1,6 +1,7 @@
 """RayPPOTrainer: the RL loop, one short method per step."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -11,11 +12,7 @@ import torch
 from loguru import logger
 from torch.utils.data import Dataset, Sampler
 
-from verl.algos.rollout_correction import (
-    apply_bypass_mode,
-    compute_rollout_corr_metrics_from_logprobs,
-    compute_rollout_correction_and_add_to_batch,
-)
+from verl.algos.rollout_correction import apply_bypass_mode
 from verl.planning.batch_arithmetic import prompts_a_step
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
@@ -99,6 +96,8 @@ class RayPPOTrainer:
             or config.algorithm.use_kl_in_reward
             or rollout.calculate_log_probs
         )
+        self.scorer = ThreadPoolExecutor(1) if config.reward_model.launch_reward_fn_async else None
+        self.pending_scores: Future | None = None  # of the step's samples, from `_gather_batch` to `_await_scores`
         self.needs_greedy_baseline = "reward_baselines" in core_algos.inputs_of(config.algorithm.adv_estimator)
         self.global_steps = self.resumed_step = 0
         self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
@@ -163,6 +162,9 @@ class RayPPOTrainer:
                         metrics |= self._compute_ref_log_prob(batch)
                     if self.use_critic:
                         metrics |= self._compute_values(batch)
+                    if self.pending_scores is not None:  # reward_model.launch_reward_fn_async
+                        batch, scored = self._await_scores(batch)
+                        metrics |= scored
                     metrics |= self._assign_token_rewards(batch)  # scores minus the KL penalty
                     metrics |= self._correct_rollout(batch)
                     metrics |= self._assign_advantages(batch)  # registry call, on the driver
@@ -173,9 +175,10 @@ class RayPPOTrainer:
                     self._watch_nonfinite(metrics)
                 self._validate_if_due(metrics)
                 self._log(batch, metrics)  # before saving: a checkpoint is never newer than the logged metrics
-                every = self.config.trainer.save_freq
-                if self._due(every) or (every == -1 and self.is_finished):
+                self._publish_pending()
+                if self.checkpoints.is_due(self.global_steps, self.is_finished, self.run_log.longest_step_s):
                     self._save_checkpoint()
+            self._publish_pending(wait=True)
         self.run_log.print_end(self.resumed_step, self.checkpoints.saved_step)
 
     @contextmanager
@@ -203,16 +206,15 @@ class RayPPOTrainer:
         baselines = self._greedy_baselines(prompts) if self.needs_greedy_baseline else None
         samples, metrics = self._generate(prompts)
         samples, counts = self._drop_lost(samples)
-        if counts.scored:
+        if self.scorer is not None and counts.scored:
+            samples.batch[batching.ROW] = torch.arange(len(samples))
+            own = DataProto(samples.batch.clone(recurse=False), dict(samples.non_tensor_batch), {})
+            self.pending_scores = self.scorer.submit(self._score, own, counts)
+        elif counts.scored:
             samples, counts, scored = self._score(samples, counts)
             metrics |= scored
         metrics |= counts.metrics()
-        if not counts.scored:
-            raise ValueError(
-                f"none of the {counts.requested} samples can be trained on: {counts.lost} generations failed, "
-                f"{counts.masked} are masked by their rollout, {counts.no_reward} have no reward, "
-                f"{counts.small_group} were alone in their group, {counts.uneven} the ranks cannot share."
-            )
+        counts.check_any_scored()
         if baselines is not None:
             own = [baselines[uid] for uid in samples.non_tensor_batch["uid"]]
             samples.batch["reward_baselines"] = torch.tensor(own, dtype=torch.float32)
@@ -278,6 +280,17 @@ class RayPPOTrainer:
             counts = counts.after_rewards(failed.total(), later)
         return samples, counts, metrics
 
+    @step("await_reward")
+    def _await_scores(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """The batch with the scores that were computed meanwhile, and their metrics; see `_score`."""
+        samples, counts, metrics = self.pending_scores.result()
+        self.pending_scores = None
+        counts.check_any_scored()
+        scored = batching.with_scores(batch, samples)
+        if len(scored) < len(batch):
+            metrics |= self._balance_batch(scored)
+        return scored, metrics | counts.metrics()
+
     @step("balance")
     def _balance_batch(self, batch: DataProto) -> Metrics:
         """Reorder rows, in place, so that every rank gets about the same tokens of each mini-batch."""
@@ -302,7 +315,8 @@ class RayPPOTrainer:
     @step("old_log_prob")
     def _compute_old_log_prob(self, batch: DataProto) -> Metrics:
         """old_log_probs [B, R]; nothing where the update's own detached log-probs are the same."""
-        if self.correction is not None and self.correction.bypass_mode:
+        bypasses = self.correction is not None and self.correction.bypass_mode
+        if bypasses or self.config.actor_rollout_ref.actor.use_rollout_log_probs:
             apply_bypass_mode(batch)
             return {}
         if not self.needs_old_log_probs or "old_log_probs" in batch.batch:
@@ -352,13 +366,7 @@ class RayPPOTrainer:
         """Compare the rollout's log-probs with the trained model's, if both are given; weight or reject samples."""
         if "rollout_log_probs" not in batch.batch or "old_log_probs" not in batch.batch:
             return {}
-        metrics = batching.rollout_probs_diff(batch)
-        if self.correction is None:
-            columns = (batch.batch[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
-            metrics |= compute_rollout_corr_metrics_from_logprobs(*columns)
-        elif not self.correction.bypass_mode:  # in bypass mode the update does it, with the log-probs of each step
-            metrics |= compute_rollout_correction_and_add_to_batch(batch, self.correction)[1]
-        return metrics
+        return batching.correct_rollout(batch, self.correction)
 
     @step("adv")
     def _assign_advantages(self, batch: DataProto) -> Metrics:
@@ -403,6 +411,7 @@ class RayPPOTrainer:
             yield number
             if self.stop_requested():
                 logger.warning(f"stop requested: step {number} is finished and saved, the run ends")
+                self._publish_pending(wait=True)
                 if self.checkpoints.saved_step != number:
                     self._save_checkpoint()
                 return
@@ -446,6 +455,12 @@ class RayPPOTrainer:
         )  # fmt: skip
         self.run_log.write_report()
 
+    def _publish_pending(self, wait: bool = False) -> None:
+        """Publish a checkpoint that is written in the background (checkpoint.async_save), once it is."""
+        if self.checkpoints.pending is not None:
+            with self._timed("save_checkpoint"):
+                self.checkpoints.complete() if wait else self.checkpoints.advance()
+
     @step("load_checkpoint")
     def _load_checkpoint(self) -> None:
         """Resume the run as trainer.resume_mode says; later rows of the run's files are removed."""
@@ -476,6 +491,7 @@ class RayPPOTrainer:
         ranks = self.resource_pool_manager.get_n_gpus()
         metrics["training/global_step"] = self.global_steps
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
+        metrics |= {f"mismatch/{k[13:]}": v for k, v in metrics.items() if k.startswith("rollout_corr/")}
         metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
         metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
         metrics |= compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)

@@ -4,12 +4,16 @@ import io
 import json
 import os
 import re
+import sys
+import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from loguru import logger
 from omegaconf import DictConfig
@@ -17,7 +21,7 @@ from omegaconf import DictConfig
 from verl.planning.problems import one_line
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import barrier, from_first_rank, is_first_rank
-from verl.utils.checkpoint import rng
+from verl.utils.checkpoint import rng, should_save_ckpt_esi
 from verl.utils.checkpoint.publish import (
     CheckpointCorruptError,
     CheckpointWriter,
@@ -74,11 +78,26 @@ class Checkpoints:
         self.restores_rng = restores_rng
         self.delete_after_load = delete_after_load
         self.saved_step: int | None = None
+        self.pending: tuple[int, ExitStack] | None = None  # step and writer of a checkpoint that is being written
+        self.publishing: Future | None = None
+        self.publisher = ThreadPoolExecutor(1)
+
+    def is_due(self, step: int, last: bool, step_seconds: float = 0.0) -> bool:
+        """By trainer.save_freq, or because a rented instance expires before another step of that length is done."""
+        every, spare = self.trainer.save_freq, self.trainer.get("esi_redundant_time", 0)
+        by_number = every > 0 and step % every == 0
+        return by_number or (last and every != 0) or should_save_ckpt_esi(step_seconds, redundant_time=spare)
 
     def save(self, step: int, **state: Any) -> None:
-        """Publish global_step_<step>; `state`: counters, best, kl_controller and variant of TrainerState."""
+        """Publish global_step_<step>; `state`: counters, best, kl_controller and variant of TrainerState.
+
+        Where a part writes in the background (checkpoint.async_save), a later `advance` or `complete` publishes it.
+        """
+        self.complete()
         writer = CheckpointWriter(self.trainer.default_local_dir, step, self.max_to_keep)
-        with writer if is_first_rank() else nullcontext():
+        with ExitStack() as stack:
+            if is_first_rank():
+                stack.enter_context(writer)
             barrier()
             for name, part in self.parts.items():
                 part.save_checkpoint(str(writer.path / name), None, step, None)
@@ -87,8 +106,41 @@ class Checkpoints:
                 saved = TrainerState(global_step=step, position=position, data=self.fingerprint, **state)
                 write_trainer_state(writer.path, saved, self.stream.loader.state_dict())
             barrier()
-        self.saved_step = step
+            self.pending = step, stack.pop_all()
+        if self._is_written():
+            self.complete()
+
+    def advance(self) -> None:
+        """Publish, in a thread, a checkpoint whose files are written by now; call it between steps."""
+        if self.pending is None:
+            return
+        step, writer = self.pending
+        if self.publishing is None and self._is_written():
+            self.publishing = self.publisher.submit(writer.close)  # hashes all files
+        if self.publishing is not None and self.publishing.done():
+            publishing, self.publishing, self.pending = self.publishing, None, None
+            publishing.result()
+            self.saved_step = step
+
+    def complete(self) -> None:
+        """Publish what is being written, and wait for it."""
+        while self.pending is not None:
+            self.advance()
+            if self.publishing is not None:
+                wait([self.publishing])
+            elif self.pending is not None:
+                time.sleep(0.05)
         barrier()
+
+    def _is_written(self) -> bool:
+        """Whether all parts have written their files; raises, and removes the folder, if one could not."""
+        try:
+            parts = [part for part in self.parts.values() if hasattr(part, "save_is_finished")]
+            return all(np.all(part.save_is_finished()) for part in parts)
+        except BaseException:
+            (_, writer), self.pending = self.pending, None
+            writer.__exit__(*sys.exc_info())
+            raise
 
     def resume(self) -> tuple[TrainerState, bool] | None:
         """Load the checkpoint that `trainer.resume_mode` names, data position included; None: start from step 0.

@@ -79,6 +79,7 @@ class RunLog:
         self.metrics_log = JsonlLog(self.run_dir / "metrics.jsonl")
         self.samples_log = JsonlLog(self.run_dir / "samples.jsonl")
         self.timing: defaultdict[str, float] = defaultdict(float)
+        self.longest_step_s = 0.0
         self.tracking: Tracking | None = None
         self.starts = Starts(self.run_dir)
 
@@ -140,6 +141,7 @@ class RunLog:
     def take_timing(self) -> dict[str, float]:
         """Seconds by name since the last call."""
         taken, self.timing = dict(self.timing), defaultdict(float)
+        self.longest_step_s = max(self.longest_step_s, taken.get("step", 0.0))
         return taken
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -134,6 +134,7 @@ class FSDPSFTTrainer:
             self.load_checkpoint()
             resumed = self.global_steps
             code = self._train()
+            self.checkpoints.complete()
         self.run_log.print_end(resumed, self.checkpoints.saved_step)
         return code
 
@@ -159,9 +160,9 @@ class FSDPSFTTrainer:
                     "loss or gradient was NaN or infinite, or no token was learned, in",
                     "they were skipped, the weights are unchanged. Lower optim.lr or check the data.",
                 )  # fmt: skip
+                self.checkpoints.advance()
                 stop = any_rank(signals.asked, self.engine.device)
-                every = self.config.trainer.save_freq
-                if stop or (every != 0 and self._due(every)):
+                if stop or self.checkpoints.is_due(self.global_steps, self.global_steps >= self.total_training_steps):
                     self.save_checkpoint(self.global_steps)
                 if stop and self.global_steps < self.total_training_steps:
                     logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")

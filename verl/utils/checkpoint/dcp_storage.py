@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -78,13 +79,15 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
     return metadata
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
+def save_tensors(
+    tensors: dict[str, torch.Tensor], folder: str | os.PathLike, group: dist.ProcessGroup | None = None
+) -> None:
     """Writes tensors, sharded or alike on all ranks, as one distributed checkpoint. All ranks call it.
 
-    Raises OSError when a file could not be written.
+    `group` coordinates the ranks; None is the default group. Raises OSError when a file could not be written.
     """
     try:
-        dcp.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True))
+        dcp.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), process_group=group)
     except CheckpointException as error:  # a BaseException: no `except Exception` above would see it
         # torch's archive writer tells a failed write as a position that it did not expect
         raise OSError(f"{folder} could not be written: {error}") from error

@@ -6,6 +6,9 @@ parameter groups, names), `rng_rank_<r>.safetensors`, `fsdp_config.json`, `huggi
 
 import json
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -50,34 +53,85 @@ class FSDPCheckpointManager(BaseCheckpointManager):
     def __init__(self, model, optimizer, lr_scheduler=None, processing_class=None, checkpoint_config=None, *, device):
         super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
         self.device = device
+        self.background: ThreadPoolExecutor | None = None
+        self.background_group: dist.ProcessGroup | None = None  # a thread's collectives must not mix with training's
+        self.writing: Future | None = None
+        if checkpoint_config is not None and checkpoint_config.async_save:
+            self.background = ThreadPoolExecutor(1)
+            self.background_group = dist.new_group(backend="gloo")
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
-        """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees the whole step."""
+        """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees all folders of a step.
+
+        With checkpoint.async_save it returns when the contents are copied to the CPU; see `save_is_finished`.
+        """
         folder = _local(local_path, hdfs_path)
         folder.mkdir(parents=True, exist_ok=True)
         model = self._model_tensors() if self.should_save_model else {}
         optim = self._optimizer_tensors() if self.should_save_optimizer and self.optimizer is not None else {}
         needed = self._check_room(folder, [*model.values(), *optim.values()])
+        if self.background is not None:
+            model, optim = ({k: self._on_cpu(v) for k, v in part.items()} for part in (model, optim))
+        writes = self._prepare(folder, model, optim, global_step)
+        if self.background is None:
+            self._write(folder, writes, needed)
+            dist.barrier()
+        else:
+            self.writing = self.background.submit(self._write_together, folder, writes, needed)
+
+    def save_is_finished(self) -> bool:
+        """Whether the files of the last save_checkpoint are written, on all ranks; raises what went wrong on one."""
+        if self.writing is None:
+            return True
+        if not self.writing.done():
+            return False
+        writing, self.writing = self.writing, None
+        writing.result()
+        return True
+
+    def _on_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the CPU; a copy if training continues while it is written."""
+        return tensor.detach().to("cpu", copy=self.background is not None)
+
+    def _prepare(self, folder: Path, model: dict, optim: dict, global_step: int) -> list[Callable[[], Any]]:
+        """Gathers full tensors from the ranks; returns the calls that write this rank's files."""
+        writes: list[Callable[[], Any]] = []
+        for name, tensors in (("model", model), ("optim", optim)):
+            if tensors:
+                writes.append(partial(save_tensors, tensors, folder / name, self.background_group))
+        if self.should_save_extra:
+            file = folder / f"rng_rank_{dist.get_rank()}.safetensors"
+            writes.append(partial(save_file, rng.get_rng_state(), file))
+        writes += self._adapter_writes(folder / "lora_adapter")
+        writes += self._huggingface_writes(folder / "huggingface")
+        if dist.get_rank() == 0:
+            extra, ranks = self._extra_state(model, optim, global_step), dist.get_world_size()
+            writes.append(partial(_write_json, folder / EXTRA_FILE, extra))
+            writes.append(partial(_write_json, folder / "fsdp_config.json", {"FSDP_version": 2, "world_size": ranks}))
+        return writes
+
+    def _write(self, folder: Path, writes: list[Callable[[], Any]], needed: int) -> None:
         try:
-            self._write(folder, model, optim, global_step)
+            for write in writes:
+                write()
         except (OSError, SafetensorError) as error:
             if shutil.disk_usage(folder).free < needed:
                 raise disk_full(folder, needed) from error
             raise
-        dist.barrier()
 
-    def _write(self, folder: Path, model: dict, optim: dict, global_step: int) -> None:
-        if model:
-            save_tensors(model, folder / "model")
-        if optim:
-            save_tensors(optim, folder / "optim")
-        if self.should_save_extra:
-            save_file(rng.get_rng_state(), folder / f"rng_rank_{dist.get_rank()}.safetensors")
-        self._save_adapters(folder / "lora_adapter")
-        self._save_huggingface(folder / "huggingface")
-        if dist.get_rank() == 0:
-            _write_json(folder / EXTRA_FILE, self._extra_state(model, optim, global_step))
-            _write_json(folder / "fsdp_config.json", {"FSDP_version": 2, "world_size": dist.get_world_size()})
+    def _write_together(self, folder: Path, writes: list[Callable[[], Any]], needed: int) -> None:
+        """In the background: every rank writes, and every rank raises if one could not."""
+        error: Exception | None = None
+        try:
+            self._write(folder, writes, needed)
+        except Exception as e:  # the other ranks must hear of it first
+            error = e
+        messages: list = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, str(error) if error else None, group=self.background_group)
+        if error is not None:
+            raise error
+        if any(messages):
+            raise OSError(f"another rank could not write {folder}: {next(filter(None, messages))}")
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Trained parameters and stored buffers by name."""
@@ -128,9 +182,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             raise disk_full(folder, int(needed.item()))
         return int(needed.item())
 
-    def _save_adapters(self, folder: Path) -> None:
+    def _adapter_writes(self, folder: Path) -> list[Callable[[], Any]]:
         """LoRA adapters in peft's own format; one inside another model gets a folder of its module's name."""
-        inside = peft_models(self.model)
+        inside, writes = peft_models(self.model), []
         for name, peft_model in inside.items():
             state = dict(full_params(peft_model, lambda _, p: p.requires_grad, self.device))
             if dist.get_rank() == 0 and state:
@@ -139,16 +193,18 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 home = folder / name if len(inside) > 1 else folder
                 home.mkdir(parents=True, exist_ok=True)
                 tensors = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
-                save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, home / "adapter_model.safetensors")
+                tensors = {k: self._on_cpu(v).contiguous() for k, v in tensors.items()}
+                writes.append(partial(save_file, tensors, home / "adapter_model.safetensors"))
                 peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
         if inside and isinstance(self.model, CompletesAdapters):
             adapted = tuple(f"{name}." for name in inside)
             rest = full_params(self.model, lambda n, p: p.requires_grad and not n.startswith(adapted), self.device)
-            state = {name: tensor.cpu() for name, tensor in rest}  # gathered by all ranks together
+            state = {name: self._on_cpu(tensor) for name, tensor in rest}  # gathered by all ranks together
             if dist.get_rank() == 0:
-                self.model.save_beside_adapters(str(folder), state_dict=state)
+                writes.append(partial(self.model.save_beside_adapters, str(folder), state_dict=state))
+        return writes
 
-    def _save_huggingface(self, folder: Path) -> None:
+    def _huggingface_writes(self, folder: Path) -> list[Callable[[], Any]]:
         """Config and tokenizer; weights too when hf_model is asked for."""
         inner = without_adapters(self.model)
         weights = None
@@ -156,25 +212,27 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             weights = {}
             for name, tensor in full_weights(self.model, self.device):
                 if dist.get_rank() == 0:
-                    weights[name] = tensor.cpu()
+                    weights[name] = self._on_cpu(tensor)
         if dist.get_rank() != 0:
-            return
+            return []
+        writes: list[Callable[[], Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(inner, PreTrainedModel):
             inner.config.save_pretrained(folder)
             if inner.can_generate() and inner.generation_config is not None:
                 inner.generation_config.save_pretrained(folder)
             if weights is not None:
-                save_torch_state_dict(weights, folder)
+                writes.append(partial(save_torch_state_dict, weights, folder))
         elif weights is not None:
             if not isinstance(inner, SavesPretrained):
                 raise TypeError(
                     f"checkpoint.save_contents has hf_model, but {type(inner).__name__} has no "
                     "save_pretrained(directory, state_dict=...); take hf_model out, or give it one."
                 )
-            inner.save_pretrained(str(folder), state_dict=weights)
+            writes.append(partial(inner.save_pretrained, str(folder), state_dict=weights))
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
+        return writes
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads load_contents from `local_path`; generators only when it was written by as many ranks."""

@@ -1,8 +1,11 @@
 """Prompts for reinforcement learning: rows of parquet or JSON files, rendered and tokenised."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +203,13 @@ class RLHFDataset(FileRows):
         """With data.filter_overlong_prompts, drop rows whose templated prompt exceeds max_prompt_length; count them."""
         if not data_setting(self.config, "filter_overlong_prompts"):
             return
-        before = len(self.rows)
-        self._keep([i for i in range(before) if len(self.prompt_ids(i)) <= self.max_prompt_length])
+        before, workers = len(self.rows), data_setting(self.config, "filter_overlong_prompts_workers")
+        if workers > 1:  # forked, so that rows and tokenizer are not copied
+            with ProcessPoolExecutor(workers, get_context("fork"), _share, (self,)) as pool:
+                lengths = list(pool.map(_prompt_length, range(before), chunksize=math.ceil(before / workers)))
+        else:
+            lengths = [len(self.prompt_ids(i)) for i in range(before)]
+        self._keep([i for i, length in enumerate(lengths) if length <= self.max_prompt_length])
         self.dropped_overlong = before - len(self.rows)
         text = "data.filter_overlong_prompts: {} of {} rows kept, {} exceed data.max_prompt_length={}"
         logger.info(text, len(self.rows), before, self.dropped_overlong, self.max_prompt_length)
@@ -255,6 +263,16 @@ class RLHFDataset(FileRows):
 
     def resume_dataset_state(self) -> None:
         """Nothing to restore: a run reads the rows again when it starts."""
+
+
+def _share(dataset: RLHFDataset) -> None:
+    """Let `_prompt_length` read the data set in this process."""
+    global _shared
+    _shared = dataset
+
+
+def _prompt_length(item: int) -> int:
+    return len(_shared.prompt_ids(item))
 
 
 def get_dataset_class(data_config: DictConfig) -> type[Dataset]:

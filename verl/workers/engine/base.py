@@ -72,6 +72,10 @@ class BaseEngine(ABC):
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes into the folder `local_path`."""
 
+    def save_is_finished(self) -> bool:
+        """Whether the files of the last save_checkpoint are written; raises what went wrong in the background."""
+        return True
+
     @abstractmethod
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads what save_checkpoint wrote, on any number of ranks."""

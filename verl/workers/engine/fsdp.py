@@ -151,11 +151,13 @@ class FSDPEngine(BaseEngine):
             if outermost and self.is_param_offload_enabled:
                 self.to("cpu", model=True, optimizer=False)
 
-    def autocast(self):
-        """Autocast to `fsdp_config.dtype`; nothing for float32."""
-        if self.compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.compute_dtype)
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """For forwards: autocast to `fsdp_config.dtype`, and activations to the CPU with enable_activation_offload."""
+        lower = self.compute_dtype != torch.float32
+        offload = fsdp_utils.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
+        with torch.autocast(self.device_type, dtype=self.compute_dtype) if lower else nullcontext(), offload:
+            yield
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -220,6 +222,9 @@ class FSDPEngine(BaseEngine):
         """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""
         fsdp_utils.reshard(self.module)
         self.checkpoint_manager.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    def save_is_finished(self) -> bool:
+        return self.checkpoint_manager.save_is_finished()
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Reads checkpoint.load_contents from `local_path`, written on any number of ranks."""

@@ -47,6 +47,11 @@ class ModelWorker(Worker, DistProfilerExtension):
         self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_is_finished(self) -> bool:
+        """Whether the files of the last save_checkpoint are written (checkpoint.async_save)."""
+        return self.engine.save_is_finished()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Read the model's part, written on any number of ranks."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
