@@ -154,8 +154,8 @@ def wall_rows() -> list[Row]:
         ]  # fmt: skip
 
     def lossless(mode: str) -> None:
-        results[mode] = [iterative_generate(made, [p], eos, pad, refine_iter=mode, max_new_tokens=128).tokens[0]
-                       for p in prompts]  # fmt: skip
+        options = {"refine_iter": mode, "max_new_tokens": 128, "return_details": True}
+        results[mode] = [iterative_generate(made, [p], eos, pad, **options).tokens[0] for p in prompts]
 
     modes = ("slide", "verify")
     seconds = alternate({"greedy": greedy, **{m: lambda m=m: lossless(m) for m in modes}}, 3)

@@ -170,6 +170,7 @@ HYDRA = [target for target in SETTINGS if not target.endswith(".py")]  # entries
 SCRIPTS = {
     "scripts/submit_spd.sh": ("scripts/submit_spd.py", "train_spd_scorer.py"),
     "dllm_reasoning/scripts/run_train.sh": ("dllm_reasoning.train_iterative_refine",),
+    "recipe/dapo/run_dapo_qwen2.5_32b.sh": ("recipe.dapo.main_dapo",),
 }
 
 

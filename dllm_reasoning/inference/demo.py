@@ -95,7 +95,7 @@ def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]
     for start in range(0, len(prompts), args.batch_size):
         part = slice(start, start + args.batch_size)
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-        result = iterative_generate(model, ids[part], *ends, first_row=start, **vars(settings))
+        result = iterative_generate(model, ids[part], *ends, first_row=start, return_details=True, **vars(settings))
         for prompt, tokens, forwards in zip(prompts[part], result.tokens, result.stats.forwards, strict=True):
             rows.append({
                 "prompt": prompt, "response": tokenizer.decode(tokens, skip_special_tokens=True),

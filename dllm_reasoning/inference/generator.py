@@ -1,6 +1,7 @@
 """Block generation with a causal model: a forward predicts a full window, later forwards refine it.
 
-    result = iterative_generate(model, prompts, eos_token_id, pad_token_id, refine_iter="slide")
+    output_ids = iterative_generate(model, input_ids, eos_token_id, pad_token_id, refine_iter="slide")
+    result = iterative_generate(model, prompts, eos_token_id, pad_token_id, refine_iter="slide", return_details=True)
     result.tokens, result.stats.tokens_per_forward
 """
 
@@ -58,16 +59,21 @@ class GenerationResult:
 
 def iterative_generate(
     model: nn.Module, input_ids: torch.Tensor | Sequence[Sequence[int]], eos_token_id: int | Sequence[int],
-    pad_token_id: int, *args: Any, attention_mask: torch.Tensor | None = None, first_row: int = 0, **settings: Any,
-) -> GenerationResult:  # fmt: skip
+    pad_token_id: int, *args: Any, attention_mask: torch.Tensor | None = None, first_row: int = 0,
+    return_details: bool = False, **settings: Any,
+) -> torch.Tensor | GenerationResult:  # fmt: skip
     """Continue every prompt until its end token, `max_new_tokens`, or `max_length` tokens with the prompt.
 
     input_ids: lists of ids, or int64 [B, P] with attention_mask [B, P] (1 = token). The other arguments are those of
     GenerationSettings, in its order: add_eos_length, refine_iter, max_new_tokens, max_length, then by keyword.
     `first_row` is the number of the first prompt: random draws depend on the seed and a row's number only, so a batch
-    split over several calls draws the same. Rows stop independently. Raises ValueError for settings or prompts that do
-    not fit.
+    split over several calls draws the same. Rows stop independently.
+
+    Returns int64 [B, P + longest answer] on the device of `input_ids`: prompts (lists are left-padded to the longest),
+    then new tokens, then pad_token_id; with `return_details` a GenerationResult. Raises ValueError for settings or
+    prompts that do not fit.
     """
+    given = input_ids
     if isinstance(input_ids, torch.Tensor):
         mask = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
         input_ids = [ids[kept].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
@@ -115,7 +121,16 @@ def iterative_generate(
         [len(tokens) for tokens in new], [row.forwards for row in rows], [row.rounds_of_blocks for row in rows],
         forwards, time.perf_counter() - started,
     )  # fmt: skip
-    return GenerationResult(new, stats)
+    if return_details:
+        return GenerationResult(new, stats)
+    if not isinstance(given, torch.Tensor):
+        width = max(row.prompt_length for row in rows)
+        pads = [[pad_token_id] * (width - row.prompt_length) for row in rows]
+        given = torch.tensor([pad + row.tokens[: row.prompt_length] for pad, row in zip(pads, rows, strict=True)])
+    answers = torch.full((len(new), max(map(len, new))), pad_token_id, dtype=given.dtype, device=given.device)
+    for row, tokens in zip(answers, new, strict=True):
+        row[: len(tokens)] = torch.tensor(tokens)
+    return torch.cat([given, answers], 1)
 
 
 def _choose(

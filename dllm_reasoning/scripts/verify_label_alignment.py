@@ -1,6 +1,8 @@
-"""Checks on a real model and tokenizer that labels, response mask and shift are aligned; exits 1 if one is wrong.
+"""Checks on a model and its tokenizer that labels, response mask and shift are aligned; exits 1 if one is wrong.
 
-    python -m dllm_reasoning.scripts.verify_label_alignment --model_path DIR [--instruction TEXT] [--response TEXT]
+    python -m dllm_reasoning.scripts.verify_label_alignment [--model_path DIR] [--instruction TEXT] [--response TEXT]
+
+Without --model_path it takes a small random Llama whose tokenizer knows the words of the sample.
 """
 
 import argparse
@@ -8,7 +10,11 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.losses.iterative_loss import IterativeLoss
@@ -66,15 +72,31 @@ def alignment_errors(
     yield "decode shift", error
 
 
+def random_model(words: list[str]) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+    """A Llama of two layers with random weights, and a tokenizer with one token a word."""
+    numbers = {word: i for i, word in enumerate(dict.fromkeys(["<pad>", "<eos>", *words]))}
+    words_to_ids = Tokenizer(WordLevel(numbers))
+    words_to_ids.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_to_ids, pad_token="<pad>", eos_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=len(numbers), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval(), tokenizer
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run every check; returns 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True)
+    parser.add_argument("--model_path")
     parser.add_argument("--instruction", default="2 + 3 =")
     parser.add_argument("--response", default="5 . 5 + 1 = 6")
     args = parser.parse_args(argv)
-    tokenizer = hf_tokenizer(args.model_path)
-    model = create_huggingface_actor(args.model_path).eval()
+    if args.model_path is None:
+        model, tokenizer = random_model(f"{args.instruction} {args.response}".split())
+    else:
+        model, tokenizer = create_huggingface_actor(args.model_path).eval(), hf_tokenizer(args.model_path)
     segments = [(args.instruction, False), (f"{args.response}{tokenizer.eos_token}", True)]
     ids, learned = (torch.tensor([values]) for values in encode_segments(tokenizer, segments))
     failed = False

@@ -109,7 +109,8 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
         for start in range(0, len(items), settings.batch_size):
             batch = items[start : start + settings.batch_size]
             prompts = [dataset.instruction_ids(item) for item in batch]
-            result = iterative_generate(model, prompts, tokenizer.eos_token_id, tokenizer.pad_token_id, **generation)
+            ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+            result = iterative_generate(model, prompts, *ends, return_details=True, **generation)
             answers = []
             for item, tokens in zip(batch, result.tokens, strict=True):
                 text = tokenizer.decode(tokens, skip_special_tokens=True)

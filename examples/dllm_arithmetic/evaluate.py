@@ -45,7 +45,7 @@ class Subject:
         """The answers of one mode."""
         options = {"add_eos_length": self.block - 1, **MODES[mode]}
         return iterative_generate(self.model, prompts, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id,
-                                  max_new_tokens=LIMIT, **options)  # fmt: skip
+                                  max_new_tokens=LIMIT, return_details=True, **options)  # fmt: skip
 
     def measure(self, mode: str) -> tuple[dict[str, float], list[list[int]], list[bool]]:
         """(results, answers, which of them are correct)."""

@@ -1,13 +1,15 @@
 """Statistics of a generation against the forwards that a hook counts, and a fake clock."""
 
 import types
+from functools import partial
 
 import pytest
 
 from dllm_reasoning.inference import generator
-from dllm_reasoning.inference.generator import iterative_generate
 from tests.dllm_reasoning.models import EOS, PAD
 from tests.dllm_reasoning.test_generator import LIMIT, model_of, prompts
+
+details_of = partial(generator.iterative_generate, return_details=True)
 
 WIDTH = 6
 MODES = {"greedy": (0, 1), "refine 0": (0, WIDTH), "refine 1": (1, WIDTH), "refine 2": (2, WIDTH),
@@ -20,7 +22,7 @@ def counted(mode, prompt, **more):
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     rounds, width = MODES[mode]
     try:
-        results = iterative_generate(model, [prompt], EOS, PAD, width - 1, rounds, LIMIT, **more)
+        results = details_of(model, [prompt], EOS, PAD, width - 1, rounds, LIMIT, **more)
     finally:
         hook.remove()
     return results.stats, len(calls)
@@ -53,7 +55,7 @@ def test_a_batch_makes_the_forwards_of_its_longest_row(monkeypatch):
     hook = model.register_forward_hook(lambda *_: calls.append(1))
     clock = iter([10.0, 14.0])
     monkeypatch.setattr(generator, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
-    stats = iterative_generate(model, prompts()[:5], EOS, PAD, WIDTH - 1, "converge", LIMIT).stats
+    stats = details_of(model, prompts()[:5], EOS, PAD, WIDTH - 1, "converge", LIMIT).stats
     hook.remove()
     assert stats.forwards == [one.forwards[0] for one in alone] and stats.tokens == [one.tokens[0] for one in alone]
     assert stats.batch_forwards == len(calls) == max(stats.forwards) < sum(stats.forwards)

@@ -1,17 +1,20 @@
 """Every option of the demo command, and the alignment check on a real model."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
-from dllm_reasoning.inference import demo
-from dllm_reasoning.inference.generator import GenerationResult, GenerationStats, iterative_generate
+from dllm_reasoning.inference import demo, generator
+from dllm_reasoning.inference.generator import GenerationResult, GenerationStats
 from dllm_reasoning.losses import layouts
 from dllm_reasoning.scripts import verify_label_alignment
 from tests.dllm_reasoning import runs
 from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
+
+details_of = partial(generator.iterative_generate, return_details=True)
 
 PROMPTS = ["a 2 + 3 =", "7 + 1 =", "b c 4 + 4 = d"]
 
@@ -30,7 +33,7 @@ def run(model_path, tmp_path, *options):
 def tokens_of(model_path, prompts, **more):
     tokenizer, model = hf_tokenizer(model_path), create_huggingface_actor(model_path)
     ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
-    result = iterative_generate(model, ids, 2, 0, **{"max_new_tokens": 12, **more})
+    result = details_of(model, ids, 2, 0, **{"max_new_tokens": 12, **more})
     return [tokenizer.decode(t, skip_special_tokens=True) for t in result.tokens], result.stats
 
 
@@ -136,6 +139,11 @@ def test_a_missing_column_names_file_and_row(model_path, tmp_path, capsys):
 def test_label_alignment_holds_on_a_real_model(model_path, capsys):
     arguments = ["--model_path", model_path, "--instruction", "a 2 + 3 =", "--response", "5 . b c d e"]
     assert verify_label_alignment.main(arguments) == 0
+    assert capsys.readouterr().out.count(": ok") == 4
+
+
+def test_label_alignment_has_a_case_of_its_own(capsys):
+    assert verify_label_alignment.main([]) == 0
     assert capsys.readouterr().out.count(": ok") == 4
 
 

@@ -1,15 +1,18 @@
 """Lossless modes equal greedy decoding token for token: two architectures, batched, ragged, with a cache."""
 
 import functools
+from functools import partial
 
 import pytest
 import torch
 import transformers
 
+from dllm_reasoning.inference import generator, iterative_generate
 from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule, confirmed
-from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import GenerationSettings
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, captured_warnings, tiny
+
+details_of = partial(generator.iterative_generate, return_details=True)
 
 LIMIT = 24
 
@@ -39,8 +42,23 @@ def greedy(architecture):
     return [result[p] for p in prompts()]
 
 
+def test_ids_are_the_prompts_then_the_answers():
+    short, long = sorted(prompts()[:20], key=len)[:: 19]
+    expected = [greedy("llama")[prompts().index(prompt)] for prompt in (short, long)]
+    width, longest = len(long), max(map(len, expected))
+    settings = (model_of("llama"), EOS, PAD, 5, "slide", LIMIT)
+    of_lists = iterative_generate(settings[0], [short, long], *settings[1:])
+    assert of_lists.shape == (2, width + longest)
+    before, after = [PAD] * (width - len(short)), [PAD] * (longest - len(expected[0]))
+    assert of_lists[0].tolist() == [*before, *short, *expected[0], *after]
+    padded, mask = of_lists[:, :width], torch.tensor([[0] * (width - len(short)) + [1] * len(short), [1] * width])
+    assert torch.equal(iterative_generate(settings[0], padded, *settings[1:], attention_mask=mask), of_lists)
+    output_ids = iterative_generate(settings[0], torch.tensor([long]), *settings[1:])
+    assert output_ids[0, len(long) :].tolist() == expected[1]
+
+
 def generate(architecture, inputs, **more):
-    return iterative_generate(model_of(architecture), inputs, EOS, PAD, max_new_tokens=LIMIT, **more)
+    return details_of(model_of(architecture), inputs, EOS, PAD, max_new_tokens=LIMIT, **more)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -121,7 +139,7 @@ def test_sampling_follows_the_probabilities():
     model, prompt = tiny("llama", seed=1, initializer_range=0.05), list(prompts()[0])
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-    drawn = iterative_generate(model, [prompt] * 3000, EOS, PAD, 0, 0, 1, temperature=1.0).tokens
+    drawn = details_of(model, [prompt] * 3000, EOS, PAD, 0, 0, 1, temperature=1.0).tokens
     share = torch.bincount(torch.tensor([t[0] for t in drawn]), minlength=VOCABULARY) / 3000
     assert float((share - expected).abs().max()) < 0.02
 
@@ -167,7 +185,7 @@ def test_max_length_counts_the_prompt_and_several_end_tokens_end():
     for prompt, new, expected in zip(prompts(), result.tokens, greedy("llama"), strict=False):
         assert new == expected[: 16 - len(prompt)]
     first = greedy("llama")[0][2]
-    several = iterative_generate(model_of("llama"), prompts()[:1], [EOS, first], PAD, 4, "slide", LIMIT).tokens[0]
+    several = details_of(model_of("llama"), prompts()[:1], [EOS, first], PAD, 4, "slide", LIMIT).tokens[0]
     assert several == greedy("llama")[0][: greedy("llama")[0].index(first) + 1]
 
 
@@ -175,10 +193,10 @@ def test_the_window_of_the_model_is_the_default_and_a_longer_one_warns_once():
     model = tiny("llama", seed=1)
     model.config.dllm_window, model.config.dllm_noise_token_id = 4, 7
     with captured_warnings() as logged:
-        result = iterative_generate(model, prompts()[:1], EOS, PAD, refine_iter=0, max_new_tokens=12)
+        result = details_of(model, prompts()[:1], EOS, PAD, refine_iter=0, max_new_tokens=12)
         assert len(result.stats.rounds[0]) == -(-len(result.tokens[0]) // 4) and not logged
         for _ in range(2):
-            iterative_generate(model, prompts()[:1], EOS, PAD, 15, 0, 12)
+            details_of(model, prompts()[:1], EOS, PAD, 15, 0, 12)
         [warning] = logged
     assert "blocks of 16 tokens, but the model was trained on windows of 4: expect wrong answers" in warning
 
@@ -208,7 +226,7 @@ def test_rounds_are_those_of_blocks_refined_in_place():
 def test_bad_arguments_are_named(more, message):
     inputs = {"input_ids": [[5], [5, 6, 7, 8]], "add_eos_length": 3, **more}
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
-        iterative_generate(model_of("llama"), eos_token_id=EOS, pad_token_id=PAD, **inputs)
+        details_of(model_of("llama"), eos_token_id=EOS, pad_token_id=PAD, **inputs)
 
 
 def test_commit_rule_by_name():
@@ -222,8 +240,8 @@ def test_commit_rule_by_name():
 def test_settings_are_the_arguments_of_iterative_generate_in_their_order():
     model, prompt = model_of("llama"), [list(prompts()[0])]
     settings = GenerationSettings(5, "slide", 7, 64, temperature=1.3, seed=3)
-    by_object = iterative_generate(model, prompt, EOS, PAD, **vars(settings)).tokens
-    assert iterative_generate(model, prompt, EOS, PAD, 5, "slide", 7, 64, temperature=1.3, seed=3).tokens == by_object
+    by_object = details_of(model, prompt, EOS, PAD, **vars(settings)).tokens
+    assert details_of(model, prompt, EOS, PAD, 5, "slide", 7, 64, temperature=1.3, seed=3).tokens == by_object
     assert len(by_object[0]) <= 7
     with pytest.raises(AttributeError):
         settings.seed = 4
@@ -255,7 +273,7 @@ def test_layers_with_a_window_run_without_a_cache_and_warn_once(kind):
         for prompt in prompts()[2:5]:
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :]
             expected = expected.tolist()
-            result = iterative_generate(model, [list(prompt)], EOS, PAD, 4, "slide", 16).tokens[0]
+            result = details_of(model, [list(prompt)], EOS, PAD, 4, "slide", 16).tokens[0]
             assert result == (expected[: expected.index(EOS) + 1] if EOS in expected else expected)
         [warning] = [text for text in logged if "full attention" in text]
     assert warning.startswith(f"{kind}ForCausalLM has layers without full attention")
@@ -275,9 +293,9 @@ def test_a_model_that_cannot_use_the_cache_is_refused_and_runs_without_one(kind)
     shape, message = UNCACHED[kind]
     model, prompt = made(kind, **shape), list(prompts()[3])
     with pytest.raises(ValueError, match=f"{kind}ForCausalLM {message}.*; set use_cache=False .--no_cache in the"):
-        iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 8)
-    plain = iterative_generate(model, [prompt], EOS, PAD, 0, 0, 8, use_cache=False).tokens
-    assert iterative_generate(model, [prompt], EOS, PAD, 4, "slide", 8, use_cache=False).tokens == plain
+        details_of(model, [prompt], EOS, PAD, 4, "slide", 8)
+    plain = details_of(model, [prompt], EOS, PAD, 0, 0, 8, use_cache=False).tokens
+    assert details_of(model, [prompt], EOS, PAD, 4, "slide", 8, use_cache=False).tokens == plain
 
 
 def test_a_ragged_batch_near_its_limit_fits_into_the_cache():

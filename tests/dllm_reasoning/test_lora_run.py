@@ -1,16 +1,19 @@
 """A LoRA run by iterative refinement: checkpoint, resume, export for plain transformers."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference import generator
 from tests.dllm_reasoning import runs
 from tests.dllm_reasoning.models import EOS, PAD
 from tests.dllm_reasoning.test_trainer import rows_of
+
+details_of = partial(generator.iterative_generate, return_details=True)
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 SETTINGS = ("model.lora_rank=4", "iterative.noise_pattern=packed", "iterative.ar_loss_weight=1",
@@ -46,5 +49,5 @@ def test_an_adapter_resumes_bit_for_bit_and_is_exported_with_its_window(tmp_path
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, ours, atol=1e-5, rtol=0)
         assert (base(IDS).logits - ours).abs().max() > 1e-2
-    stats = iterative_generate(merged, IDS.tolist(), EOS, PAD, refine_iter=0, max_new_tokens=8).stats
+    stats = details_of(merged, IDS.tolist(), EOS, PAD, refine_iter=0, max_new_tokens=8).stats
     assert stats.forwards == [-(-count // 4) for count in stats.tokens]  # blocks of the window

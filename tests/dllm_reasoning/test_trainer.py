@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
 
-from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference import generator
 from dllm_reasoning.trainer.iterative_refine_trainer import VALIDATION_SEED, IterativeRefineTrainer, StepInputs
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
 from verl.trainer.sft.data import cut
 from verl.utils.model import create_huggingface_actor
+
+details_of = partial(generator.iterative_generate, return_details=True)
 
 pytestmark = pytest.mark.usefixtures("fresh_group")
 
@@ -143,7 +146,7 @@ def test_window_and_noise_token_travel_with_the_model(assets, tmp_path):
     saved = json.loads((tmp_path / "global_step_1" / "huggingface" / "config.json").read_text())
     assert saved["dllm_window"] == 4 and saved["dllm_noise_token_id"] == 3
     model = create_huggingface_actor(str(tmp_path / "global_step_1" / "huggingface"))
-    results = iterative_generate(model, [[5, 6]], 2, 0, refine_iter=0, max_new_tokens=8)
+    results = details_of(model, [[5, 6]], 2, 0, refine_iter=0, max_new_tokens=8)
     assert results.stats.forwards[0] == -(-results.stats.tokens[0] // 4)
 
 

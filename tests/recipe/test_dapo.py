@@ -1,6 +1,9 @@
 """DAPO on the driver: filtered groups, surplus prompts, limits, counts, resume; the overlong buffer by hand numbers."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,12 +12,13 @@ from loguru import logger
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, _merged
 from tests.helpers.models import make_tokenizer
-from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows
+from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows, write_prompts
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.timing import StepFailed
 from verl.workers.reward_manager import get_reward_manager_cls
 
+ROOT = Path(__file__).resolve().parents[2]
 TREE = "recipe.dapo.config/dapo_trainer"
 
 
@@ -37,6 +41,7 @@ class AllAlike(FakeGroup):
 
 def dapo_config(directory, **more):
     settings = {"algorithm__filter_groups__enable": "true", "algorithm__filter_groups__metric": "seq_reward",
+                "algorithm__filter_groups__keep_surplus": "true",
                 "data__train_batch_size": 4, "data__gen_batch_size": 6,
                 "actor_rollout_ref__actor__ppo_mini_batch_size": 4, "trainer__total_training_steps": 3, **more}
     return compose_run(directory, "unused", TREE, **settings)
@@ -339,3 +344,16 @@ def test_weights_are_sent_once_per_step_with_validation_and_two_draws(tmp_path):
     assert calls.count("send_weights") == 1 + 3
     assert [row["rollout/weight_syncs"] for row in rows] == [1, 1, 1, 1]
     assert all(row["val-aux/requested_samples"] == 4 for row in rows)
+
+
+@pytest.mark.process
+def test_the_papers_script_passes_the_dry_run(tmp_path, tiny_llama):
+    files = write_prompts(tmp_path, prompts=1536)
+    env = {**os.environ, "MODEL": tiny_llama, "TRAIN": files["train.jsonl"], "VAL": files["val.jsonl"], "NNODES": "1"}
+    script = ROOT / "recipe" / "dapo" / "run_dapo_qwen2.5_32b.sh"
+    more = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.dry_run=true"]
+    more += ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    more += [f"custom_reward_function.path={files['reward.py']}"]
+    run = subprocess.run([script, *more], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    assert "512 prompts x 16" in run.stdout and "16 of 512 samples" in run.stdout

@@ -75,10 +75,11 @@ def test_function_sees_text_truth_and_extra_info():
         seen.append((data_source, solution_str, ground_truth, extra_info, bonus))
         return 0
 
-    NaiveRewardManager(TOKENIZER, 0, spy, bonus=3)(batch(__num_turns__=np.array([2, 4])))
+    tools = np.array([{"search": [0.5]}, {}], dtype=object)
+    NaiveRewardManager(TOKENIZER, 0, spy, bonus=3)(batch(__num_turns__=np.array([2, 4]), reward_scores=tools))
     assert seen == [
-        ("x", "1 2", "0", {"index": 10, "num_turns": 2}, 3),
-        ("x", "7", "1", {"index": 11, "num_turns": 4}, 3),
+        ("x", "1 2", "0", {"index": 10, "num_turns": 2, "rollout_reward_scores": {"search": [0.5]}}, 3),
+        ("x", "7", "1", {"index": 11, "num_turns": 4, "rollout_reward_scores": {}}, 3),
     ]
 
 
@@ -156,7 +157,8 @@ def test_batch_manager_calls_once_with_plural_names_and_tensors():
     result = BatchRewardManager(TOKENIZER, 0, score, alpha=2)(batch(), return_dict=True)
     prompt = TOKENIZER("a b")["input_ids"]
     ids = [TOKENIZER("1 2")["input_ids"], TOKENIZER("7")["input_ids"]]
-    assert calls == [(["x", "x"], ["1 2", "7"], ["0", "1"], [{"index": 10}, {"index": 11}], [prompt] * 2, ids, 2)]
+    extra_infos = [{"index": i, "num_turns": None, "rollout_reward_scores": {}} for i in (10, 11)]
+    assert calls == [(["x", "x"], ["1 2", "7"], ["0", "1"], extra_infos, [prompt] * 2, ids, 2)]
     assert result["reward_tensor"].sum(-1).tolist() == [0.25, 0.5]
     assert result["reward_extra_info"]["acc"] == [None, 1]
 

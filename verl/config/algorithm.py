@@ -27,7 +27,7 @@ class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
     enable: bool = setting(False, "Filter groups.")
     metric: str | None = setting(None, "What must differ within a group: acc, score, seq_reward, ...")
     max_num_gen_batches: int = setting(0, "Maximum generations per training batch; 0 for no limit.")
-    keep_surplus: bool = setting(True, "Start the next batch with usable prompts that this one had no room for.")
+    keep_surplus: bool = setting(False, "Start the next batch with usable prompts that this one had no room for.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ import psutil
 import torch
 from loguru import logger
 from torch.utils.data import Dataset, Sampler
+from tqdm import tqdm
 
 from verl.algos.rollout_correction import apply_bypass_mode
 from verl.planning.batch_arithmetic import prompts_a_step
@@ -407,7 +408,8 @@ class RayPPOTrainer:
         """Numbers of the steps still to do; ends early, with a checkpoint, when a stop is requested."""
         if self.config.trainer.val_only:
             return
-        for number in range(self.global_steps + 1, self.total_training_steps + 1):
+        done, total = self.global_steps, self.total_training_steps
+        for number in tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=None):
             yield number
             if self.stop_requested():
                 logger.warning(f"stop requested: step {number} is finished and saved, the run ends")

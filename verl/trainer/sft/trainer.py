@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 from verl.config.sft import SFTConfig
 from verl.planning.problems import Problem
@@ -141,7 +142,10 @@ class FSDPSFTTrainer:
     def _train(self) -> int:
         """The remaining steps; the exit code of a stop that was requested, else 0."""
         with StopSignals() as signals:
-            for self.global_steps in range(self.global_steps + 1, self.total_training_steps + 1):  # noqa: B020
+            done, total = self.global_steps, self.total_training_steps
+            hidden = None if self.engine.rank == 0 else True  # None: shown on a terminal only
+            steps = tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=hidden)
+            for self.global_steps in steps:
                 started = time.perf_counter()
                 metrics = self.training_step(self._draw())
                 seconds = time.perf_counter() - started

@@ -31,17 +31,18 @@ class Row:
     prompt_ids: list[int]
     response_ids: list[int]
     ground_truth: Any
-    extra_info: dict[str, Any] | None
+    extra_info: dict[str, Any]
 
     def __str__(self) -> str:
-        known = (self.extra_info or {}).get("index")
+        known = self.extra_info.get("index")
         return f"row {self.index} (data_source={self.data_source!r}, index={known!r})"
 
 
 def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     """The rows of a batch with prompts [B, P], responses [B, R] and attention_mask [B, P+R], 1 on real tokens.
 
-    `reward_model` is needed for its ground truth; `extra_info` and `__num_turns__` are used when present.
+    `reward_model` is needed for its ground truth. `extra_info` also gets num_turns (column `__num_turns__`, else None)
+    and rollout_reward_scores (column `reward_scores`: rewards that the rollout's tools gave, by name; else empty).
     """
     extras = data.non_tensor_batch
     for key in (reward_fn_key, "reward_model"):
@@ -54,9 +55,11 @@ def rows_of(data: DataProto, reward_fn_key: str) -> list[Row]:
     valid = data.batch["attention_mask"].bool().tolist()
     rows = []
     for i, (prompt, response, kept) in enumerate(zip(prompts, responses, valid, strict=True)):
-        extra_info = extras["extra_info"][i] if "extra_info" in extras else None
-        if "__num_turns__" in extras:
-            extra_info = {**(extra_info or {}), "num_turns": extras["__num_turns__"][i]}
+        extra_info = {
+            **((extras["extra_info"][i] if "extra_info" in extras else None) or {}),
+            "num_turns": extras["__num_turns__"][i] if "__num_turns__" in extras else None,
+            "rollout_reward_scores": extras["reward_scores"][i] if "reward_scores" in extras else {},
+        }
         reward_model = extras["reward_model"][i]
         if "ground_truth" not in reward_model:
             raise RewardError(f"row {i}: column 'reward_model' has no 'ground_truth'; it has {sorted(reward_model)}.")
