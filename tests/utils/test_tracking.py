@@ -1,5 +1,6 @@
 """Loggers: lines on the console, a file that a resumed run continues, optional services."""
 
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -100,10 +101,45 @@ def test_unknown_logger_names_the_nearest():
         Tracking("p", "e", ["console", "tensorbord"])
 
 
-def test_missing_package_names_the_mend(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="pip install wandb"):
-        Tracking("p", "e", "wandb")
+def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(ImportError, match="pip install mlflow"):
+        Tracking("p", "e", "mlflow")
+
+
+def test_the_console_replaces_wandb_where_it_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for backends in (["console", "wandb"], "wandb"):
+        Tracking("p", "e", backends).log({"a": 1}, step=1)
+        assert capsys.readouterr().out == "step 1  a 1\n"
+
+
+def test_clearml_gets_scalars_by_title_and_series(monkeypatch):
+    calls = []
+    task = SimpleNamespace(
+        connect_configuration=lambda config, name: calls.append(config), close=lambda: calls.append("close"),
+        get_logger=lambda: SimpleNamespace(report_scalar=lambda **kw: calls.append(tuple(kw.values()))),
+    )  # fmt: skip
+    init = lambda project_name, task_name, **kw: calls.append((project_name, task_name)) or task  # noqa: E731
+    monkeypatch.setitem(sys.modules, "clearml", SimpleNamespace(Task=SimpleNamespace(init=init)))
+    tracking = Tracking("p", "e", "clearml", config={"lr": 1})
+    tracking.log({"actor/pg/loss": 0.5, "step": 2}, step=3)
+    tracking.finish()
+    assert calls == [("p", "e"), {"lr": 1}, ("actor/pg", "loss", 0.5, 3), ("step", "step", 2, 3), "close"]
+
+
+def test_vemlp_wandb_signs_in_first(monkeypatch):
+    calls = []
+    service = SimpleNamespace(init=lambda **kw: calls.append(kw["name"]), log=None, finish=None)
+    monkeypatch.setitem(sys.modules, "volcengine_ml_platform", SimpleNamespace(init=lambda **kw: calls.append(kw)))
+    monkeypatch.setitem(sys.modules, "volcengine_ml_platform.wandb", service)
+    with pytest.raises(ValueError, match="VOLC_ACCESS_KEY_ID and VOLC_SECRET_ACCESS_KEY"):
+        Tracking("p", "e", "vemlp_wandb")
+    for name in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY", "MLP_TRACKING_REGION"):
+        monkeypatch.setenv(name, name.lower())
+    Tracking("p", "e", "vemlp_wandb")
+    keys = {"ak": "volc_access_key_id", "sk": "volc_secret_access_key", "region": "mlp_tracking_region"}
+    assert calls == [keys, "e"]
 
 
 @pytest.mark.parametrize("name, key", [("wandb", "name"), ("trackio", "name"), ("swanlab", "experiment_name")])
@@ -114,6 +150,7 @@ def test_services_get_project_run_and_metrics(monkeypatch, name, key):
         finish=lambda: calls.append("finish"),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     tracking = Tracking("p", "e", name, config={"lr": 1})
     tracking.log({"a": 1}, step=2)
     tracking.finish()

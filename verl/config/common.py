@@ -118,7 +118,10 @@ class TrainerConfig(BaseConfig, section="trainer"):
     seed: int = setting(42, "Seed that all other seeds follow unless they are set.", low=0)
     project_name: str = setting("verl_examples", "Project in the trackers and in default_local_dir.")
     experiment_name: str = setting("gsm8k", "Experiment in the trackers and in default_local_dir.")
-    logger: Any = setting(lambda: ["console", "tensorboard"], "Trackers: console, file, tensorboard, wandb, trackio.")
+    logger: Any = setting(
+        lambda: ["console", "wandb"],
+        "Trackers: console, file, tensorboard, wandb, mlflow, swanlab, trackio, clearml, vemlp_wandb.",
+    )
     nnodes: int = setting(1, "Machines.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, with device=cpu too.", low=1)
     device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))

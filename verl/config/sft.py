@@ -125,7 +125,10 @@ class SFTTrainerConfig(BaseConfig, section="trainer"):
     experiment_name: str = setting("test", "Experiment in the trackers and in default_local_dir.")
     total_epochs: int = setting(4, "Epochs over the training data.", low=1)
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
-    logger: Any = setting(lambda: ["console", "tensorboard"], "Trackers: console, file, tensorboard, wandb, trackio.")
+    logger: Any = setting(
+        lambda: ["console", "wandb"],
+        "Trackers: console, file, tensorboard, wandb, mlflow, swanlab, trackio, clearml, vemlp_wandb.",
+    )
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     test_freq: int = setting(-1, "Steps between validations; -1 for one at the end only.", low=-1)

@@ -20,7 +20,8 @@ from verl.utils.weight_files import safetensors_of, tensor_shapes
 ROWS_CHECKED = 20_000
 ROWS_AT_START = 200  # of each data set: a run reads the others soon enough
 ROW_ERRORS_SHOWN = 5
-LOGGER_PACKAGES = {"wandb", "tensorboard", "trackio", "mlflow", "swanlab"}
+LOGGER_PACKAGES = {name: name for name in ("tensorboard", "trackio", "mlflow", "swanlab", "clearml")}
+LOGGER_PACKAGES["vemlp_wandb"] = "volcengine_ml_platform"
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
 
 
@@ -209,8 +210,9 @@ def check_loggers(config: DictConfig) -> Iterator[Problem]:
         except ValueError as e:
             yield wrong("trainer.logger", str(e))
             continue
-        if backend in LOGGER_PACKAGES and importlib.util.find_spec(backend) is None:
-            yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {backend}")
+        package = LOGGER_PACKAGES.get(backend)  # none for wandb: the console replaces it
+        if package is not None and importlib.util.find_spec(package) is None:
+            yield absent("trainer.logger", f"trainer.logger={backend}: not installed here; pip install {package}")
 
 
 def check_gpus(config: DictConfig) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Sends metrics to the backends that `trainer.logger` names."""
 
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -36,7 +36,8 @@ class Backend:
 class Tracking:
     """Sends the metrics of a run to every backend in `default_backend` (a name or a list of names).
 
-    `logger` maps names to backends. Raises ValueError for an unknown name, ImportError for a package not installed.
+    `logger` maps names to backends. Raises ValueError for an unknown name, ImportError for a package not installed;
+    wandb, which is in the default of `trainer.logger`, is replaced by the console, with a warning.
     """
 
     def __init__(
@@ -46,6 +47,9 @@ class Tracking:
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         for name in names:
             refuse_unknown_backend(name)
+        if "wandb" in names and importlib.util.find_spec("wandb") is None:
+            log.warning("trainer.logger names wandb, which is not installed (pip install wandb): console only")
+            names[names.index("wandb")] = "console"
         self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in dict.fromkeys(names)}
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
@@ -187,6 +191,40 @@ class RunLogger(Backend):
         self.service.finish()
 
 
+class VemlpWandbLogger(RunLogger):
+    """wandb of Volcano Engine's platform; $VOLC_ACCESS_KEY_ID, $VOLC_SECRET_ACCESS_KEY and $MLP_TRACKING_REGION."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
+        missing = [k for k in ("VOLC_ACCESS_KEY_ID", "VOLC_SECRET_ACCESS_KEY") if k not in os.environ]
+        if missing:
+            raise ValueError(f"trainer.logger names 'vemlp_wandb', which needs {' and '.join(missing)} to be set.")
+        _optional("volcengine_ml_platform").init(
+            ak=os.environ["VOLC_ACCESS_KEY_ID"], sk=os.environ["VOLC_SECRET_ACCESS_KEY"],
+            region=os.environ.get("MLP_TRACKING_REGION"),
+        )  # fmt: skip
+        super().__init__("volcengine_ml_platform.wandb", "name", project_name, experiment_name, config)
+
+
+class ClearMLLogger(Backend):
+    """ClearML: one task a run, scalars grouped by what stands before their last slash."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
+        clearml = _optional("clearml")
+        self.task = clearml.Task.init(
+            project_name=project_name, task_name=experiment_name, continue_last_task=True, output_uri=False
+        )
+        self.task.connect_configuration(config or {}, name="config")
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        logger = self.task.get_logger()
+        for key, value in _numbers(data).items():
+            title, _, series = key.rpartition("/")
+            logger.report_scalar(title=title or series, series=series, value=value, iteration=step)
+
+    def finish(self) -> None:
+        self.task.close()
+
+
 class MlflowLogger(Backend):
     """MLflow; $MLFLOW_TRACKING_URI names the store."""
 
@@ -218,7 +256,8 @@ def _optional(package: str, module: str | None = None) -> ModuleType:
 _BACKENDS: dict[str, Callable[[str, str, dict[str, Any] | None], Backend]] = {
     "console": ConsoleLogger, "file": FileLogger, "tensorboard": TensorboardLogger, "mlflow": MlflowLogger,
     "wandb": partial(RunLogger, "wandb", "name"), "trackio": partial(RunLogger, "trackio", "name"),
-    "swanlab": partial(RunLogger, "swanlab", "experiment_name"),
+    "swanlab": partial(RunLogger, "swanlab", "experiment_name"), "clearml": ClearMLLogger,
+    "vemlp_wandb": VemlpWandbLogger,
 }  # fmt: skip
 
 

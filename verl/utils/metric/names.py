@@ -46,6 +46,7 @@ METRICS: dict[str, str] = {
     "training/rollout_actor_probs_pearson_corr": "Correlation of the two probabilities.",
     "rollout_corr/rollout_is_*": "Weights pi_old / pi_rollout before truncation, of tokens and sequences (seq_).",
     "rollout_corr/rollout_rs_*": "Ratios that rejection looks at, and the shares of tokens and sequences it masked.",
+    "mismatch/*": "The values of rollout_corr/* under their other name.",
     "rollout_corr/*": "Distance of rollout and trained model: perplexities, kl, k3_kl, chi2.",
     "reward/*/mean": "Mean of a number that the reward function returned in addition to its score.",
     "reward/errors": "Samples left out because their reward raised (reward_model.error=drop).",
