@@ -1,11 +1,15 @@
 """Model loading by registry, and the small helpers around it."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from verl.utils import model as m
+from verl.utils.fs import verify_copy
 from verl.workers.config import HFModelConfig
 
 
@@ -16,6 +20,22 @@ def test_the_auto_loader_gives_the_weights_of_the_directory(tiny_llama):
     assert model.config.attention_dropout == 0.25 and model.dtype == torch.float32
     config = HFModelConfig(path=tiny_llama, load_tokenizer=False)
     assert m.get_model_loader("auto")(config, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_config_and_weights_may_lie_in_other_folders(tiny_llama, tmp_path):
+    own = LlamaConfig.from_pretrained(tiny_llama)
+    own.rope_parameters = {**own.rope_parameters, "rope_theta": 123.0}
+    own.save_pretrained(tmp_path / "config")
+    settings = {"hf_config_path": str(tmp_path / "config"), "use_shm": True, "load_tokenizer": False}
+    config = HFModelConfig(path=tiny_llama, **settings).load()
+    copied = Path(config.local_path)
+    try:
+        assert copied.is_relative_to("/dev/shm") and verify_copy(tiny_llama, config.local_path)
+        model = m.get_model_loader("auto")(config, torch.float32)
+    finally:
+        shutil.rmtree(copied.parent)
+    assert model.config.rope_parameters["rope_theta"] == config.hf_config.rope_parameters["rope_theta"] == 123.0
+    assert torch.equal(model.lm_head.weight, LlamaForCausalLM.from_pretrained(tiny_llama).lm_head.weight)
 
 
 def test_a_loader_of_ones_own_is_used_by_name(tiny_llama):

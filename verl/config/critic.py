@@ -19,7 +19,7 @@ from verl.utils.profiler.config import ProfilerConfig
 class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     """The value model on FSDP2."""
 
-    use_shm: bool = setting(False, "Copy weights to shared memory first.", unused="weights are read where they are")
+    use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")

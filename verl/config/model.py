@@ -35,11 +35,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
 
     path: str = setting(MISSING, "Folder or hub name of the model.")
     local_path: str | None = None
-    hf_config_path: str | None = setting(
-        None,
-        "Folder of the config.json; null takes the model's.",
-        unused="the model is built from the config.json in its own folder",
-    )
+    hf_config_path: str | None = setting(None, "Folder of the config.json; null takes the model's.")
     local_hf_config_path: str | None = None
     tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
     local_tokenizer_path: str | None = None
@@ -48,7 +44,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     generation_config: Any = None
     tokenizer: Any = None
     processor: Any = None
-    use_shm: bool = setting(False, "Copy weights to shared memory first.", unused="weights are read where they are")
+    use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     custom_chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
     external_lib: str | None = setting(None, "Module to import first; it may register loaders, rewards, estimators.")
@@ -90,6 +86,10 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
 
         if self.external_lib:
             importlib.import_module(self.external_lib)
+        if self.use_shm and os.path.isdir(self.local_path):
+            from verl.utils.fs import copy_to_shm
+
+            self.local_path = copy_to_shm(self.local_path)
         self.hf_config = AutoConfig.from_pretrained(
             self.local_hf_config_path, trust_remote_code=self.trust_remote_code, **self.override_config
         )

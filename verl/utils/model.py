@@ -67,18 +67,20 @@ def _model_dir(model_config: HFModelConfig) -> str:
     return model_config.local_path or model_config.path
 
 
+def _config_dir(model_config: HFModelConfig) -> str:
+    return model_config.local_hf_config_path or _model_dir(model_config)
+
+
 def _load_from_auto_class(
     auto_class: type, model_config: HFModelConfig, torch_dtype: torch.dtype, *, own: dict | None = None, **kwargs
 ) -> nn.Module:
     """`own`: config values of the loader itself, in addition to the user's override_config."""
-    directory = _model_dir(model_config)
+    directory, trust = _model_dir(model_config), model_config.trust_remote_code
+    changes = {**model_config.override_config, **(own or {})}
     # The files' own config, not model_config.hf_config: other code may hold and change that object.
-    hf_config = get_huggingface_actor_config(
-        directory, {**model_config.override_config, **(own or {})}, trust_remote_code=model_config.trust_remote_code
-    )
+    hf_config = get_huggingface_actor_config(_config_dir(model_config), changes, trust_remote_code=trust)
     key = "attn_implementation"
     extra = {key: model_config.override_config[key]} if key in model_config.override_config else {}
-    trust = model_config.trust_remote_code
     try:
         return auto_class.from_pretrained(
             directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
@@ -90,7 +92,7 @@ def _load_from_auto_class(
 @register_model_loader("auto")
 def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     """AutoModelForCausalLM (or the class its config asks for) with weights, on the CPU."""
-    config = AutoConfig.from_pretrained(_model_dir(model_config), trust_remote_code=model_config.trust_remote_code)
+    config = AutoConfig.from_pretrained(_config_dir(model_config), trust_remote_code=model_config.trust_remote_code)
     return _load_from_auto_class(get_hf_auto_model_class(config), model_config, torch_dtype, **kwargs)
 
 
@@ -109,6 +111,7 @@ class _LoaderRequest:
     local_path: str | None
     override_config: dict[str, Any]
     trust_remote_code: bool
+    local_hf_config_path: str | None = None
     hf_config: Any = None
 
 

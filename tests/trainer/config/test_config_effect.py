@@ -23,7 +23,6 @@ def test_defaults_and_followers_are_not_reported():
     "override",
     [
         "actor_rollout_ref.actor.entropy_checkpointing=true",
-        "actor_rollout_ref.model.hf_config_path=/x",
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.model.use_liger=true",

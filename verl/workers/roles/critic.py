@@ -45,7 +45,7 @@ def value_model(model) -> HFModelConfig:
     """The settings of critic.model or reward_model.model as those of an engine's model with one value a token."""
     names = ("path", "tokenizer_path", "override_config", "external_lib", "trust_remote_code")
     settings = {name: getattr(model, name) for name in names}
-    trained = ("enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding")
+    trained = ("use_shm", "enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding")
     for name in (*trained, "lora_rank", "lora_alpha", "target_modules"):
         if hasattr(model, name):
             settings[name] = getattr(model, name)
