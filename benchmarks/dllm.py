@@ -45,7 +45,7 @@ def layout(instruction: int, response: int, rows: int, *, split: bool) -> Layout
 
 
 class Rounds:
-    """Forward and backward of K rounds one way, into gradients that are there before, as behind a first micro-batch."""
+    """Forward and backward of K rounds one way, into gradients that are there before, as after a first micro-batch."""
 
     def __init__(self, made: LlamaForCausalLM, data: Layout, rounds: int, *, share: bool, summed: bool = False):
         self.model, self.data, self.summed = made, data, summed

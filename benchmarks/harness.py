@@ -29,7 +29,7 @@ if not console.is_terminal:
 
 @dataclass
 class Row:
-    """One figure: the median of `repetitions` values unless its unit says otherwise, with the range of them."""
+    """One result: the median of `repetitions` values unless its unit says otherwise, with the range of them."""
 
     name: str
     value: float
@@ -96,7 +96,7 @@ def ratios(above: list[float], below: list[float]) -> list[float]:
 
 
 def machine() -> str:
-    """What the figures were taken on."""
+    """The machine that the results were measured on."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     python = platform.python_version()

@@ -1,4 +1,4 @@
-"""The text trainer's figures: log-probs, shared prompts and padding, DataProto, Ray, rollouts, whole steps."""
+"""Benchmarks of the text trainer: log-probs, shared prompts and padding, DataProto, Ray, rollouts, full steps."""
 
 from benchmarks import dataproto, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step
 from benchmarks.harness import Row, say

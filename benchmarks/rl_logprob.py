@@ -1,4 +1,4 @@
-"""Log-probs of response tokens by the policy, a few tokens' logits at a time, against logits held whole."""
+"""Log-probs of response tokens by the policy, a few tokens' logits at a time, against logits held in full."""
 
 from functools import partial
 

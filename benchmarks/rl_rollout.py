@@ -19,7 +19,7 @@ from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 8, 8, 64, 64
-LARGE = {"width": 512, "layers": 8, "vocabulary": 32_000}  # its weights are handed over
+LARGE = {"width": 512, "layers": 8, "vocabulary": 32_000}  # its weights are sent
 SMALL = {"width": 128, "layers": 4, "vocabulary": 1024}  # it generates
 REPETITIONS = 7
 
@@ -74,7 +74,7 @@ def sync(folder: Path) -> Row:
 
 
 def generation(folder: Path, vocabulary: int) -> list[Row]:
-    """8 x 8 answers of exactly 64 tokens, both ways, weights handed over before."""
+    """8 x 8 answers of exactly 64 tokens, both ways, weights sent before."""
     engine = engine_of(folder)
     vllm, plain = rollout_of("vllm", engine), rollout_of("hf", engine)
     vllm.update_weights(engine.get_per_tensor_param())

@@ -80,7 +80,7 @@ def send() -> list[Row]:
         return ray.get(reader.read_saved.remote(buffer.getvalue()))
 
     ways = {"torch.save": saved, "ours": lambda: ray.get(reader.read.remote(data))}
-    for _ in range(STORE_BYTES // SENT_BYTES):  # behind a training's first steps the store's pages are all touched
+    for _ in range(STORE_BYTES // SENT_BYTES):  # after a training's first steps the store's pages are all touched
         for way in ways.values():
             way()
     seconds = alternate(ways, REPETITIONS)
@@ -124,7 +124,7 @@ def dispatch() -> Row:
     measured = []
     try:
         group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Taker)), device_name="cpu")
-        group.take(step[0])  # the ranks' first call also asks for their places
+        group.take(step[0])  # the ranks' first call also looks up their meshes
         for _ in range(STEPS):
             before = put_bytes()
             for sent in step:

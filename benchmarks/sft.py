@@ -61,7 +61,7 @@ def make_trainer(folder: Path, packing: bool) -> FSDPSFTTrainer:
 
 
 def run() -> list[Row]:
-    """Seconds of a whole step (forward, backward, optimizer) both ways, in turn."""
+    """Seconds of a full step (forward, backward, optimizer) both ways, in turn."""
     say(__doc__)
     samples = Samples()
     batch = TensorDict({k: torch.stack([s[k] for s in samples.rows]) for k in samples[0]}, batch_size=SAMPLES)

@@ -50,7 +50,7 @@ def train(bed: Path, out: Path) -> list[str]:
 
 
 def epoch_shares(lines: Iterable[str], epochs: int) -> list[tuple[float, list[float]]]:
-    """Of each epoch: completions asked / samples (n x prompts), of the whole epoch and of each of its steps."""
+    """Of each epoch: completions asked / samples (n x prompts), of the entire epoch and of each of its steps."""
     counted: list[list[tuple[float, float]]] = [[] for _ in range(epochs)]
     for line in lines:
         data = json.loads(line)["data"]

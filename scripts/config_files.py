@@ -1,6 +1,6 @@
 """The yaml files of the config trees, from the dataclasses of verl/config and of the recipes.
 
-A file's keys, defaults, types and descriptions are those of its dataclass. What a tree adds stands in FILES: the files
+A file's keys, defaults, types and descriptions are those of its dataclass. What a tree adds is in FILES: the files
 that it includes, and the keys whose default follows another key.
 """
 

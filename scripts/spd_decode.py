@@ -245,7 +245,7 @@ def token_texts(session: Session, tokens: Sequence[int]) -> list[str]:
 
 
 def segments_of(session: Session, result: SpecResult, question: int, wanted: dict[int, int]) -> list[Segment]:
-    """An answer cut where the origin of its tokens changes; every accepted mismatch stands alone."""
+    """An answer cut where the origin of its tokens changes; every accepted mismatch is a segment of its own."""
     segments: list[Segment] = []
     texts = token_texts(session, result.tokens[question])
     for i, (origin, text) in enumerate(zip(result.origin[question], texts, strict=True)):

@@ -1,4 +1,4 @@
-"""The verl package: DataProto is its one top-level name, loaded when first asked for."""
+"""The verl package: DataProto is its one top-level name, loaded when first used."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class BaseConfig(Mapping):
         super().__setattr__(name, value)
 
     def __getitem__(self, key: str) -> Any:
-        """Any attribute that was set; AttributeError for an unknown name, TypeError for a key that is no string."""
+        """Any attribute that was set; AttributeError for an unknown name, TypeError for a key that is not a string."""
         if not isinstance(key, str):
             raise TypeError(f"{type(self).__name__} is indexed by names, not by {key!r}")
         if not hasattr(self, key):

@@ -64,7 +64,7 @@ class DataProtoItem:
 
 @dataclass
 class DataProto:
-    """A batch of rows: tensors in `batch`, numpy columns in `non_tensor_batch`, facts of the whole in `meta_info`.
+    """A batch of rows: tensors in `batch`, numpy columns in `non_tensor_batch`, facts about the batch in `meta_info`.
 
     Invariant: every tensor and every column has the same first dimension, len(self). `uid` marks the samples of one
     prompt. A batch that came through Ray shares the object store's memory: read it, or clone a tensor before writing

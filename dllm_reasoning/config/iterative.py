@@ -143,7 +143,7 @@ class IterativeTrainerConfig(SFTTrainerConfig):
 
 @dataclass
 class IterativeRefineConfig(SFTConfig, section=""):
-    """The whole tree of iterative_refine.yaml."""
+    """The full tree of iterative_refine.yaml."""
 
     data: IterativeDataConfig = setting(IterativeDataConfig)
     model: IterativeModelConfig = setting(IterativeModelConfig)

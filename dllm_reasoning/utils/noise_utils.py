@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 class Pattern:
     """`positions(length, level, width, generator)` -> (noised, region), bool [length] each, over a response's tokens.
 
-    Later rounds decode the tokens of `region` anew and leave the others unchanged. `windows`: noise stands in windows
+    Later rounds decode the tokens of `region` anew and leave the others unchanged. `windows`: noise is in windows
     next to the clean text instead. `warm_up`: the model's own guesses replace the noise before the first round.
     `has_width`: the model learns blocks of a fixed width.
     """
@@ -121,7 +121,7 @@ def noise_token_of(name: str, tokenizer: PreTrainedTokenizerBase) -> int:
     vocabulary = tokenizer.get_vocab()
     if name not in vocabulary:
         raise ValueError(
-            f"iterative.noise_token={name!r} is no token of {tokenizer.name_or_path!r}; use eos, mask or a token of "
+            f"iterative.noise_token={name!r} is not a token of {tokenizer.name_or_path!r}; use eos, mask or a token of "
             "its vocabulary."
         )
     return vocabulary[name]

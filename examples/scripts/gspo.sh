@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GSPO: ratios and clips of whole sequences.
+# GSPO: ratios and clips of full sequences.
 #   MODEL=dir TRAIN=train.parquet VAL=val.parquet examples/scripts/gspo.sh [key=value ...]
 set -euo pipefail
 source "$(dirname "$0")/lib/common.sh"

@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Slot:
-    """One place of an answer where the wording is free: options[0] is house style, all options mean the same."""
+    """One position of an answer where the wording is free: options[0] is house style, all options mean the same."""
 
     name: str
     options: tuple[str, ...]
@@ -160,7 +160,7 @@ def _draw_compare(rng: random.Random, value: int) -> tuple[Compare | None, int]:
 
 
 def question_text(p: Problem) -> str:
-    """The problem as a person reads it; words are separated by single spaces."""
+    """The problem as a table; words are separated by single spaces."""
     s = p.start
     parts = {
         "each": f"{p.name} has {s.a} {s.container} and each one holds {s.b} {p.item} .",

@@ -1,4 +1,4 @@
-"""The whole SPD chain from nothing, with a time budget a phase: test bed, data, GRPO training, evaluation, report.
+"""The full SPD chain from nothing, with a time budget a phase: test bed, data, GRPO training, evaluation, report.
 
     python -m examples.spd_arithmetic.demo [--backbone target|own] [--steps N] [--questions 1000] [--out DIR]
 

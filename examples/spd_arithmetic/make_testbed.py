@@ -155,7 +155,7 @@ def recorded(args: argparse.Namespace) -> dict[str, str]:
 
 
 def made_by(out: Path, key: str) -> bool:
-    """Whether a finished test bed with this fingerprint lies there."""
+    """Whether a finished test bed with this fingerprint is there."""
     record = out / "testbed.json"
     return record.exists() and json.loads(record.read_text())["fingerprint"] == key
 
@@ -167,7 +167,7 @@ def refuse_foreign_folder(out: Path) -> None:
 
 
 def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases, key: str) -> dict[str, float]:
-    """Write all files of the test bed to `out`; returns its figures."""
+    """Write all files of the test bed to `out`; returns its results."""
     with phases.phase("models") as report:
         place_models(args, out, workers, report)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
@@ -242,7 +242,7 @@ def write_split(out: Path, split: str, questions: list[Question], blocks: list[D
 
 
 def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train_pair.Report) -> dict[str, float]:
-    """The figures that tell a good test bed from a bad one; none of them uses test questions."""
+    """Values that distinguish a good test bed from a bad one; none of them uses test questions."""
     val = splits["val"]
     right = [r for path in paths.values() for r in path.correct.values()]
     drafted = pair.greedy("draft", [q.prompt_ids for q in val], report)
@@ -260,7 +260,7 @@ def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train
 
 
 def figures_table(figures: dict[str, float]) -> Table:
-    """The figures as people read them."""
+    """The results as a table."""
     table = Table("figure", "value", title="SPD test bed")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))

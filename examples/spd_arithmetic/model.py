@@ -28,7 +28,7 @@ class Shape:
 
 
 class Layer(nn.Module):
-    """One Llama block: attention with rotary positions, then SwiGLU, each behind an RMS norm."""
+    """One Llama block: attention with rotary positions, then SwiGLU, each after an RMS norm."""
 
     def __init__(self, s: Shape):
         super().__init__()
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         self.down = nn.Parameter(_init(s.dim, s.ff))
 
     def forward(self, x: Tensor, turn: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x [B, T, D], turn [T, D] complex -> [B, T, D]; causal. Only the N places of `keep` [B, T]: -> [N, D]."""
+        """x [B, T, D], turn [T, D] complex -> [B, T, D]; causal. Only the N positions of `keep` [B, T]: -> [N, D]."""
         b, t, d = x.shape
         h = F.rms_norm(x, (d,), self.norm_attn, NORM_EPS)
         # With partners side by side a rotation is one complex product, far cheaper than halves swapped and joined.
@@ -75,7 +75,7 @@ class SmallLlama(nn.Module):
     def hidden(self, ids: Tensor, keep: Tensor | None = None) -> Tensor:
         """ids [B, T] -> last hidden state after the final norm [B, T, D]. Right padding needs no mask: causal.
 
-        With `keep` [B, T] only its N places, and only their share of the last layer's work: -> [N, D].
+        With `keep` [B, T] only its N positions, and only their share of the last layer's work: -> [N, D].
         """
         turn = self.turn[: ids.shape[1]]
         x = F.embedding(ids, self.embedding) * math.sqrt(self.shape.dim)

@@ -53,7 +53,7 @@ def read_gsm8k(path: Path, counts: dict[str, int], seed: int, tokenizer: PreTrai
     needed = sum(counts.values())
     if len(truth) < needed:
         raise ValueError(
-            f"{path} has {len(truth)} distinct questions, but {needed} are asked for ({counts}); "
+            f"{path} has {len(truth)} distinct questions, but {needed} are requested ({counts}); "
             "lower --n-train-questions, --n-val-questions or --n-test-questions"
         )
     texts = random.Random(seed).sample(sorted(truth), needed)

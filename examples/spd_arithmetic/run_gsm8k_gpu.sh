@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test bed's whole chain on real models and GSM8K-format questions; needs one CUDA GPU.
+# The test bed's full chain on real models and GSM8K-format questions; needs one CUDA GPU.
 #   QUESTIONS=gsm8k.jsonl TARGET=DIR DRAFT=DIR [OUT=DIR] examples/spd_arithmetic/run_gsm8k_gpu.sh
 # QUESTIONS holds lines {"question": ..., "answer": "... #### 42"}; TARGET and DRAFT share one vocabulary.
 set -euo pipefail

@@ -75,7 +75,7 @@ class Workers:
 
 
 def say(*message: Any) -> None:
-    """From within a call: tell the parent something; ends the call if the parent wants no more."""
+    """Within a call: send the parent a message; ends the call if the parent stops it."""
     messages, stop = _channel
     if stop.is_set():
         raise SystemExit("the command is ending")

@@ -84,7 +84,7 @@ def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
 class VllmEngineServer:
     """Client of one or several servers of the same model.
 
-    An event loop in a thread keeps one connection pool for the whole training. A request goes to the preferred server
+    An event loop in a thread keeps one connection pool for the entire training. A request goes to the preferred server
     and, if that fails or is too slow, to the next; failed servers are used less (Health).
     """
 
@@ -275,7 +275,7 @@ def same_model(served: str, ours: str) -> bool:
 
 @dataclass
 class CompletionCounts:
-    """Distinct completions of one batch: requested = stored + asked; `failed` ones were asked for without success."""
+    """Distinct completions of one batch: requested = stored + asked; `failed` ones were requested without success."""
 
     requested: int = 0
     stored: int = 0

@@ -48,7 +48,7 @@ LOST, MASKED = "__lost__", "masked"
 @register_rollout("spd", "sync")
 class SPDRollout(BaseRollout):
     """One forward of the scorer per prompt, n Bernoulli samples of it, and the target's completion of each distinct
-    hybrid context, requested from a vLLM server once in the whole training.
+    hybrid context, requested from a vLLM server once in the entire training.
 
     `rollout.temperature` is the T of sampling, of the recorded log-probs and of the update. `rollout.custom` holds the
     recipe's group `spd`. Without servers the first rank of each node starts one on its machine.

@@ -130,7 +130,7 @@ def _unpack(value: bytes) -> Completion:
 class FeatureStore(KeyValueStore):
     """The frozen target's hidden states [g, H] float32 by block (ids of context and draft), in memory and on disk.
 
-    Each block is forwarded once in the whole training. On disk, so that a resumed run continues with the same bits: in
+    Each block is forwarded once in the entire training. On disk, so that a resumed run continues with the same bits: in
     a batch of another shape the hidden states of a block differ in the last digits.
     """
 

@@ -1,7 +1,7 @@
 """Runs a server that must not outlive its owner: `python supervisor.py OWNER_PID COMMAND...`, standard library only.
 
 The owner holds the other end of standard input. When that closes, or the owner is gone (SIGKILL included), or this
-process gets a signal, the server's whole process group is ended: by SIGTERM, then by SIGKILL.
+process gets a signal, the server's entire process group is ended: by SIGTERM, then by SIGKILL.
 """
 
 import ctypes

@@ -24,7 +24,7 @@ def unfounded(page: Path, root: Path, release: dict[str, str] | None = None, fil
         listed = listed if isinstance(listed, list) else [listed]
         wrong += [f"row {row[0][:60]!r} {error}" for error in _of_row(row, listed, root, release)]
     gone = grounds.keys() - {row[0] for row in rows}
-    return wrong + [f"{file.name}: {what[:60]!r} is no row of the table any more" for what in sorted(gone)]
+    return wrong + [f"{file.name}: {what[:60]!r} is not a row of the table any more" for what in sorted(gone)]
 
 
 def _of_row(row: list[str], grounds: list[str], root: Path, release: dict[str, str] | None) -> list[str]:

@@ -46,7 +46,7 @@ def markdown(parts: dict[str, list[Row]]) -> str:
 
 
 def reasons_table(parts: dict[str, list[Row]]) -> str:
-    """Why something is missing or differs: one line a reason, with the modules or trees it stands for."""
+    """Why something is missing or differs: one line a reason, with the modules or trees it covers."""
     places: dict[str, Counter[str]] = {}
     for rows in parts.values():
         for row in rows:

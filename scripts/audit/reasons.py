@@ -16,7 +16,7 @@ MAY_BE_PLANNED = ("multi-turn", "agent loops", "tools", "interactions", "SGLang"
 
 @dataclass(frozen=True)
 class Reason:
-    """A pattern of `module:name` (or `tree:key`, `metrics:name`) with the sentence that stands for it."""
+    """A pattern of `module:name` (or `tree:key`, `metrics:name`) with its sentence."""
 
     pattern: str
     text: str

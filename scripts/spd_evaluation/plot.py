@@ -40,7 +40,7 @@ def save_plot(rows: Sequence[EvaluationRow], questions: int, path: Path) -> None
     close.set_ylim(floor, 100 * top + 0.5)
     _name_thresholds(close, rows, floor)
     whole.set_title("all rules")
-    close.set_title("close up; the small figures are thresholds")
+    close.set_title("close up; the small numbers are thresholds")
     figure.suptitle(f"Speculative decoding on {questions} held-out questions")
     figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path)

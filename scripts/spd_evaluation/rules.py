@@ -27,7 +27,7 @@ def accept_all() -> Judge:
 def random_share(share: float, seed: int) -> Judge:
     """Accept each mismatch with probability `share`; equal seeds give equal runs."""
     if not 0.0 <= share <= 1.0:
-        raise ValueError(f"share={share} is no probability; expected 0 to 1")
+        raise ValueError(f"share={share} is not a probability; expected 0 to 1")
     generator = torch.Generator().manual_seed(seed)
 
     def judge(block: Block) -> torch.Tensor:

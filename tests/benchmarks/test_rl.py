@@ -57,7 +57,7 @@ def test_forwards(monkeypatch):
 
 
 def test_log_probs_take_a_tenth_of_the_memory(monkeypatch):
-    """By size: 3 tensors of 4096 x 8192 (128 MiB each) held whole, against one of 512 x 8192."""
+    """By size: 3 tensors of 4096 x 8192 (128 MiB each) held in full, against one of 512 x 8192."""
     rows = rows_of(rl_logprob, monkeypatch)
     assert wanted("logprob_") <= rows.keys()
     assert rows["logprob_memory_whole"].value > 300

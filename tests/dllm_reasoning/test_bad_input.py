@@ -141,7 +141,7 @@ def test_dry_run_prints_a_plan_and_trains_nothing(assets, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [("iterative.noise_token=mask", "iterative.noise_token=mask, but the tokenizer"),
-     ("iterative.noise_token=nosuch", "iterative.noise_token='nosuch' is no token of"),
+     ("iterative.noise_token=nosuch", "iterative.noise_token='nosuch' is not a token of"),
      ("iterative.self_generate={enable:true,reward_function:{path:nowhere.py}}", "no Python file at 'nowhere.py'")],
 )  # fmt: skip
 def test_dry_run_reports_what_a_start_would_refuse(assets, tmp_path, capsys, override, message):

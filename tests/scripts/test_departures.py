@@ -42,7 +42,7 @@ def test_every_departure_is_a_default_of_ours_or_shown_by_a_test():
     ("| mode | a | b | why |", {"mode": "tests/test_x.py::test_y"}, "that is not there: tests/test_x.py::test_y"),
     ("| mode | a | b | why |", {}, "row 'mode' has no ground: enter the keys"),
     ("| mode | a | b |", {"mode": TEST}, "row 'mode' has 3 cells, not 4"),
-    ("| mode | a | b | why |", {"mode": TEST, "gone": TEST}, "'gone' is no row of the table any more"),
+    ("| mode | a | b | why |", {"mode": TEST, "gone": TEST}, "'gone' is not a row of the table any more"),
 ])  # fmt: skip
 def test_a_row_is_checked(tmp_path, row, ground, wrong):
     errors = errors_of(tmp_path, row, ground, UPSTREAM)

@@ -410,8 +410,8 @@ def test_the_trainer_s_command_names_the_nearest_key_and_batch_size(bed, monkeyp
     sizes = {"data__train_batch_size": 4, "trainer__n_gpus_per_node": 3, "trainer__totl_epochs": 1}
     changes = settings(bed, trainer__default_local_dir=tmp_path / "out", spd__reward__alpa=1, **sizes)
     text = ended(monkeypatch, main_ppo.main, *RECIPE_OPTIONS, *changes)
-    assert "trainer.totl_epochs is no known key; did you mean trainer.total_epochs?" in text
-    assert "spd.reward.alpa is no known key; did you mean spd.reward.alpha?" in text
+    assert "trainer.totl_epochs is not a known key; did you mean trainer.total_epochs?" in text
+    assert "spd.reward.alpa is not a known key; did you mean spd.reward.alpha?" in text
     assert "data.train_batch_size=4 prompts cannot be shared by 3 ranks evenly. Use a multiple of 3 (3 or 6)." in text
     assert not (tmp_path / "out").exists()
 

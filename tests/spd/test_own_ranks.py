@@ -104,7 +104,7 @@ def test_two_ranks_train_an_own_backbone_as_one_does_and_resume_to_the_bit(tiny_
     moved = 0
     for of_rank in of_two:
         for name, value in of_rank[1].items():
-            # Adam divides by the gradient's size: what is 1e-9 of the largest one may turn a whole step of 1e-2.
+            # Adam divides by the gradient's size: what is 1e-9 of the largest one may turn a full step of 1e-2.
             assert np.mean(np.abs(value - weights[name]) > 1e-4) < 0.01, name
             moved += not np.array_equal(value, start[name])
     assert moved > 4

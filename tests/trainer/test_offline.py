@@ -196,8 +196,8 @@ def test_a_misspelt_key_of_an_offline_entry_is_named(tmp_path):
     command = [sys.executable, "-m", "verl.trainer.main_eval", "reward_modl.error=drop", "data.pth=x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
-    assert "reward_modl is no known key; did you mean reward_model?" in done.stderr
-    assert "data.pth is no known key; did you mean data.path?" in done.stderr
+    assert "reward_modl is not a known key; did you mean reward_model?" in done.stderr
+    assert "data.pth is not a known key; did you mean data.path?" in done.stderr
 
 
 def planned(capsys, entry, config_name, *overrides):

@@ -162,7 +162,7 @@ def test_the_published_dapo_command_passes(paths, capsys):
 def test_a_published_command_with_a_misspelt_key_does_not(paths, capsys):
     settings = COMMANDS["grpo"] + " actor_rollout_ref.rollout.nn=5"
     code, output = planned("verl.trainer.config", "ppo_trainer", settings, paths, capsys)
-    assert code == 1 and "actor_rollout_ref.rollout.nn is no known key" in output
+    assert code == 1 and "actor_rollout_ref.rollout.nn is not a known key" in output
 
 
 def typed(script, paths, python_folder):

@@ -1,4 +1,4 @@
-"""TensorDict batches: jagged tensors, columns of Python values, values of the whole batch."""
+"""TensorDict batches: jagged tensors, columns of Python values, values of the full batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Actor: cuts do not change the loss, bad batches are named, metrics are those of the whole batch."""
+"""Actor: cuts do not change the loss, bad batches are named, metrics are those of the full batch."""
 
 import math
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from verl.workers.reward_manager import (
     RewardError,
     get_reward_manager_cls,
     naive,
+    prime,
     register,
 )
 
@@ -81,6 +84,30 @@ def test_function_sees_text_truth_and_extra_info():
         ("x", "1 2", "0", {"index": 10, "num_turns": 2, "rollout_reward_scores": {"search": [0.5]}}, 3),
         ("x", "7", "1", {"index": 11, "num_turns": 4, "rollout_reward_scores": {}}, 3),
     ]
+
+
+def ratio(task, completion, reference, extra):
+    if completion == "slow":
+        time.sleep(60)
+    return (len(completion) / extra["of"], "more") if task == "pair" else {"score": float(completion == reference)}
+
+
+@pytest.mark.process
+def test_primes_functions_score_in_processes_and_name_what_fails():
+    tasks, extra = ["pair", "eq", "eq"], [{"of": 4}] * 3
+    scored = prime.run_reward_scoring(ratio, ["ab", "x", "y"], [None, "x", "x"], tasks, extra, 2)
+    assert scored == [0.5, 1.0, 0.0]
+    later = prime.parallel_compute_score_async(ratio, ["x", "y"], ["x", "x"], ["eq", "eq"], num_processes=1)
+    assert asyncio.run(later) == [1.0, 0.0]
+    with pytest.raises(RewardError, match="completion 1: the reward function raised TypeError"):
+        prime.run_reward_scoring(ratio, ["x", "ab"], ["x", "x"], ["eq", "pair"], num_processes=2)
+
+    async def alone(completion, timeout):
+        with ThreadPoolExecutor(1) as executor:
+            return await prime.single_compute_score(ratio, completion, "x", "eq", None, executor, timeout)
+
+    assert asyncio.run(alone("x", 30)) == {"score": 1.0}
+    assert PrimeRewardManager(TOKENIZER, 0, rewards.slow).verify(batch()) == [1.0, 1.0]
 
 
 def test_dict_results_become_aligned_extras():

@@ -21,9 +21,9 @@ def agg_loss(
       arXiv 2503.20783: a constant divisor, so that long answers are not favoured).
 
     `batch_num_tokens` and `global_batch_size` (sequences with at least one counted token) are the counts of the
-    whole mini-batch over all ranks; with them the losses of micro-batches and ranks add up to the loss of the
-    whole, given that data-parallel gradients are averaged (hence the factor `dp_size`). Left out, they are counted
-    in the tensors at hand.
+    full mini-batch over all ranks; with them the losses of micro-batches and ranks add up to the loss of the
+    full mini-batch, given that data-parallel gradients are averaged (hence the factor `dp_size`). Without them the
+    tensors given here are counted.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode={loss_agg_mode!r} is unknown. Known: {', '.join(LOSS_AGG_MODES)}.")

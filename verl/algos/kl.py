@@ -30,13 +30,13 @@ def kl_penalty_forward(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_pena
     """
     if kl_penalty == "full":
         raise ValueError(
-            "kl_penalty='full' needs the log-probabilities of the whole vocabulary, which are never held here "
+            "kl_penalty='full' needs the log-probabilities of the full vocabulary, which are never held here "
             "([tokens, vocab]); use 'low_var_kl', the low-variance estimate from the sampled tokens."
         )
     if kl_penalty not in _ESTIMATORS:
         raise ValueError(
             f"kl_penalty={kl_penalty!r} is unknown{nearest(kl_penalty, list(_ESTIMATORS)) or '.'} "
-            f"Known: {', '.join(_ESTIMATORS)}; each also with a '+' behind it (gradient of k2)."
+            f"Known: {', '.join(_ESTIMATORS)}; each also with a '+' after it (gradient of k2)."
         )
     return _ESTIMATORS[kl_penalty](logprob - ref_logprob)
 
@@ -94,7 +94,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 def get_kl_controller(kl_ctrl) -> FixedKLController:
-    """The controller that `algorithm.kl_ctrl` asks for (fields type, kl_coef, target_kl, horizon)."""
+    """The controller that `algorithm.kl_ctrl` names (fields type, kl_coef, target_kl, horizon)."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type != "adaptive":

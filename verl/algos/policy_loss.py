@@ -253,7 +253,7 @@ def compute_policy_loss_bypass_mode(
 
     ppo_clip: the vanilla loss, whose ratio corrects for the rollout; reinforce: -A w log pi with the truncated weight
     w = pi / pi_rollout. What rejection leaves out counts as a token with loss 0. The weights are those of the present
-    policy, known only behind its forward: with `rollout_is_batch_normalize` their mean is that of the micro-batch.
+    policy, known only after its forward: with `rollout_is_batch_normalize` their mean is that of the micro-batch.
     """
     settings = config.policy_loss.rollout_correction
     weights, kept, correction_metrics = compute_rollout_correction_and_rejection_mask(
@@ -284,7 +284,7 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped value loss (arXiv 2005.12729). All [B, T] -> (loss, share clipped), scalars.
 
-    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2. `global_batch_info` are the counts of the whole
+    L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2. `global_batch_info` are the counts of the full
     mini-batch that `agg_loss` takes.
     """
     near = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)

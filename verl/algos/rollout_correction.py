@@ -94,7 +94,7 @@ def compute_rollout_rejection_mask(
     log_ratio: Tensor, response_mask: Tensor, rollout_rs: str = "token", rollout_rs_threshold: float | None = None,
     rollout_rs_threshold_lower: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """response_mask without the tokens (or whole sequences) whose ratio lies outside [lower, upper], [B, R].
+    """response_mask without the tokens (or full sequences) whose ratio lies outside [lower, upper], [B, R].
 
     The lower bound defaults to the upper one's reciprocal.
     """
@@ -126,7 +126,7 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """(weights as column rollout_is_weights [B, R] or None, response_mask after rejection and veto, metrics).
 
-    A sequence with any token whose ratio is below `rollout_token_veto_threshold` leaves the loss as a whole.
+    A sequence with any token whose ratio is below `rollout_token_veto_threshold` is left out of the loss.
     """
     log_ratio = (old_log_prob - rollout_log_prob).detach()
     metrics, mask, weights = {}, response_mask, None

@@ -65,7 +65,7 @@ class RolloutCorrectionConfig(BaseConfig, section="algorithm.rollout_correction"
 
     @classmethod
     def decoupled_seq_is(cls, threshold=2.0):
-        """Truncated importance weight of the whole sequence, own old-log-prob pass."""
+        """Truncated importance weight of the full sequence, own old-log-prob pass."""
         return cls(rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod

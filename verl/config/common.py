@@ -62,7 +62,7 @@ class ProfileConfig(BaseConfig, section="profile"):
 
 @dataclass
 class BaseModelConfig(BaseConfig, section="model"):
-    """Where a model and its tokenizer lie, and what is changed in its config."""
+    """Where a model and its tokenizer are, and what is changed in its config."""
 
     path: str = setting("~/models/deepseek-llm-7b-chat", "Folder or hub name of the model to start from.")
     tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")

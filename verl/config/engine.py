@@ -76,7 +76,7 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fsdp_size == 0:
-            raise ValueError("fsdp_config.fsdp_size=0 is no group size; use -1 for all ranks, or a divisor of them.")
+            raise ValueError("fsdp_config.fsdp_size=0 is not a group size; use -1 for all ranks, or a divisor of them.")
 
 
 @dataclass

@@ -61,7 +61,7 @@ class SFTDataConfig(BaseConfig, section="data"):
 
 @dataclass
 class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
-    """How the weights lie on the ranks; `dtype` is the type of autocast, float32 turns it off."""
+    """How the weights are sharded; `dtype` is the type of autocast, float32 turns it off."""
 
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
     dtype: str = setting("bfloat16", "Type of the computation; float32 turns autocast off.", choices=DTYPES)
@@ -154,7 +154,7 @@ class SFTTrainerConfig(BaseConfig, section="trainer"):
 
 @dataclass
 class SFTConfig(BaseConfig, section=""):
-    """The whole tree of sft_trainer.yaml; a trainer that adds a section subclasses it."""
+    """The full tree of sft_trainer.yaml; a trainer that adds a section subclasses it."""
 
     data: SFTDataConfig = setting(SFTDataConfig, "The data and its batches.")
     model: SFTModelConfig = setting(SFTModelConfig, "The model that is trained.")

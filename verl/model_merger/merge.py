@@ -61,7 +61,7 @@ class MergedWeights(TensorSource):
         return self._with_adapter(name, weight).to(self.described[name].dtype).contiguous()
 
     def _with_adapter(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """W + scaling * B A in float32, where the adapter lies over W."""
+        """W + scaling * B A in float32, where an adapter covers W."""
         if name not in self.adapters:
             return weight
         a = self.trained.read(self.adapters[name]).float()  # [r, in]
@@ -78,7 +78,7 @@ class MergedWeights(TensorSource):
         config = LoraConfig.from_pretrained(str(folder))
         odd = [n for n in self.trained.described if ".lora_" in n and ".lora_A." not in n and ".lora_B." not in n]
         if odd or config.use_dora:
-            raise MergeError(f"{folder} is no plain LoRA (use_dora, or {odd[:1]}); it cannot be merged.")
+            raise MergeError(f"{folder} is not plain LoRA (use_dora, or {odd[:1]}); it cannot be merged.")
         return config
 
     def _expected(self) -> tuple[PretrainedConfig, Described]:
@@ -150,7 +150,7 @@ def _replaced(name: str) -> str:
 
 
 def merge(options: MergeOptions, target_dir: Path) -> None:
-    """Writes config, tokenizer and weights into `target_dir`, which appears when it is whole."""
+    """Writes config, tokenizer and weights into `target_dir`, which appears when it is complete."""
     if target_dir.exists() and (not target_dir.is_dir() or any(target_dir.iterdir())):
         raise MergeError(f"--target_dir {target_dir} is not empty; name a new folder.")
     weights = MergedWeights(options)

@@ -25,7 +25,7 @@ class MergeError(ValueError):
 
 
 class TensorSource(ABC):
-    """`described` says which tensors there are, `read` gets one of them whole, on the CPU."""
+    """`described` says which tensors there are, `read` gets one of them in full, on the CPU."""
 
     described: Described
 
@@ -69,8 +69,8 @@ class RankFiles(TensorSource):
             return values[0]
         mesh, placements = values[0].device_mesh, values[0].placements
         if any(isinstance(p, Partial) for p in placements):
-            raise MergeError(f"{self.folder}: {name} is stored as a sum over ranks; save it sharded or whole.")
-        # Ranks lie in the mesh's order; of a dimension that holds copies the first is taken. [mesh shape]
+            raise MergeError(f"{self.folder}: {name} is stored as a sum over ranks; save it sharded or in full.")
+        # Ranks are in the mesh's order; of a dimension that holds copies the first is taken. [mesh shape]
         grid: Any = [v.to_local() for v in values]
         for size, placement in reversed(list(zip(mesh.shape, placements, strict=True))):
             rows = [grid[i : i + size] for i in range(0, len(grid), size)]
@@ -114,7 +114,7 @@ def open_checkpoint(local_dir: Path) -> TensorSource:
     inside = " Did you mean its folder actor?" if (local_dir / "actor").is_dir() else ""
     raise MergeError(
         f"--local_dir {local_dir} holds neither model/{METADATA_FILE} nor model_world_size_<W>_rank_0.pt: "
-        f"no checkpoint of a model lies there.{inside}"
+        f"there is no checkpoint of a model.{inside}"
     )
 
 

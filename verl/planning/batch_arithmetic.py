@@ -25,7 +25,7 @@ class BatchPlan:
         return self.prompts * self.samples_per_prompt // self.ranks
 
     def rows(self) -> dict[str, str]:
-        """The plan as a person reads it: name -> figure."""
+        """The plan as a table: name -> value."""
         prompts, n, minis = self.prompts, self.samples_per_prompt, self.mini_batches
         share = max(1, self.samples_per_mini_batch // self.ranks)
         micros = math.ceil(share / self.micro_batch_size)

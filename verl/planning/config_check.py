@@ -139,7 +139,7 @@ def _compare(mine: Mapping, theirs: Mapping, path: str, names: list[str]) -> Ite
         if full in ADDABLE or is_open(full):
             continue
         if key not in theirs:
-            yield wrong(full, f"{full} is no known key{nearest_key(full, names)}")
+            yield wrong(full, f"{full} is not a known key{nearest_key(full, names)}")
         elif isinstance(theirs[key], dict) and isinstance(value, dict):
             yield from _compare(value, theirs[key], full, names)
         elif isinstance(value, dict):
@@ -151,7 +151,7 @@ def _compare(mine: Mapping, theirs: Mapping, path: str, names: list[str]) -> Ite
 
 
 def nearest_key(full: str, names: list[str]) -> str:
-    """'; did you mean x?': a sibling first, then the same name elsewhere, then the whole path; else what there is."""
+    """'; did you mean x?': a sibling first, then the same name elsewhere, then the full path; else what there is."""
     parent, _, name = full.rpartition(".")
     siblings = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
     words = name.split("_")
@@ -173,7 +173,7 @@ def value_problems(plain: Mapping[str, Any], section: str, dataclass_type: type)
     start = f"{section}." if section else ""
     known = [f"{start}{f.name}" for f in dataclasses.fields(dataclass_type)]
     issues = [
-        wrong(key, f"{key} is no known key{nearest_key(key, known)}")
+        wrong(key, f"{key} is not a known key{nearest_key(key, known)}")
         for key in (f"{start}{name}" for name in node)
         if section and key not in known and key not in ADDABLE
     ]
@@ -249,7 +249,7 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     used["actor_rollout_ref.actor.use_rollout_log_probs"] = plain["actor_rollout_ref"]["actor"]["use_rollout_log_probs"]
     if not rollout["calculate_log_probs"] and (set_ones := {key: value for key, value in used.items() if value}):
         key, value = next(iter(set_ones.items()))
-        rule = f"{key}={text(value)} needs the rollout's log-probs, which are not asked for."
+        rule = f"{key}={text(value)} needs the rollout's log-probs, which are not requested."
         issues.append(wrong(key, f"{rule} Set actor_rollout_ref.rollout.calculate_log_probs=true."))
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
@@ -267,7 +267,7 @@ def algorithm_problems(plain: Mapping[str, Any]) -> list[Problem]:
     }
     for key, estimator in kl_terms.items():
         if estimator in ("full", "full+"):
-            rule = f"{key}={estimator} needs the log-probs of the whole vocabulary, which are never held here."
+            rule = f"{key}={estimator} needs the log-probs of the full vocabulary, which are never held here."
             issues.append(wrong(key, f"{rule} Set it to low_var_kl, the low-variance estimate from sampled tokens."))
     if algorithm["adv_estimator"] == "gae" and plain["critic"]["enable"] is False:
         rule = "critic.enable=false with algorithm.adv_estimator=gae, which rests on the critic's values."

@@ -90,7 +90,7 @@ class TaskRunner:
         return ActorRolloutRefWorker, RayWorkerGroup
 
     def add_critic_worker(self, config: DictConfig) -> None:
-        """The value model, where the estimator or critic.enable asks for one; in the actor's processes."""
+        """The value model, where the estimator or critic.enable requests one; in the actor's processes."""
         from verl.workers.fsdp_workers import CriticWorker
 
         if need_critic(config):
@@ -112,7 +112,7 @@ class TaskRunner:
             self.mapping[Role.RefPolicy] = POOL
 
     def init_resource_pool_mgr(self, config: DictConfig) -> Any:
-        """One pool that every role shares, and one for the reward model where it asks for ranks of its own."""
+        """One pool that every role shares, and one for the reward model where it requests ranks of its own."""
         from verl.trainer.ppo.ray_trainer import ResourcePoolManager
 
         spec = {POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}

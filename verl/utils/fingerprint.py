@@ -143,7 +143,7 @@ def _hash(hf_config: PretrainedConfig, weights: Iterable[tuple[str, torch.Tensor
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The model's own safetensors files: others, such as a scorer's head, may lie in the same folder."""
+    """The model's own safetensors files: others, such as a scorer's head, may be in the same folder."""
     single = folder / "model.safetensors"
     return [single] if single.is_file() else safetensors_of(folder)
 

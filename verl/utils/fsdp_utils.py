@@ -126,12 +126,12 @@ def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[No
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is handed back."""
+    """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """The whole tensor on every rank, by a collective call where it is sharded; moved to `device` before that."""
+    """The full tensor on every rank, by a collective call where it is sharded; moved to `device` before that."""
     tensor = tensor.detach()
     if device is not None:
         tensor = tensor.to(device)
@@ -141,7 +141,7 @@ def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) 
 def full_params(
     module: nn.Module, keep: Callable[[str, nn.Parameter], bool], device: torch.device | str | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of the parameters that `keep` chooses, one at a time; every rank must walk through it."""
+    """(name, full tensor) of the parameters that `keep` chooses, one at a time; every rank must walk through it."""
     for name, param in module.named_parameters():
         if keep(name, param):
             yield name, full_tensor(param, device)

@@ -41,7 +41,7 @@ TORCH_DTYPES = {
 
 
 def torch_dtype_of(name: str, key: str) -> torch.dtype:
-    """The torch dtype behind a config value; `key` names the config key in the error."""
+    """The torch dtype of a config value; `key` names the config key in the error."""
     if name not in TORCH_DTYPES:
         raise ValueError(f"{key}={name!r} is not a dtype. Known: {', '.join(TORCH_DTYPES)}.")
     return TORCH_DTYPES[name]
@@ -91,7 +91,7 @@ def _load_from_auto_class(
 
 @register_model_loader("auto")
 def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
-    """AutoModelForCausalLM (or the class its config asks for) with weights, on the CPU."""
+    """AutoModelForCausalLM (or the class its config names) with weights, on the CPU."""
     config = AutoConfig.from_pretrained(_config_dir(model_config), trust_remote_code=model_config.trust_remote_code)
     return _load_from_auto_class(get_hf_auto_model_class(config), model_config, torch_dtype, **kwargs)
 
@@ -193,7 +193,7 @@ def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
         if auto_class.__name__ in auto_map:
             return auto_class
     raise ValueError(
-        f"model_type {hf_config.model_type!r} is no causal language model that transformers knows. "
+        f"model_type {hf_config.model_type!r} is not a causal language model that transformers knows. "
         "Name a loader for it in actor_rollout_ref.model.loader.name."
     )
 

@@ -52,7 +52,7 @@ def hf_name(name: str) -> str:
 
 
 def full_weights(module: nn.Module, device: torch.device | str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter, W + scaling * B A where a LoRA layer lies over W.
+    """(Hugging Face name, full tensor) of every parameter, W + scaling * B A where a LoRA layer covers W.
 
     Every rank must walk through all of it: gathering is a collective call.
     """
@@ -86,7 +86,7 @@ def _merged(name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torc
     if not isinstance(layer, LoraLinear) or any(layer.use_dora[a] for a in layer.active_adapters if a in layer.lora_A):
         raise TypeError(
             f"{name} carries a {type(layer).__name__} adapter that cannot be merged; only plain LoRA on linear layers "
-            "can be handed to a rollout engine. Narrow actor_rollout_ref.model.target_modules."
+            "can be passed to a rollout engine. Narrow actor_rollout_ref.model.target_modules."
         )
     merged = weight.float()
     for adapter in layer.active_adapters:

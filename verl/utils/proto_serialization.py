@@ -1,4 +1,4 @@
-"""Tensors and batches as plain arrays: the form in which a DataProto travels through Ray and lies on disk.
+"""Tensors and batches as plain arrays: the form in which a DataProto travels through Ray and is stored on disk.
 
 A tensor becomes (dtype name, shape, numpy array); types numpy lacks (bfloat16, float8) travel as integers of the same
 width. Contiguous arrays go out of band with pickle protocol 5, so Ray's object store hands them on without a copy.

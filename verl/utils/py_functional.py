@@ -66,7 +66,7 @@ class NestedNamespace(SimpleNamespace):
 
 
 class DynamicEnumMeta(type):
-    """Lets a DynamicEnum class be iterated, asked for membership and indexed by name."""
+    """Lets a DynamicEnum class be iterated, tested for membership and indexed by name."""
 
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls._registry.values())

@@ -127,7 +127,7 @@ def rearrange_micro_batches(
     if num_batches_divided_by is not None:
         count = roundup_divisible(count, num_batches_divided_by)
     if count > rows:
-        raise ValueError(f"{count} micro-batches are asked for, but this rank has {rows} rows; lower the number")
+        raise ValueError(f"{count} micro-batches are requested, but this rank has {rows} rows; lower the number")
     parts = get_seqlen_balanced_partitions(work, count, False)
     if use_dynamic_bsz_balance:
         parts.sort(key=lambda part: sum(work[i] for i in part), reverse=True)

@@ -1,6 +1,6 @@
 """Batches as TensorDicts: tensors [B, ...], jagged nested tensors [B, j, ...], Python values per row or per batch.
 
-A value per row is a NonTensorStack, a value of the whole batch a NonTensorData. A batch that has values of the whole
+A value per row is a NonTensorStack, a value of the full batch a NonTensorData. A batch that has values of the whole
 batch alone has the batch size [].
 """
 
@@ -16,7 +16,7 @@ from verl.utils.py_functional import deep_equal
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
-    """Set a value of the whole batch."""
+    """Set a value of the full batch."""
     tensor_dict.set(key, NonTensorData(val, batch_size=tensor_dict.batch_size))
 
 
@@ -30,7 +30,7 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list) -> Non
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> None:
-    """Set columns (lists) and values of the whole batch (everything else) by name."""
+    """Set columns (lists) and values of the full batch (everything else) by name."""
     for key, value in kwargs.items():
         (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
 
@@ -41,12 +41,12 @@ def unwrap_non_tensor_data(data: Any) -> Any:
 
 
 def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
-    """A value of the whole batch, or `default`."""
+    """A value of the full batch, or `default`."""
     return unwrap_non_tensor_data(data.get(key, default))
 
 
 def get_tensordict(tensor_dict: dict[str, torch.Tensor | list], non_tensor_dict: dict | None = None) -> TensorDict:
-    """A batch from tensors [B, ...] and lists of B values, with the values of the whole batch in `non_tensor_dict`.
+    """A batch from tensors [B, ...] and lists of B values, with the values of the full batch in `non_tensor_dict`.
 
     Raises DataProtoError (an AssertionError) if the lengths differ or a nested tensor is not jagged and contiguous.
     """
@@ -76,7 +76,7 @@ def concat_nested_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
-    """The first of batches that hold values of the whole batch alone; DataProtoError if another one has rows."""
+    """The first of batches that hold values of the full batch alone; DataProtoError if another one has rows."""
     for batch in data:
         if len(batch.batch_size):
             raise DataProtoError(f"expected batches without rows, got the batch size {tuple(batch.batch_size)}")
@@ -84,7 +84,7 @@ def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
 
 
 def concat_tensordict(data: list[TensorDict]) -> TensorDict:
-    """The rows of all parts in order; values of the whole batch are those of the first part."""
+    """The rows of all parts in order; values of the full batch are those of the first part."""
     if not data:
         raise DataProtoError("concat of an empty list of TensorDicts")
     if not len(data[0].batch_size):
@@ -169,7 +169,7 @@ def make_iterator(
 
 
 def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """A tensor, the list of a column's values, or the value of the whole batch; `default` if the key is missing."""
+    """A tensor, the list of a column's values, or the value of the full batch; `default` if the key is missing."""
     if key not in tensordict.keys():
         return default
     value = tensordict.get(key)

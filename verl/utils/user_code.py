@@ -56,6 +56,6 @@ def user_frame(text: str) -> str | None:
 
 
 def _shown(file: str) -> str:
-    """A path relative to the working directory if it lies there."""
+    """A path relative to the working directory if it is inside it."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -24,7 +24,7 @@ class WeightFileError(ValueError):
 
 
 def safetensors_of(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model folder: those that its index names, else all that lie there."""
+    """The safetensors files of a model folder: those that its index names, else all in the folder."""
     index = Path(folder) / "model.safetensors.index.json"
     if index.is_file():
         return sorted({index.with_name(name) for name in json.loads(index.read_text())["weight_map"].values()})

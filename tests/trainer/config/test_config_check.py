@@ -126,8 +126,8 @@ def test_a_key_misspelt_in_a_yaml_of_the_users_own_is_unknown():
     config = compose_ppo(*SOUND, "+data.max_promt_length=3", "+actor_rollout_ref.rollout.val_kwargs.do_sampl=1")
     reported = [p.message for p in find_problems(config, known=config)]
     assert reported == [
-        "data.max_promt_length is no known key; did you mean data.max_prompt_length?",
-        "actor_rollout_ref.rollout.val_kwargs.do_sampl is no known key; did you mean "
+        "data.max_promt_length is not a known key; did you mean data.max_prompt_length?",
+        "actor_rollout_ref.rollout.val_kwargs.do_sampl is not a known key; did you mean "
         "actor_rollout_ref.rollout.val_kwargs.do_sample?",
     ]
 
@@ -334,6 +334,6 @@ def test_a_recipe_extends_the_tree_and_its_own_group_is_known(tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
     lines = run.stdout.splitlines()
     assert lines[0] == "own 4"
-    unknown = [f"spd.{name} is no known key; did you mean spd.backbone?" for name in ("bakbone", "backbon")]
+    unknown = [f"spd.{name} is not a known key; did you mean spd.backbone?" for name in ("bakbone", "backbon")]
     assert lines[1] == str(unknown)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["app.py", "toy.yaml"]  # Hydra left no folder

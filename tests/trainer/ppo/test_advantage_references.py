@@ -177,7 +177,7 @@ def gpg(case: Case) -> dict:
 
 def reinforce_plus_plus(case: Case) -> tuple[dict, dict]:
     """2501.03262: the return of a token is what it and the later tokens earn (the score at the end less the KL of
-    each), discounted; normalised by mean and deviation of the whole batch."""
+    each), discounted; normalised by mean and deviation of the full batch."""
     returns = {}
     for i, ts in enumerate(case.positions):
         for k, t in enumerate(ts):
@@ -186,7 +186,7 @@ def reinforce_plus_plus(case: Case) -> tuple[dict, dict]:
 
 
 def reinforce_plus_plus_baseline(case: Case) -> dict:
-    """2501.03262, the variant with a baseline: r_i - mean(r of its group), normalised over the whole batch."""
+    """2501.03262, the variant with a baseline: r_i - mean(r of its group), normalised over the full batch."""
     return normalised(on_every_token(case, group_centred(case)))
 
 

@@ -12,10 +12,10 @@ from verl.trainer.ppo.batching import (
     drop_lost,
     fill_groups,
     group_rows,
-    rollout_probs_diff,
     share_weights,
     shareable,
 )
+from verl.utils.debug.metrics import calculate_debug_metrics
 
 
 def samples(groups: str, lost: str = "") -> DataProto:
@@ -180,7 +180,7 @@ def test_probs_diff_counts_masked_tokens_only():
             "old_log_probs": torch.tensor([[0.25, 0.125, 0.1]]).log(),
         }
     )
-    diff = rollout_probs_diff(data)
+    diff = calculate_debug_metrics(data)
     assert diff["training/rollout_probs_diff_max"] == pytest.approx(0.25)
     assert diff["training/rollout_probs_diff_mean"] == pytest.approx(0.1875)
     assert diff["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1.0)

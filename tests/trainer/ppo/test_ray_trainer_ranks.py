@@ -1,4 +1,4 @@
-"""The whole chain on real Ray ranks: FSDP over gloo, the hf rollout, a tiny Llama.
+"""The full chain on real Ray ranks: FSDP over gloo, the hf rollout, a tiny Llama.
 
 Not covered: CUDA ranks, other rollouts.
 """

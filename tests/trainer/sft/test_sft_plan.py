@@ -93,7 +93,7 @@ def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
     bad = "data.trunc=left model.lora_ranks=8 optim.lr_scheduler=cosin use_remove_padin=true optim.lr=-1"
     code, text = planned(published, tiny_llama, bad, capsys)
     assert code == 1
-    for said in ("data.trunc is no known key; did you mean data.truncation?", "did you mean model.lora_rank?",
+    for said in ("data.trunc is not a known key; did you mean data.truncation?", "did you mean model.lora_rank?",
                  "did you mean 'cosine'", "did you mean use_remove_padding?", "optim.lr=-1 is too small"):  # fmt: skip
         assert said in text, said
 
@@ -136,7 +136,7 @@ def test_the_entry_runs_a_command_line(tmp_path, tiny_llama, monkeypatch, capsys
     with pytest.raises(SystemExit) as ended:
         fsdp_sft_trainer.main()
     text = capsys.readouterr().out
-    assert ended.value.code == 1 and "data.max_len is no known key; did you mean data.max_length?" in text
+    assert ended.value.code == 1 and "data.max_len is not a known key; did you mean data.max_length?" in text
 
 
 def test_each_yaml_default_is_the_dataclass_default(tmp_path):

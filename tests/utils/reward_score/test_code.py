@@ -15,6 +15,7 @@ from verl.grading.pool import Slots
 from verl.grading.sandbox import SandboxConfig
 from verl.utils.reward_score import default_compute_score, prime_code, sandbox_fusion
 from verl.utils.reward_score.code_cases import Case, cases_of, extract_code, same_output, same_value
+from verl.utils.reward_score.sandbox_fusion import utils as sandbox_utils
 
 SUMS = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [30, 12]], "outputs": [3, 42]}
@@ -305,6 +306,39 @@ def test_the_service_runs_programs_and_learns_no_expected_output(service):
     call = answer("def add(a, b):\n    return a + b")
     assert sandbox_fusion.compute_score(service.url, None, None, call, CALLS)[0] == 1.0
     assert sandbox_fusion.compute_score(service.url, None, None, answer("1/0"), CALLS)[0] == 0.0
+
+
+@pytest.mark.process
+def test_each_case_of_a_program_has_a_result_and_a_report(service):
+    cases = {"inputs": ["1 2", "3 4", "5 6", "7 8"], "outputs": ["3", "8", "11", "15"]}
+    code = "import sys\na, b = map(int, input().split())\nif a == 5: sys.exit(3)\nprint(a + b)"
+    service.broken = [400]  # the first request that arrives; the others are answered
+    results, reports = sandbox_utils.check_correctness(service.url, cases, code, concurrent_semaphore=Slots(1))
+    assert results == [-1, False, -2, True]
+    assert "answered 400" in reports[0]["api_request_error"] and reports[1]["stdout"] == "7\n"
+    assert reports[2]["exit_code"] == 3 and reports[3]["expected_output"] == "15"
+    call = "def add(a, b):\n    return a + b"
+    assert sandbox_utils.check_correctness(service.url, CALLS, call)[0] == [True] * len(CALLS["inputs"])
+    with pytest.raises(ValueError, match="fn_name='add' works with Python programs only"):
+        sandbox_utils.check_correctness(service.url, {**cases, "fn_name": "add"}, code, language="cpp")
+    reply, error = sandbox_utils.call_sandbox_api(service.url, "print(1)", None, 10, 10, 64)
+    assert error is None and reply["run_result"]["stdout"] == "1\n"
+    refused = sandbox_utils.call_sandbox_api(service.url, "", None, 1, 1, 64, "cobol")
+    assert refused[0] is None and refused[1].startswith("language 'cobol' is unknown")
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        ({"status": "Failed", "compile_result": {"status": "Finished", "return_code": 1, "stderr": "x"}}, -4),
+        ({"status": "Failed", "compile_result": {"status": "TimeLimitExceeded"}}, -3),
+        ({"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}, -3),
+        ({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "3"}}, True),
+    ],
+)
+def test_replies_become_results(monkeypatch, reply, result):
+    monkeypatch.setattr(sandbox_utils, "call_sandbox_api", lambda *_: (reply, None))
+    assert sandbox_utils.check_correctness("http://x", {"inputs": ["1 2"], "outputs": ["3"]}, "code")[0] == [result]
 
 
 @pytest.mark.process

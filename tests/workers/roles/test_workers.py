@@ -108,7 +108,7 @@ def test_samples_carry_their_weights_version_and_an_outdated_rollout_is_refused(
 
 
 class RecordingRollout(BaseRollout):
-    """Records what it is asked for and where the actor's weights are then."""
+    """Records what it is requested and where the actor's weights are then."""
 
     def __init__(self, moves, keeps_weights):
         self.moves, self.keeps_weights, self.events = moves, keeps_weights, []

@@ -61,7 +61,7 @@ def _check_ranks(name: str, values: list, worker_group: WorkerGroup) -> None:
 
 
 def dispatch_one_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """Every rank gets every argument whole."""
+    """Every rank gets every argument unchanged."""
     return _map(lambda value: [value] * worker_group.world_size, args, kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Worker: one rank of a group, a process with a place in the world."""
+"""Worker: one rank of a group, a process of a distributed job."""
 
 from __future__ import annotations
 

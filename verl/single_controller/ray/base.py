@@ -120,7 +120,7 @@ class RayWorkerGroup(WorkerGroup):
         return {**env, **self.customized_worker_env}
 
     def shutdown(self) -> None:
-        """End the ranks. Groups that were spawned from this one end with it; the places stay reserved."""
+        """End the ranks. Groups that were spawned from this one end with it; the resources stay reserved."""
         for worker in self._workers:
             ray.kill(worker)
 

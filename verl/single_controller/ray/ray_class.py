@@ -23,7 +23,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options: dict[str, Any] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, float]) -> None:
-        """Custom Ray resources that every rank asks for."""
+        """Custom Ray resources that every rank requests."""
         self._options["resources"] = dict(additional_resource)
 
     def update_options(self, options: dict) -> None:

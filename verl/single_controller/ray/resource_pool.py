@@ -1,4 +1,4 @@
-"""Reserving places for ranks: one placement group a node, one bundle a rank."""
+"""Reserves resources for ranks: one placement group a node, one bundle a rank."""
 
 import secrets
 import string
@@ -9,7 +9,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from verl.single_controller.base.worker_group import ResourcePool
 
 READY_TIMEOUT_S = 300
-HOPELESS_TIMEOUT_S = 15  # when the cluster is too small as it stands: only a growing cluster can still help
+HOPELESS_TIMEOUT_S = 15  # when the cluster is too small: only a growing cluster can still help
 
 
 def get_random_string(length: int) -> str:
@@ -18,7 +18,7 @@ def get_random_string(length: int) -> str:
 
 
 def node_of_bundle(group: PlacementGroup, bundle: int) -> str:
-    """Node id on which a bundle of a ready placement group lies."""
+    """Node id on which a bundle of a ready placement group is placed."""
     return placement_group_table(group)["bundles_to_node_id"][bundle]
 
 
@@ -95,7 +95,7 @@ class RayResourcePool(ResourcePool):
         return [(group, local, local, count) for group, count in places for local in range(count)]
 
     def release(self) -> None:
-        """Give the reserved places back; actors that still run there are ended by Ray."""
+        """Release the reserved resources; actors that still run there are ended by Ray."""
         for group in self.pgs or []:
             remove_placement_group(group)
         self.pgs = None
@@ -115,7 +115,7 @@ class SubRayResourcePool(RayResourcePool):
         self._own = flat[start_bundle_index : start_bundle_index + subgroup_world_size]
         if len(self._own) != subgroup_world_size:
             last = start_bundle_index + subgroup_world_size - 1
-            raise ValueError(f"bundles {start_bundle_index}..{last} are asked for; the pool has {len(flat)}")
+            raise ValueError(f"bundles {start_bundle_index}..{last} are requested; the pool has {len(flat)}")
         counts = [sum(g is group for g, _ in self._own) for group in placement_groups]
         self.store = [count for count in counts if count]
 
@@ -124,7 +124,7 @@ class SubRayResourcePool(RayResourcePool):
         return [(group, bundle, local, count) for (group, bundle), local, count in places]
 
     def release(self) -> None:
-        raise ValueError("a sub-pool does not own its places; release the pool it was split from")
+        raise ValueError("a sub-pool does not own its resources; release the pool it was split from")
 
 
 def extract_pg_from_exist(

@@ -46,7 +46,7 @@ def hanging(
     phase = next((phase for name, phase in PHASE_OF.items() if method.endswith(name)), method)
     return PhaseTimeout(
         f"{named} did not finish {method} within trainer.watchdog.{phase}={seconds:g} s; {len(late)} of {len(refs)} "
-        "ranks had not answered, and the Python stacks of those that could tell them stand above. Raise the limit if "
+        "ranks had not answered, and the available Python stacks are printed above. Raise the limit if "
         "the step is only slow."
     )
 

@@ -18,6 +18,7 @@ from verl.algos.rollout_correction import (
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
+from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import LOST
 
@@ -209,28 +210,9 @@ def draw_again(data: DataProto, n: int, settings: Mapping[str, Any]) -> None:
     data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
 
 
-def rollout_probs_diff(data: DataProto) -> dict[str, float]:
-    """How far the rollout's probabilities are from the trained model's, on counted tokens ([B, R] each)."""
-    mask = data.batch["response_mask"].bool()
-    if not mask.any():
-        return {"training/rollout_probs_diff_valid": 0}
-    rollout = data.batch["rollout_log_probs"].float().exp()[mask]
-    actor = data.batch["old_log_probs"].float().exp()[mask]
-    diff = (rollout - actor).abs()
-    spread = rollout.std(correction=0) * actor.std(correction=0)
-    covariance = ((rollout - rollout.mean()) * (actor - actor.mean())).mean()
-    return {
-        "training/rollout_probs_diff_valid": 1,
-        "training/rollout_probs_diff_max": diff.max().item(),
-        "training/rollout_probs_diff_mean": diff.mean().item(),
-        "training/rollout_probs_diff_std": diff.std(correction=0).item(),
-        "training/rollout_actor_probs_pearson_corr": (covariance / spread).item() if spread > 0 else 1.0,
-    }
-
-
 def correct_rollout(data: DataProto, correction: RolloutCorrectionConfig | None) -> dict[str, float]:
     """Weight or reject tokens by the ratio of old_log_probs to rollout_log_probs [B, R], in place; metrics."""
-    metrics = rollout_probs_diff(data)
+    metrics = calculate_debug_metrics(data)
     if correction is None:
         columns = (data.batch[key] for key in ("old_log_probs", "rollout_log_probs", "response_mask"))
         metrics |= compute_rollout_corr_metrics_from_logprobs(*columns)

@@ -184,7 +184,7 @@ class RayPPOTrainer:
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:
-        """Profile the step if global_profiler.steps names it; consecutive ones in one profile, if that is asked for."""
+        """Profile the step if global_profiler.steps names it; consecutive ones in one profile, if that is requested."""
         settings = self.config.global_profiler
         steps = set(settings.steps or ()) if settings.tool else set()
         joined = steps if settings.profile_continuous_steps else set()

@@ -138,7 +138,7 @@ class WorkerGroups:
             self.processes.append(group)
 
     def start_profile(self, step: int) -> None:
-        """Start the profilers of all ranks whose role asks for it; worker classes without one are left out."""
+        """Start the profilers of all ranks whose role requests it; worker classes without one are left out."""
         for group in self.roles.values():
             if hasattr(group, "start_profile"):
                 group.start_profile(step=step)

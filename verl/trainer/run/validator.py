@@ -36,7 +36,7 @@ class Validator:
         self.score = score
 
     def run(self, step: int) -> dict[str, float]:
-        """The metrics `val-core/...` and `val-aux/...`; dumps and logs generations where trainer.* asks for them.
+        """The metrics `val-core/...` and `val-aux/...`; dumps and logs generations where trainer.* requests them.
 
         Raises ValueError if nothing could be scored, or if a reward key is missing in an earlier batch.
         """

@@ -44,7 +44,7 @@ class FSDPSFTTrainer:
     `step_inputs` and `backward` (what a micro-batch adds to the gradient), `validation_step` and `validation_means`,
     `build_dataset`, `problems`, or `config_type`. All methods are called on all ranks.
     `device_mesh` (last dimension "fsdp") shards the weights; None makes one by model.fsdp_config.fsdp_size.
-    `ulysses_device_mesh` is taken for verl's callers: every rank keeps whole sequences.
+    `ulysses_device_mesh` is taken for verl's callers: every rank keeps full sequences.
     """
 
     #: dataclass of the whole config tree, which checks keys and values

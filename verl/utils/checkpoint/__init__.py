@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked before they are read."""
+"""Checkpoints: written completely or not at all, checked before they are read."""
 
 from verl.utils.checkpoint.checkpoint_manager import (
     BaseCheckpointManager,

@@ -1,4 +1,4 @@
-"""What every checkpoint manager shares: which contents are asked for, where checkpoints lie."""
+"""What every checkpoint manager shares: which contents are requested, where checkpoints lie."""
 
 from __future__ import annotations
 

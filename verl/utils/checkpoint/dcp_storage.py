@@ -41,7 +41,7 @@ class _AllowListUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _ALLOWED:
             raise UntrustedMetadataError(
-                f"{self.source} asks for {module}.{name}, which no checkpoint of tensors needs; it is not loaded."
+                f"{self.source} refers to {module}.{name}, which no checkpoint of tensors needs; it is not loaded."
             )
         return super().find_class(module, name)
 
@@ -61,18 +61,18 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
     """The metadata of the distributed checkpoint in `folder`, holding tensors only, all files inside the folder."""
     file = Path(folder) / METADATA_FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is no distributed checkpoint: it has no {METADATA_FILE} file")
+        raise FileNotFoundError(f"{folder} is not a distributed checkpoint: it has no {METADATA_FILE} file")
     try:
         metadata = _AllowListUnpickler(file.read_bytes(), file).load()
     except UntrustedMetadataError:
         raise
     except Exception as error:  # torn bytes make an unpickler raise almost anything
-        raise UntrustedMetadataError(f"{file} is no checkpoint's metadata: {one_line(error)}") from error
+        raise UntrustedMetadataError(f"{file} is not a checkpoint's metadata: {one_line(error)}") from error
     if not isinstance(metadata, Metadata):
         raise UntrustedMetadataError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata.")
     for name, described in metadata.state_dict_metadata.items():
         if not isinstance(described, TensorStorageMetadata):
-            raise UntrustedMetadataError(f"{file}: {name!r} is no tensor.")
+            raise UntrustedMetadataError(f"{file}: {name!r} is not a tensor.")
     for info in metadata.storage_data.values():
         if os.path.basename(info.relative_path) != info.relative_path:
             raise UntrustedMetadataError(f"{file} points to {info.relative_path!r}, outside of its folder.")
@@ -89,7 +89,7 @@ def save_tensors(
     try:
         dcp.save(tensors, storage_writer=FileSystemWriter(folder, sync_files=True), process_group=group)
     except CheckpointException as error:  # a BaseException: no `except Exception` above would see it
-        # torch's archive writer tells a failed write as a position that it did not expect
+        # torch's archive writer reports a failed write as an unexpected position
         raise OSError(f"{folder} could not be written: {error}") from error
 
 

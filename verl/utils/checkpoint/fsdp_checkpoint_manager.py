@@ -35,7 +35,7 @@ _FORMAT = 1
 
 @runtime_checkable
 class SavesPretrained(Protocol):
-    """A model of a loader's own that writes itself: config, and the weights it is handed."""
+    """A model of a loader's own that writes itself: config, and the weights it is given."""
 
     def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
 
@@ -205,7 +205,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         return writes
 
     def _huggingface_writes(self, folder: Path) -> list[Callable[[], Any]]:
-        """Config and tokenizer; weights too when hf_model is asked for."""
+        """Config and tokenizer; weights too when hf_model is requested."""
         inner = without_adapters(self.model)
         weights = None
         if self.should_save_hf_model:
@@ -238,7 +238,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """Reads load_contents from `local_path`; generators only when it was written by as many ranks."""
         folder = _local(local_path, hdfs_path)
         if not (folder / EXTRA_FILE).is_file():
-            raise FileNotFoundError(f"{folder} is no checkpoint of this engine: it has no {EXTRA_FILE}")
+            raise FileNotFoundError(f"{folder} is not a checkpoint of this engine: it has no {EXTRA_FILE}")
         extra = _read_json(folder / EXTRA_FILE)
         if self.should_load_model:
             tensors = self._model_tensors()

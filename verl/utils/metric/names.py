@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
     "training/global_step": "Number of the step.",
     "training/epoch": "Completed passes over the data.",
     "training/weights_version": "Number of the last update in the weights that made the samples.",
-    "training/requested_samples": "Samples asked for: scored + dropped.",
+    "training/requested_samples": "Samples requested: scored + dropped.",
     "training/scored_samples": "Samples that are trained on.",
     "training/dropped_samples": "Samples left out; below it why: lost, masked, no_reward, small_group, uneven, ...",
     "training/dropped_samples/*": "Samples left out for this reason.",

@@ -59,13 +59,13 @@ def last_boxed_only_string(string: str) -> str | None:
 
 
 def remove_boxed(s: str) -> str:
-    """The content of the box of `last_boxed_only_string`; ValueError when `s` is no box."""
+    """The content of the box of `last_boxed_only_string`; ValueError when `s` is not a box."""
     opened = _BOX.match(s)
     if opened is not None and s[opened.end() : opened.end() + 1] != "{":
         return s[opened.end() :]
     if opened is not None and s.endswith("}"):
         return s[opened.end() + 1 : -1]
-    raise ValueError(f"{s!r} is no \\boxed{{...}} or \\fbox{{...}}")
+    raise ValueError(f"{s!r} is not a \\boxed{{...}} or \\fbox{{...}}")
 
 
 def fix_fracs(string: str) -> str:

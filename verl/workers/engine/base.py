@@ -62,7 +62,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of every weight, adapters merged in."""
+        """(Hugging Face name, full tensor) of every weight, adapters merged in."""
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

@@ -78,7 +78,7 @@ def parse_results(
     All items of a dict are extras, its score included; a number has none. Rows without a score stay Failures, which are
     logged, when `drop`; otherwise a RewardError names the first and counts the others. Messages name `function`.
     """
-    parsed = [result if isinstance(result, Failure) else _split(result) for result in results]
+    parsed = [result if isinstance(result, Failure) else split(result) for result in results]
     failed = [(row, result) for row, result in zip(rows, parsed, strict=True) if isinstance(result, Failure)]
     if not failed:
         return parsed
@@ -94,7 +94,8 @@ def parse_results(
     ) from first.cause
 
 
-def _split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
+def split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
+    """(score, extras) of a reward function's result, or why it is not a score."""
     extras = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
         return Failure("error", f"returned a dict without 'score': {sorted(result)}")

@@ -59,7 +59,7 @@ class BaseRollout(ABC):
         """
 
 
-# (name, mode) -> class, or its dotted name: what comes with verl is imported when it is asked for, since some rollouts
+# (name, mode) -> class, or its dotted name: what comes with verl is imported when it is requested, since some rollouts
 # need packages of their own.
 _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry(
     "actor_rollout_ref.rollout.{name,mode}",

@@ -204,7 +204,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
 
 def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are handed over inside this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are sent inside this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not on_cuda:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the actor's threads are the engine's

@@ -1,0 +1,173 @@
+"""Traces of single rollouts (actor_rollout_ref.rollout.trace): calls with inputs and outputs, in MLflow or Weave."""
+
+import contextvars
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+BACKENDS = ("mlflow", "weave")
+_muted: contextvars.ContextVar[bool] = contextvars.ContextVar("rollout_trace_muted", default=False)
+
+
+class RolloutTraceConfig:
+    """Where the traces of this process go: one object, which `init` fills and `reset` clears."""
+
+    _instance: "RolloutTraceConfig | None" = None
+    backend: str | None = None
+    client: object | None = None
+    token2text: bool = False
+    _initialized: bool = False
+    project_name: str | None = None
+    experiment_name: str | None = None
+    max_samples_per_step_per_worker: int | None = None
+
+    @classmethod
+    def get_instance(cls) -> "RolloutTraceConfig":
+        """The object of this process."""
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    @classmethod
+    def init(
+        cls, project_name: str, experiment_name: str, backend: str | None, token2text: bool = False,
+        max_samples_per_step_per_worker: int | None = None,
+    ) -> None:
+        """Connect to `backend` (mlflow, weave; None traces nothing); a second call has no effect before `reset`.
+
+        `token2text` adds decoded prompts and responses. Raises ValueError for an unknown backend, ImportError for one
+        that is not installed.
+        """
+        config = cls.get_instance()
+        if config._initialized:
+            return
+        if backend is not None and backend not in BACKENDS:
+            raise ValueError(f"rollout.trace.backend={backend!r} is unknown. Known: {', '.join(BACKENDS)}, null.")
+        if backend is not None:
+            try:
+                config.client = importlib.import_module(backend)
+            except ImportError as error:
+                text = f"rollout.trace.backend={backend} needs the package {backend}"
+                raise ImportError(f"{text}: pip install {backend}, or set the key to null.") from error
+        if backend == "weave":
+            config.client = config.client.init(project_name)
+        elif backend == "mlflow":
+            config.client.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", "sqlite:////tmp/mlruns.db"))
+            config.client.set_experiment(project_name)
+        config.backend, config.token2text, config._initialized = backend, token2text, True
+        config.project_name, config.experiment_name = project_name, experiment_name
+        config.max_samples_per_step_per_worker = max_samples_per_step_per_worker
+
+    @classmethod
+    def get_backend(cls) -> str | None:
+        """The backend's name; None traces nothing."""
+        return cls.get_instance().backend
+
+    @classmethod
+    def get_client(cls) -> object | None:
+        """Weave's client, or the module mlflow."""
+        return cls.get_instance().client
+
+    @classmethod
+    def enable_token2text(cls) -> bool | None:
+        """Whether outputs contain decoded prompts and responses."""
+        return cls.get_instance().token2text
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget the backend."""
+        cls._instance = None
+
+
+@contextmanager
+def rollout_trace_attr(
+    sample_index: int | None = None, step: int | None = None, rollout_n: int | None = None,
+    name: str = "rollout_trace", validate: bool = False, trace: bool = True,
+) -> Iterator[None]:
+    """Calls of decorated functions in the block belong to one trace with these attributes; none with `trace=False`."""
+    config = RolloutTraceConfig.get_instance()
+    given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}
+    attributes = {key: value for key, value in given.items() if value is not None}
+    attributes |= {"validate": validate, "experiment_name": config.experiment_name}
+    token = _muted.set(not trace)
+    try:
+        if config.backend is None or not trace:
+            yield
+        elif config.backend == "weave":
+            with importlib.import_module("weave").attributes(attributes):
+                yield
+        else:
+            with config.client.start_span(name=name):
+                config.client.update_current_trace(tags={key: str(value) for key, value in attributes.items()})
+                yield
+    finally:
+        _muted.reset(token)
+
+
+def rollout_trace_op(func: Callable) -> Callable:
+    """Decorator of a method, `async def` or not: its calls become spans with arguments and results."""
+
+    def arguments(self: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+        bound = inspect.signature(func).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        return {name: value for name, value in bound.arguments.items() if value is not self}
+
+    @contextmanager
+    def span(self: Any, args: tuple, kwargs: dict) -> Iterator[Callable[[Any], None]]:
+        """Yields what records the result."""
+        config = RolloutTraceConfig.get_instance()
+        given = arguments(self, args, kwargs)
+        if config.backend == "mlflow":
+            with config.client.start_span(name=func.__qualname__) as opened:
+                opened.set_inputs(given)
+                yield lambda result: opened.set_outputs(_described(self, result, config))
+            return
+        call = config.client.create_call(op=func.__qualname__, inputs=given)
+        try:
+            yield lambda result: config.client.finish_call(call, output=_described(self, result, config))
+        except Exception as error:
+            config.client.finish_call(call, exception=error)
+            raise
+
+    def traced() -> bool:
+        return RolloutTraceConfig.get_backend() is not None and not _muted.get()
+
+    if inspect.iscoroutinefunction(func):
+
+        @functools.wraps(func)
+        async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not traced():
+                return await func(self, *args, **kwargs)
+            with span(self, args, kwargs) as record:
+                result = await func(self, *args, **kwargs)
+                record(result)
+                return result
+    else:
+
+        @functools.wraps(func)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not traced():
+                return func(self, *args, **kwargs)
+            with span(self, args, kwargs) as record:
+                result = func(self, *args, **kwargs)
+                record(result)
+                return result
+
+    return call
+
+
+def _described(owner: Any, result: Any, config: RolloutTraceConfig) -> Any:
+    """The result; with token2text as a dict that also has prompt_text and response_text."""
+    tokenizer = getattr(owner, "tokenizer", None)
+    if not config.token2text or tokenizer is None or not hasattr(result, "prompt_ids"):
+        return result
+    fields = result.model_dump() if hasattr(result, "model_dump") else dict(vars(result))
+    for part in ("prompt", "response"):
+        ids = getattr(result, f"{part}_ids", None)
+        if ids is not None:
+            fields[f"{part}_text"] = tokenizer.decode(ids)
+    return fields
