@@ -35,7 +35,9 @@ class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
 class RewardModelConfig(BaseConfig, section="reward_model"):
     """Where scores come from: rule rewards through a manager, or a model."""
 
-    reward_manager: str | None = setting("naive", "Registered name of the reward manager: naive, batch, dapo, prime.")
+    reward_manager: str | None = setting(
+        "naive", "Registered name of the reward manager: naive, batch, dapo, prime, rate_limited, remote."
+    )
     enable: bool = setting(False, "Score with a model.")
     enable_resource_pool: bool = setting(False, "Give that model its own ranks.")
     n_gpus_per_node: int = setting(8, "Its ranks on each machine.", low=0)
@@ -53,6 +55,18 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
         False, "Compute rewards in parallel with old log-probs, reference log-probs and values."
     )
     use_reward_loop: bool = setting(True, "For compatibility.", unused="rewards follow generation")
+    reward_loop_source: str = setting(
+        "register",
+        "importlib takes the manager of single samples that the next two keys name.",
+        choices=("register", "importlib"),
+    )
+    reward_loop_module_path: str | None = setting(None, "File or pkg://module of that manager.")
+    reward_loop_class_name: str | None = setting(None, "Its class, a RewardManagerBase.")
+    max_concurrent: int = setting(1, "Manager rate_limited: requests at a time.", low=1)
+    max_rpm: float | None = setting(None, "Manager rate_limited: requests per minute.", above=0)
+    max_tpm: float | None = setting(None, "Manager rate_limited: tokens per minute.", above=0)
+    estimated_tokens_per_request: int = setting(2000, "Manager rate_limited: tokens that one request counts.", low=1)
+    timeout: float = setting(300.0, "Manager rate_limited: seconds of one request.", above=0)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)

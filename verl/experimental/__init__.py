@@ -1,1 +1,1 @@
-"""Parts whose interface may still change."""
+"""Asynchronous rewards and rollouts, under upstream's paths."""

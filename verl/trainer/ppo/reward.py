@@ -7,50 +7,27 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl.grading.pool import ExternFunction, Slots
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_object
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
-from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, plain, rule_reward
 from verl.workers.reward_manager.reward_rows import LOST
-
-
-def _plain(mapping: Any) -> dict[str, Any]:
-    """A plain dict of a config mapping that may be None."""
-    return OmegaConf.to_container(mapping, resolve=True) if OmegaConf.is_config(mapping) else dict(mapping or {})
-
-
-def get_custom_reward_fn(config: DictConfig) -> RawRewardFn | None:
-    """The function named by `custom_reward_function.{path,name}`, with its `reward_kwargs` bound; None without a path.
-
-    It may be a coroutine function. `reward_kwargs` win over what the caller passes.
-    """
-    settings = config.custom_reward_function
-    if settings.path is None:
-        return None
-    function = ExternFunction(settings.path, settings.name, _plain(settings.get("reward_kwargs")))
-    if not callable(function.function):
-        problem = f"custom_reward_function.name={settings.name} in {settings.path} is {function.function!r}"
-        raise TypeError(f"{problem}; name a function.")
-    return function
-
-
-def rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
-    """`default_compute_score` with the configured sandboxes; the workers share the service's slots."""
-    service = settings.sandbox_fusion
-    bound = {
-        "sandbox_fusion_url": service.url, "memory_limit_mb": service.memory_limit_mb, "sandbox": settings.sandbox,
-        "concurrent_semaphore": Slots(max(1, service.max_concurrent // max(1, workers))),
-    }  # fmt: skip
-    return ExternFunction("pkg://verl.utils.reward_score", "default_compute_score", bound)
 
 
 def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
     """The class that `reward_manager.{source,name,module}` names."""
+    loop = config.reward_model
+    if loop.reward_loop_source == "importlib":
+        if loop.reward_loop_module_path is None or loop.reward_loop_class_name is None:
+            keys = "reward_model.reward_loop_module_path and reward_model.reward_loop_class_name"
+            raise ValueError(f"reward_model.reward_loop_source=importlib needs {keys}.")
+        return load_extern_object(loop.reward_loop_module_path, loop.reward_loop_class_name)
     settings = config.reward_manager
     if settings.source == "register":
         return get_reward_manager_cls(settings.name)
@@ -70,13 +47,15 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
     compute_score = get_custom_reward_fn(config) or rule_reward(reward_config, workers)
     buffer = config.reward_model.overlong_buffer
     if buffer is not None and "overlong_buffer_cfg" in inspect.signature(manager_cls).parameters:
-        limits = {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": _plain(buffer)}
+        limits = {"max_resp_len": config.data.max_response_length, "overlong_buffer_cfg": plain(buffer)}
         kwargs = {**limits, **kwargs}
     elif buffer is not None and buffer.enable:
         raise ValueError(
             f"reward_model.overlong_buffer.enable=true, but reward manager {manager_cls.__name__} does not support it; "
             "set reward_model.reward_manager=dapo."
         )
+    if issubclass(manager_cls, RewardManagerBase):
+        return manager_cls(config=config, tokenizer=tokenizer, compute_score=compute_score)
     settings = {"num_examine": num_examine, "compute_score": compute_score, "reward_fn_key": config.data.reward_fn_key}
     manager = manager_cls(tokenizer=tokenizer, **settings, **kwargs)
     if is_ours:
@@ -114,6 +93,6 @@ def compute_reward_async(
     if reward_fn is None:
         if config is None or tokenizer is None:
             raise ValueError("compute_reward_async needs `reward_fn`, or both `config` and `tokenizer`.")
-        kwargs = _plain(config.reward_model.get("reward_kwargs"))
+        kwargs = plain(config.reward_model.get("reward_kwargs"))
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
     return compute_reward(data, reward_fn)

@@ -11,9 +11,22 @@ from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.reward_rows import Row
 
 
+def overlong_penalty(length: int, longest: int, buffer: Mapping[str, Any]) -> float:
+    """-factor * max(0, length - (longest - len)) / len, for an answer of `length` tokens (arXiv 2503.14476, eq. 13).
+
+    `buffer`: len, penalty_factor. Raises ValueError if len does not lie between 1 and `longest`.
+    """
+    if not 0 < buffer["len"] <= longest:
+        raise ValueError(
+            f"overlong_buffer.len={buffer['len']} must lie between 1 and the longest answer, "
+            f"data.max_response_length={longest}."
+        )
+    return -max(0, length - (longest - buffer["len"])) / buffer["len"] * buffer["penalty_factor"]
+
+
 @register("dapo")
 class DAPORewardManager(NaiveRewardManager):
-    """score - penalty_factor * max(0, length - (max_resp_len - buffer)) / buffer (DAPO, arXiv 2503.14476, eq. 13).
+    """Adds `overlong_penalty` to the score.
 
     Extras: acc (the score without the penalty, unless the reward returns acc); with `log` overlong_reward, overlong.
     """
@@ -27,11 +40,7 @@ class DAPORewardManager(NaiveRewardManager):
         self.max_resp_len, self.buffer = max_resp_len, None
         if overlong_buffer_cfg is not None and overlong_buffer_cfg["enable"]:
             self.buffer = dict(overlong_buffer_cfg)
-            if max_resp_len is None or not 0 < self.buffer["len"] <= max_resp_len:
-                raise ValueError(
-                    f"overlong_buffer.len={self.buffer['len']} must lie between 1 and the longest answer, "
-                    f"data.max_response_length={max_resp_len}."
-                )
+            overlong_penalty(0, max_resp_len or 0, self.buffer)  # refuses a wrong length
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
         results = super().results(data, rows)
@@ -41,8 +50,7 @@ class DAPORewardManager(NaiveRewardManager):
             results[i] = extras = dict(result) if isinstance(result, dict) else {"score": result}
             extras.setdefault("acc", extras["score"])
             if self.buffer is not None:
-                over = len(row.response_ids) - (self.max_resp_len - self.buffer["len"])
-                penalty = -max(0, over) / self.buffer["len"] * self.buffer["penalty_factor"]
+                penalty = overlong_penalty(len(row.response_ids), self.max_resp_len, self.buffer)
                 extras["score"] = extras["score"] + penalty
                 if self.buffer["log"]:
                     extras |= {"overlong_reward": penalty, "overlong": penalty < 0}

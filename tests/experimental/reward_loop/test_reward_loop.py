@@ -1,0 +1,288 @@
+"""The reward loop: scores of single samples, limits, faults, Ray workers, and a trainer that uses its managers."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.helpers.models import make_tokenizer
+from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
+from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager import (
+    DAPORewardManager,
+    NaiveRewardManager,
+    RateLimitedRewardManager,
+    get_reward_manager_cls,
+    limited,
+    register,
+)
+from verl.experimental.reward_loop.reward_manager.limited import AsyncTokenBucket
+from verl.protocol import DataProto
+from verl.trainer.run.timing import StepFailed
+from verl.workers.reward_manager.reward_rows import RewardError
+
+TOKENIZER = make_tokenizer()
+
+
+def config(**reward_model):
+    return OmegaConf.create({"data": {"max_response_length": 4}, "reward_model": reward_model})
+
+
+def batch(answers=("1 2", "7")):
+    """Prompts 'a b' after one pad, answers of at most four words."""
+    ids = [TOKENIZER(answer)["input_ids"] for answer in answers]
+    valid = torch.tensor([[0, 1, 1] + [1] * len(row) + [0] * (4 - len(row)) for row in ids])
+    tensors = {
+        "prompts": torch.tensor([[0, *TOKENIZER("a b")["input_ids"]]] * len(ids)),
+        "responses": torch.tensor([row + [0] * (4 - len(row)) for row in ids]), "attention_mask": valid,
+    }  # fmt: skip
+    columns = {
+        "data_source": ["x"] * len(ids), "reward_model": [{"ground_truth": str(i)} for i in range(len(ids))],
+        "extra_info": [{"index": 10 + i} for i in range(len(ids))],
+        "raw_prompt": [[{"role": "user", "content": "a b"}]] * len(ids),
+    }  # fmt: skip
+    arrays = {}
+    for name, values in columns.items():
+        arrays[name] = np.empty(len(ids), dtype=object)
+        arrays[name][:] = values
+    return DataProto.from_dict(tensors, arrays)
+
+
+def words(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str.split()) + extra_info["index"]
+
+
+async def later(solution_str, **kwargs):
+    await asyncio.sleep(0)
+    return {"score": 0.5 * len(solution_str.split()), "words": solution_str}
+
+
+def single(manager, data):
+    return asyncio.run(manager.run_single(data))
+
+
+def test_functions_of_both_kinds_score_a_sample():
+    assert single(NaiveRewardManager(config(), TOKENIZER, words), batch()[:1]) == {
+        "reward_score": 12.0, "reward_extra_info": {"acc": 12.0}
+    }  # fmt: skip
+    result = single(NaiveRewardManager(config(), TOKENIZER, later), batch()[1:])
+    assert result == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "words": "7"}}
+
+
+def test_a_router_reaches_the_function():
+    def ask(reward_router_address, reward_model_tokenizer, **kwargs):
+        return {"score": 1.0, "asked": reward_router_address, "tokenizer": reward_model_tokenizer}
+
+    manager = NaiveRewardManager(config(), TOKENIZER, ask, "127.0.0.1:80", "theirs")
+    extras = single(manager, batch()[:1])["reward_extra_info"]
+    assert extras == {"score": 1.0, "asked": "127.0.0.1:80", "tokenizer": "theirs"}
+
+
+def test_overlong_answers_lose_points():
+    buffer = {"enable": True, "len": 2, "penalty_factor": 0.5, "log": True}
+    manager = DAPORewardManager(config(overlong_buffer=buffer), TOKENIZER, lambda **_: 1.0)
+    results = [single(manager, batch(["1", "1 2", "1 2 3", "1 2 3 4"])[i : i + 1]) for i in range(4)]
+    assert [result["reward_score"] for result in results] == [1.0, 1.0, 0.75, 0.5]  # -0.5 * (length - 2) / 2
+    assert results[3]["reward_extra_info"] == {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
+
+
+def test_a_batch_is_scored_concurrently_and_in_order():
+    running = []
+
+    async def meet(ground_truth, **kwargs):
+        running.append(ground_truth)
+        while len(running) < 3:  # all are started before one ends
+            await asyncio.sleep(0.001)
+        return float(ground_truth)
+
+    result = NaiveRewardManager(config(), TOKENIZER, meet)(batch(["1", "1 2", "1 2 3"]), return_dict=True)
+    assert result["reward_tensor"].tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 2, 0]]
+
+
+def broken(ground_truth, **kwargs):
+    return float("nan") if ground_truth == "0" else 1 / 0
+
+
+def test_a_failing_function_is_named_and_gives_no_score():
+    manager = NaiveRewardManager(config(), TOKENIZER, broken)
+    with pytest.raises(RewardError, match=r"row 0.*broken.*test_reward_loop.py.*returned the score nan"):
+        single(manager, batch()[:1])
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        single(manager, batch()[1:])
+    with pytest.raises(RewardError, match="2 of 2 rows have no score"):
+        manager(batch())
+    dropped = NaiveRewardManager(config(error="drop"), TOKENIZER, broken)(batch(), return_dict=True)
+    assert dropped["reward_extra_info"]["__lost__"] == ["error", "error"]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only `asyncio.sleep` of the limits moves; a list with the time."""
+    now = [100.0]
+
+    async def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(limited.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(limited.asyncio, "sleep", sleep)
+    return now
+
+
+def test_a_bucket_refills_by_its_rate(clock):
+    async def run():
+        bucket = AsyncTokenBucket(rate_limit=2.0, max_tokens=4.0)
+        times = []
+        for tokens in (4, 1, 1, 6):  # full; half a second each; three seconds
+            await bucket.acquire(tokens)
+            times.append(clock[0] - 100)
+        clock[0] += 10  # more than it can hold
+        await bucket.acquire(4)
+        times.append(clock[0] - 100)
+        return times
+
+    assert asyncio.run(run()) == [0.0, 0.5, 1.0, 4.0, 14.0]
+    with pytest.raises(ValueError, match="rate_limit=0 must be above 0"):
+        AsyncTokenBucket(0)
+
+
+@pytest.fixture
+def fresh_limits(monkeypatch):
+    monkeypatch.setattr(RateLimitedRewardManager, "_class_initialized", False)
+    monkeypatch.setattr(RateLimitedRewardManager, "_loop", None)
+
+
+def test_limits_are_shared_and_kept(clock, fresh_limits):
+    times = []
+
+    async def ask(**kwargs):
+        times.append(clock[0] - 100)
+        return 1.0
+
+    limits = config(max_concurrent=1, max_rpm=60, max_tpm=120, estimated_tokens_per_request=4)
+    first, second = (RateLimitedRewardManager(limits, TOKENIZER, ask) for _ in range(2))
+    first(batch(["1"] * 2))
+    second(batch(["1"]))
+    # One request a second; the 120 tokens of the first minute suffice for all three.
+    assert times == [0.0, 1.0, 2.0]
+
+
+def test_requests_at_a_time_are_limited(fresh_limits):
+    running, most = [0], [0]
+
+    async def ask(**kwargs):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.005)
+        running[0] -= 1
+        return 1.0
+
+    manager = RateLimitedRewardManager(config(max_concurrent=2), TOKENIZER, ask)
+    for _ in range(2):  # each batch has an event loop of its own
+        assert manager(batch(["1"] * 5)).sum() == 5
+    assert most[0] == 2
+
+
+def test_a_request_that_hangs_is_an_error(fresh_limits):
+    async def hang(**kwargs):
+        await asyncio.sleep(60)
+
+    manager = RateLimitedRewardManager(config(timeout=0.05), TOKENIZER, hang)
+    with pytest.raises(RewardError, match="TimeoutError"):
+        single(manager, batch()[:1])
+
+
+def test_names_are_entered_once():
+    @register("mine_for_this_test")
+    class Mine(NaiveRewardManager):
+        pass
+
+    assert get_reward_manager_cls("mine_for_this_test") is Mine and register("mine_for_this_test")(Mine) is Mine
+    with pytest.raises(ValueError, match="already registered"):
+        register("mine_for_this_test")(NaiveRewardManager)
+    with pytest.raises(ValueError, match="did you mean 'naive'"):
+        get_reward_manager_cls("naiv")
+
+
+class Classifier(BaseHTTPRequestHandler):
+    """Answers /classify with the number of words of the chat as its score."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = json.dumps({"data": [{"probs": [len(body["input"].split())]}]}).encode()
+        self.send_response(200 if self.path == "/classify" else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+
+@pytest.mark.process
+def test_a_served_reward_model_is_asked_for_the_chat(tmp_path, tiny_llama):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings = compose_run(tmp_path, tiny_llama, reward_model__enable="true", reward_model__model__path=tiny_llama)
+    settings.custom_reward_function.path = None
+    try:
+        worker = RewardLoopWorker(settings, f"127.0.0.1:{server.server_port}")
+        results = asyncio.run(worker.compute_score_batch(batch()))
+    finally:
+        server.shutdown()
+        server.server_close()
+    chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": ""}]
+    empty = len(worker.reward_model_tokenizer.apply_chat_template(chat, tokenize=False).split())
+    assert [result["reward_score"] for result in results] == [empty + 2, empty + 1]
+    with pytest.raises(ValueError, match="needs the address of a server"):
+        asyncio.run(RewardLoopWorker(settings).compute_score(batch()[:1]))
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ray_workers_share_the_rows_of_a_batch(ray_cluster, tmp_path, tiny_llama):
+    settings = compose_run(tmp_path, tiny_llama, reward_model__num_workers=2)
+    scored = RewardLoopManager(settings).compute_rm_score(batch(["1 a", "7", "a a a 4"]))
+    # the reward of tests.helpers.rl_run: the share of numbers among the words
+    assert scored.batch["rm_scores"].tolist() == [[0, 0.5, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0.25]]
+    assert scored.non_tensor_batch["words"].tolist() == [2, 1, 4]
+    assert scored.meta_info["reward_extra_keys"] == ["score", "words"]
+    remote = compose_run(tmp_path, tiny_llama, reward_model__num_workers=2, reward_manager__name="remote")
+    again = RewardLoopManager(remote).compute_rm_score(batch(["1 a"]))
+    assert again.batch["rm_scores"].tolist() == [[0, 0.5, 0, 0]]
+
+
+@pytest.mark.process
+def test_a_trainer_scores_by_the_loops_managers(tmp_path, fresh_limits):
+    rows = {}
+    for name in ("naive", "rate_limited"):
+        settings = {"reward_manager__name": name, "reward_model__max_concurrent": 8, "trainer__total_training_steps": 2}
+        fake_trainer(compose_run(tmp_path / name, "unused", **settings)).fit()
+        rows[name] = metrics_rows(tmp_path / name)
+    assert rows["naive"] == rows["rate_limited"]
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+        "class Mine(RewardManagerBase):\n"
+        "    def __init__(self, config, tokenizer, compute_score=None):\n"
+        "        super().__init__(config, tokenizer)\n"
+        "    async def run_single(self, data):\n"
+        "        return {'reward_score': float(len(data)), 'reward_extra_info': {}}\n"
+    )
+    settings = {"reward_model__reward_loop_source": "importlib", "trainer__total_training_steps": 1}
+    config = compose_run(tmp_path / "mine", "unused", **settings)
+    with pytest.raises(ValueError, match="needs reward_model.reward_loop_module_path"):
+        fake_trainer(config)
+    config.reward_model.reward_loop_module_path, config.reward_model.reward_loop_class_name = str(own), "Mine"
+    fake_trainer(config).fit()
+    assert metrics_rows(tmp_path / "mine")[0]["critic/score/mean"] == 1.0
+    own.write_text(own.read_text().replace("float(len(data))", "1 / 0"))
+    with pytest.raises(StepFailed, match="ZeroDivisionError"):
+        config.trainer.default_local_dir = str(tmp_path / "broken")
+        config.reward_model.reward_loop_module_path = str(own.rename(tmp_path / "mine2.py"))
+        fake_trainer(config).fit()

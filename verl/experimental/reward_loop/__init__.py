@@ -1,0 +1,5 @@
+"""Rewards of single samples by asyncio, in Ray actors or in the trainer's process."""
+
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
+
+__all__ = ["RewardLoopManager", "RewardLoopWorker"]

@@ -1,0 +1,109 @@
+"""Scores of single samples and of batches, by asyncio in Ray actors."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import numpy as np
+import ray
+import torch
+from omegaconf import DictConfig
+
+from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
+from verl.protocol import DataProto
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import load_extern_object
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.config import RewardModelConfig
+from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, rule_reward
+from verl.workers.reward_manager.reward_rows import RewardError, place_scores, rows_of
+
+
+class RewardLoopWorker:
+    """Scores samples by the manager that `config.reward_model` names; a plain class that `ray.remote` takes.
+
+    With reward_model.enable=true and without a reward function of the user's own, scores come from the discriminative
+    reward model that is served at `reward_router_address` ("host:port").
+    """
+
+    def __init__(self, config: DictConfig, reward_router_address: str | None = None) -> None:
+        self.config = config
+        self.reward_router_address = reward_router_address
+        model, reward = config.actor_rollout_ref.model, config.reward_model
+        path = copy_to_local(model.get("tokenizer_path") or model.path)
+        self.tokenizer = hf_tokenizer(path, trust_remote_code=model.get("trust_remote_code", False))
+        self.reward_model_tokenizer = None
+        if reward.enable:
+            path = copy_to_local(reward.model.path)
+            self.reward_model_tokenizer = hf_tokenizer(path, trust_remote_code=reward.model.trust_remote_code)
+        self.custom_function = get_custom_reward_fn(config)
+        if reward.get("reward_loop_source") == "importlib":
+            manager = load_extern_object(reward.reward_loop_module_path, reward.reward_loop_class_name)
+        else:
+            manager = get_reward_manager_cls(config.reward_manager.name)
+        settings = omega_conf_to_dataclass(reward, RewardModelConfig)
+        self.manager = manager(
+            config=config, tokenizer=self.tokenizer,
+            compute_score=self.custom_function or rule_reward(settings, workers=1),
+            reward_router_address=reward_router_address, reward_model_tokenizer=self.reward_model_tokenizer,
+        )  # fmt: skip
+
+    async def compute_score_batch(self, data: DataProto) -> list[dict[str, Any]]:
+        """`compute_score` of every row, concurrently."""
+        return list(await asyncio.gather(*(self.compute_score(data[i : i + 1]) for i in range(len(data)))))
+
+    async def compute_score(self, data: DataProto) -> dict[str, Any]:
+        """{"reward_score": number, "reward_extra_info": {name: value}} of a batch with one row."""
+        if self.config.reward_model.enable and self.custom_function is None:
+            return await self.compute_score_disrm(data)
+        return await self.manager.run_single(data)
+
+    async def compute_score_disrm(self, data: DataProto) -> dict[str, Any]:
+        """The score that the served reward model gives the chat of one row; its answer is the last turn.
+
+        Asks POST /classify, which vLLM and SGLang answer alike for models with one label.
+        """
+        if self.reward_router_address is None:
+            raise ValueError("reward_model.enable=true needs the address of a server with the reward model.")
+        (row,) = rows_of(data, self.config.data.get("reward_fn_key", "data_source"))
+        answer = self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
+        chat = [*data.non_tensor_batch["raw_prompt"][0], {"role": "assistant", "content": answer}]
+        text = self.reward_model_tokenizer.apply_chat_template(chat, tokenize=False)
+        body = {"model": self.config.reward_model.model.path, "input": text, "use_activation": False}
+        url = f"http://{self.reward_router_address}/classify"
+        async with aiohttp.ClientSession(trust_env=False) as session, session.post(url, json=body) as response:
+            if response.status != 200:
+                raise RewardError(f"{row}: {url} answered {response.status}: {(await response.text())[:200]}")
+            reply = await response.json()
+        score = float(reply["data"][-1]["probs"][-1])
+        return {"reward_score": score, "reward_extra_info": {"acc": score}}
+
+
+class RewardLoopManager:
+    """Shares the rows of a batch among `reward_model.num_workers` RewardLoopWorkers, each a Ray actor."""
+
+    def __init__(
+        self, config: DictConfig, rm_resource_pool: Any = None, reward_router_address: str | None = None
+    ) -> None:
+        self.config = config
+        worker = ray.remote(num_cpus=0)(RewardLoopWorker)
+        number = max(1, config.reward_model.get("num_workers") or 1)
+        self.reward_loop_workers = [worker.remote(config, reward_router_address) for _ in range(number)]
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """rm_scores [B, R] float32, on the last counted token, with the reward's extras as columns.
+
+        meta_info has their names as reward_extra_keys. Raises what a row raised.
+        """
+        parts = np.array_split(np.arange(len(data)), len(self.reward_loop_workers))
+        calls = [
+            worker.compute_score_batch.remote(data.select_idxs(rows))
+            for worker, rows in zip(self.reward_loop_workers, parts, strict=True) if len(rows)
+        ]  # fmt: skip
+        results = [result for part in ray.get(calls) for result in part]
+        extras = [result["reward_extra_info"] for result in results]
+        names = sorted({name for extra in extras for name in extra})
+        columns = {name: np.array([extra.get(name) for extra in extras], dtype=object) for name in names}
+        scores: torch.Tensor = place_scores(data, [result["reward_score"] for result in results])
+        return DataProto.from_dict({"rm_scores": scores}, columns, {"reward_extra_keys": names})
