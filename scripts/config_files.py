@@ -25,6 +25,7 @@ from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, RolloutCorrect
 from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
+from verl.config.megatron import MegatronPPOConfig  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig  # noqa: E402
@@ -48,6 +49,10 @@ hydra:
     - pkg://verl.trainer.config
 """
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
+SIZES = (
+    "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
+)  # fmt: skip
 # Classes that upstream's yaml files name by no _target_.
 WITHOUT_TARGET = {
     DataConfig, SamplerConfig, TrainerConfig, SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig,
@@ -85,7 +90,7 @@ class File:
     def _section(self, node: Any, prefix: str, base: Any, unused: str = "") -> Iterator[str]:
         """Lines of one section; those that differ from `base`, unless that is None."""
         indent = "  " * prefix.count(".")
-        if base is None and (target := target_of(type(node))):
+        if type(base) is not type(node) and (target := target_of(type(node))):
             yield from (f"{indent}# The dataclass of this section.", f"{indent}_target_: {target}", "")
         for field in dataclasses.fields(node):
             key, value = f"{prefix}{field.name}", getattr(node, field.name)
@@ -141,6 +146,27 @@ def _follow(prefix: str, *names: str) -> dict[str, str]:
     return {name: f"${{{prefix}.{name}}}" for name in names}
 
 
+def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
+    """ppo_trainer with Megatron's sections, which the settings of FSDP2 follow."""
+    values = {"reward_model.strategy": "fsdp2"}
+    roles = {ACTOR: f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref": "actor_rollout_ref.ref.fsdp_config",
+             "critic": "critic.model.fsdp_config"}  # fmt: skip
+    for role, engine in roles.items():
+        values |= {f"{engine}.{name}": f"${{{role}.megatron.{name}}}" for name in ("param_offload", "seed", "dtype")}
+        values |= {f"{engine}.strategy": "fsdp2", f"{role}.megatron.seed": seed}
+        if role != "actor_rollout_ref.ref":
+            values[f"{engine}.optimizer_offload"] = f"${{{role}.megatron.optimizer_offload}}"
+            values |= {f"{role}.grad_clip": "${.optim.clip_grad}", f"{role}.optim.clip_grad": 1.0}
+            values[f"{role}.optim.optimizer"] = "adam"
+    values[f"{ACTOR}.use_remove_padding"] = "${.megatron.use_remove_padding}"
+    inherited = ("param_offload", "seed", "dtype", "use_remove_padding", "override_transformer_config")
+    ref = "actor_rollout_ref.ref.megatron"
+    values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in inherited}
+    values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in SIZES} | {f"{ref}.forward_only": True}
+    title = "Settings of python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer: Megatron's keys, on FSDP2."
+    return File(title, MegatronPPOConfig(), ("ppo_trainer",), {"": ppo}, values)
+
+
 @functools.cache
 def files() -> dict[str, File]:
     """{path in the repository: file} of every generated yaml file."""
@@ -152,6 +178,12 @@ def files() -> dict[str, File]:
     inside = {"strategy": "${..strategy}", "ulysses_sequence_parallel_size": "${..ulysses_sequence_parallel_size}"}
     entropy = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "use_torch_compile")
     profiled = {f"profiler.{name}": f"${{oc.select:global_profiler.{name},null}}" for name in ("tool", "save_path")}
+    memory = workers.TorchMemoryToolConfig()
+    profiled |= {
+        f"profiler.tool_config.torch_memory.{field.name}":
+            f"${{oc.select:global_profiler.global_tool_config.torch_memory.{field.name},{memory[field.name]}}}"
+        for field in dataclasses.fields(memory) if field.name not in ("name", "_target_")
+    }  # fmt: skip
     follows = inside | {name: f"${{..{name}}}" for name in entropy}
     dapo = dataclasses.replace(
         ppo,
@@ -214,6 +246,7 @@ def files() -> dict[str, File]:
                 **_follow(ACTOR, "strategy", "use_torch_compile", "ulysses_sequence_parallel_size"),
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
+                "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}",
                 "fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "fsdp_config.seed": seed,
                 **{f"fsdp_config.{name}": value for name, value in follows.items()}, **profiled,
             },
@@ -305,6 +338,7 @@ def files() -> dict[str, File]:
         (f"trainer.{local_dir}",),
         head=SEARCHPATH,
     )  # fmt: skip
+    paths["verl/trainer/config/ppo_megatron_trainer.yaml"] = _megatron_tree(ppo, seed)
     spd = SPDSettings()
     paths["recipe/spd/config/spd/scorer.yaml"] = File(
         "The scorer, its reward and its rollout.", spd,

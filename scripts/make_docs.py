@@ -17,6 +17,7 @@ from dllm_reasoning.config.iterative import IterativeRefineConfig  # noqa: E402
 from recipe.spd.settings import SPDSettings  # noqa: E402
 from scripts.config_files import describe, files  # noqa: E402
 from verl.config.fields import field_metadata, field_types, section_type, setting, type_name  # noqa: E402
+from verl.config.megatron import MegatronPPOConfig  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import SFTConfig  # noqa: E402
@@ -26,6 +27,8 @@ SPD = make_dataclass("SPD", [("spd", SPDSettings, setting(SPDSettings))], bases=
 CONFIG = ROOT / "verl/trainer/config"
 TREES = {
     "python -m verl.trainer.main_ppo": (CONFIG / "ppo_trainer.yaml", PPOConfig),
+    "python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer: what differs from ppo_trainer":
+        (CONFIG / "ppo_megatron_trainer.yaml", MegatronPPOConfig),
     "torchrun -m verl.trainer.fsdp_sft_trainer": (CONFIG / "sft_trainer.yaml", SFTConfig),
     "torchrun -m dllm_reasoning.train_iterative_refine: what differs from SFT":
         (ROOT / "dllm_reasoning/config/iterative_refine.yaml", IterativeRefineConfig),

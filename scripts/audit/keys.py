@@ -25,7 +25,8 @@ TREES = {
 #: composed tree of ours -> the module of its yaml files
 OURS = {
     **dict.fromkeys(TREES.values(), "verl.trainer.config"), "dapo_trainer": "recipe.dapo.config",
-    "spd_trainer": "recipe.spd.config", "iterative_refine": "dllm_reasoning.config",
+    "ppo_megatron_trainer": "verl.trainer.config", "spd_trainer": "recipe.spd.config",
+    "iterative_refine": "dllm_reasoning.config",
 }  # fmt: skip
 FAMILIES = (
     "actor", "critic", "response_length", "response_length_non_aborted", "response", "prompt_length", "num_turns",

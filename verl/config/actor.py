@@ -111,6 +111,7 @@ class FSDPActorConfig(ActorConfig):
 class FSDPRefConfig(BaseConfig, section="ref"):
     """The reference policy: a forward only."""
 
+    rollout_n: int = setting(1, "Samples of each prompt.", low=1, unused="rows are scored as they come")
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     use_torch_compile: bool = torch_compile()
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)

@@ -44,6 +44,8 @@ class DataConfig(BaseConfig, section="data"):
         "What happens to a prompt that is too long: an error, or the side that is cut.",
         choices=("error", "left", "right", "middle"),
     )
+    return_full_prompt: bool = setting(False, "Return the prompt's text, through the template, as full_prompts.")
+    use_shm: bool = setting(False, "Copy data files to /dev/shm first.")
     return_raw_chat: bool = setting(True, "Return chat messages as raw_prompt.", unused="rows always have them")
     validation_shuffle: bool = setting(False, "Shuffle validation prompts.")
     apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the chat template; any key.")

@@ -20,13 +20,15 @@ BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
 
 
 def setting(
-    default: Any = dataclasses.MISSING, help: str = "", *, unused: str | Mapping[str, str] | None = None, **rule: Any
+    default: Any = dataclasses.MISSING, help: str = "", *, unused: str | Mapping[str, str] | bool | None = None,
+    **rule: Any
 ) -> Any:
     """A dataclass field of a config. `default` is a value, or a callable that makes one.
 
     `help` is one sentence for the yaml files and docs/config.md; a field without it is internal and in neither.
     `unused` says what happens instead of reading the value, for a key that is accepted for scripts that set it, with
-    all keys below it; a mapping from `rollout.name` restricts this to those rollouts.
+    all keys below it; a mapping from `rollout.name` restricts this to those rollouts, and False says that the value is
+    read, unlike that of the base class's field.
 
     Permitted values: `low` and `high` are inclusive, `above` is exclusive; `choices` lists the values, `each_of` those
     of a list's items; `fixed` is the reason why only the default works. None is permitted where the annotation permits
@@ -51,7 +53,13 @@ def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
     """Description, rules and use of a field; each from the nearest base class where a subclass changes the default."""
     fields = [f for c in owner.__mro__ if dataclasses.is_dataclass(c) and (f := c.__dataclass_fields__.get(name))]
     parts = {"help": "", "unused": None, "rule": {}}
-    return {part: next((v for f in fields if (v := f.metadata.get(part))), none) for part, none in parts.items()}
+    own = {p: next((v for f in fields if (v := f.metadata.get(p)) or v is False), none) for p, none in parts.items()}
+    return own | {"unused": own["unused"] or None}
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a field; the factory's where it has one."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def section_type(hint: Any) -> type | None:
@@ -74,9 +82,9 @@ def value_errors(dataclass_type: type, values: Mapping[str, Any], section: str) 
             messages.append((field.name, f"{key}={value!r} is a {type(value).__name__}; expected {type_name(hint)}."))
             continue
         rule = field_metadata(dataclass_type, field.name)["rule"]
-        if "fixed" in rule and value != field.default:
+        if "fixed" in rule and value != (only := default_of(field)):
             shown = value if isinstance(value, str) else json.dumps(value)
-            message = f"{key}={shown} does not work here: {rule['fixed']}. Set it to {json.dumps(field.default)}."
+            message = f"{key}={shown} does not work here: {rule['fixed']}. Set it to {json.dumps(only)}."
             messages.append((field.name, message))
         elif value is not None and (message := _range_error(key, value, rule)):
             messages.append((field.name, message))

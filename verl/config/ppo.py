@@ -13,7 +13,7 @@ from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.reward_model import RewardModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.utils.profiler.config import TOOLS
+from verl.utils.profiler.config import TOOLS, TorchMemoryToolConfig
 
 
 @dataclass
@@ -65,6 +65,12 @@ class GlobalNsysConfig(BaseConfig, section="global_profiler.global_tool_config.n
         },
         "Options of nsys around each rank, which Ray starts.",
     )  # fmt: skip
+    controller_nsight_options: dict[str, Any] = setting(
+        lambda: {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"},
+        "Options of nsys around the driver.",
+        unused="the driver holds no model and is not profiled",
+    )
+    discrete: bool = setting(False, "One range for each call.", unused="a capture range covers the full step")
 
 
 @dataclass
@@ -72,6 +78,7 @@ class GlobalToolConfig(BaseConfig, section="global_profiler.global_tool_config")
     """Settings of the tools for all processes."""
 
     nsys: GlobalNsysConfig = setting(GlobalNsysConfig, "Nsight Systems.")
+    torch_memory: TorchMemoryToolConfig = setting(TorchMemoryToolConfig, "CUDA memory history; roles follow it.")
 
 
 @dataclass

@@ -11,6 +11,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.fields import field_types, section_type, value_errors
+from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
 from verl.planning.batch_arithmetic import batch_problems
 from verl.planning.problems import Problem, wrong
@@ -85,7 +86,7 @@ def tree_problems(
 
     `config_type` is the dataclass of the tree; sections that it does not have, such as a recipe's, are not checked.
     """
-    known = known_tree() if known is None else known
+    known, config_type = known_tree() if known is None else known, tree_type(config_type, config)
     raw = OmegaConf.to_container(config, resolve=False)
     issues = [] if known is None else unknown_keys(raw, OmegaConf.to_container(known, resolve=False))
     missing = sorted(k for k in OmegaConf.missing_keys(config) if not is_open(k.rpartition(".")[0]))

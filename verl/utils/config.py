@@ -11,13 +11,15 @@ from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.planning.problems import raise_if_any
+from verl.utils.import_utils import load_class_from_fqn
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:
     """The dataclass that a config node describes.
 
-    Without a type the node names it in `_target_`. With one the node is merged over its defaults: unknown keys are
-    refused. An empty node gives the defaults (None without a type); an object that is no config is handed back.
+    Without a type the node names it in `_target_`. With one the node is merged over the defaults of that type, or of
+    its subclass in `_target_`: unknown keys are refused. An empty node gives the defaults (None without a type); an
+    object that is not a config is returned as it is.
     """
     if config is None or (isinstance(config, Mapping | ListConfig) and len(config) == 0):
         return None if dataclass_type is None else dataclass_type()
@@ -32,6 +34,9 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None
         return instantiate(config, _convert_="partial")
     node = config if isinstance(config, DictConfig | ListConfig) else OmegaConf.create(config)
     plain = OmegaConf.to_container(node, resolve=True)  # interpolations may point above the node
+    if isinstance(plain, dict) and isinstance(target := plain.get("_target_"), str):
+        named = load_class_from_fqn(target, "config dataclass")
+        dataclass_type = named if issubclass(named, dataclass_type) else dataclass_type
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(dataclass_type), plain))
 
 

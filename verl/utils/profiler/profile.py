@@ -90,7 +90,11 @@ class TorchMemoryProfiler:
         """Begin to record allocations."""
         self.step_number = kwargs.get("step", 0)
         if torch.cuda.is_available():
-            torch.cuda.memory._record_memory_history(max_entries=self.tool_config.trace_alloc_max_entries)
+            settings = self.tool_config
+            torch.cuda.memory._record_memory_history(
+                context=settings.context, stacks=settings.stacks, max_entries=settings.trace_alloc_max_entries,
+                **settings.kw_args,
+            )  # fmt: skip
         else:
             logger.warning("profiler.tool=torch_memory records CUDA allocations; this rank has no GPU")
 

@@ -2,11 +2,13 @@
 # ruff: noqa: F401, I001
 
 from verl.config.common import BaseModelConfig, CheckpointConfig, ModuleConfig, RewardManagerConfig
-from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.profiler.config import ProfilerConfig, TorchMemoryToolConfig
 from verl.config.sandbox import SandboxConfig
 from verl.config.actor import ActorConfig, FSDPActorConfig, FSDPRefConfig, PolicyLossConfig
 from verl.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.config.engine import EngineConfig, FSDPEngineConfig, TrainingWorkerConfig
+from verl.config.megatron import McoreActorConfig, McoreCriticConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.config.megatron import McoreRefConfig, VeOmniEngineConfig, VeOmniOptimizerConfig
 from verl.config.model import HFModelConfig, PluginConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig, build_optimizer
 from verl.config.reward_model import RewardModelConfig, RewardModelModelConfig, SandboxFusionConfig

@@ -1,0 +1,188 @@
+"""The settings of ppo_megatron_trainer, which runs on FSDP2: what FSDP2 has as well is mapped, the rest is refused.
+
+Mapped: offloading, seed, dtype, padding, the optimizer and its schedule. Ranks shard every layer (FSDP2) instead of
+splitting it, so that every parallel size must be 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.config.actor import FSDPActorConfig, FSDPRefConfig
+from verl.config.critic import FSDPCriticConfig
+from verl.config.engine import EngineConfig
+from verl.config.fields import setting
+from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
+from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
+
+STRATEGY = "Megatron's settings, on FSDP2."
+SHARDED = "FSDP2 shards every layer over all ranks instead of splitting it"
+WEIGHTS = "weights come from the model's folder, and checkpoints are those of FSDP2"
+MODELS = "models are those of transformers"
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD"}
+
+
+@dataclass
+class McoreEngineConfig(EngineConfig, section="megatron"):
+    """Megatron's settings of a role, as far as FSDP2 has them."""
+
+    strategy: str | None = setting("megatron", choices=("megatron",))
+    grad_offload: bool = setting(False, "Keep gradients on the CPU.", unused="gradients stay with their weights")
+    use_remove_padding: bool = setting(True, "Remove padding before the forward.")
+    tensor_model_parallel_size: int = setting(1, "Ranks that split each layer.", fixed=SHARDED)
+    expert_model_parallel_size: int = setting(1, "Ranks that share the experts.", fixed=SHARDED)
+    expert_tensor_parallel_size: int | None = setting(None, "Ranks that split each expert.", fixed=SHARDED)
+    pipeline_model_parallel_size: int = setting(1, "Stages of the pipeline.", fixed=SHARDED)
+    virtual_pipeline_model_parallel_size: int | None = setting(None, "Virtual stages.", fixed=SHARDED)
+    context_parallel_size: int = setting(1, "Ranks that share one sequence.", fixed="each rank keeps full sequences")
+    sequence_parallel: bool = setting(
+        True, "Split activations among tensor parallel ranks.", unused="there is one tensor parallel rank"
+    )
+    use_distributed_optimizer: bool = setting(
+        True, "Shard the optimizer's state.", unused="FSDP2 always shards the optimizer's state"
+    )
+    use_dist_checkpointing: bool = setting(False, "Load weights from Megatron's checkpoint format.", fixed=WEIGHTS)
+    dist_checkpointing_path: str | None = setting(None, "Folder of such a checkpoint.", fixed=WEIGHTS)
+    dist_checkpointing_prefix: str = setting("", "Prefix of its keys.", fixed=WEIGHTS)
+    override_ddp_config: dict[str, Any] = setting(dict, "Megatron's DDP settings; any key.", fixed="there is no DDP")
+    override_transformer_config: dict[str, Any] = setting(
+        lambda: {
+            "recompute_granularity": None, "recompute_modules": ["core_attn"], "recompute_method": None,
+            "recompute_num_layers": None, "attention_backend": "flash",
+        },
+        "Megatron's transformer settings; any key.",
+        unused="model.enable_gradient_checkpointing and model.override_config decide",
+    )  # fmt: skip
+    override_mcore_model_config: dict[str, Any] = setting(dict, "Settings of Megatron's models; any key.", fixed=MODELS)
+    use_mbridge: bool = setting(True, "Convert weights by mbridge.", unused=WEIGHTS)
+    vanilla_mbridge: bool = setting(True, "Which mbridge.", unused=WEIGHTS)
+
+
+@dataclass
+class McoreOptimizerConfig(FSDPOptimizerConfig):
+    """Megatron's names of the optimizer's and the schedule's settings; sets those of FSDPOptimizerConfig.
+
+    `min_lr` becomes min_lr_ratio = min_lr / lr.
+    """
+
+    optimizer: str = setting("adam", "adam (AdamW) or sgd.", choices=(*OPTIMIZERS, *OPTIMIZERS.values()))
+    lr_warmup_init: float = setting(0.0, "Learning rate at the first step.", fixed="warm-up begins at 0")
+    lr_decay_steps: int | None = setting(None, "Steps of the decay.", fixed="the decay covers all steps")
+    lr_decay_style: str = setting("constant", "Schedule after warm-up.", choices=tuple(SCHEDULES))
+    min_lr: float = setting(0.0, "Final learning rate.", low=0)
+    weight_decay_incr_style: str = setting("constant", "Schedule of weight decay.", fixed="weight decay is constant")
+    lr_wsd_decay_style: str = setting("exponential", "Decay of WSD.", unused="WSD decays by a cosine")
+    lr_wsd_decay_steps: int | None = setting(None, "Steps of WSD's decay.", fixed="WSD decays in a tenth of the steps")
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, "Take the schedule from the checkpoint.", unused="a resumed run continues its schedule"
+    )
+    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0, unused=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "optimizer", OPTIMIZERS.get(self.optimizer, self.optimizer))
+        object.__setattr__(self, "lr_scheduler_type", SCHEDULES[self.lr_decay_style])
+        if self.min_lr and self.lr:
+            object.__setattr__(self, "min_lr_ratio", min(1.0, self.min_lr / self.lr))
+
+
+@dataclass
+class McoreActorConfig(FSDPActorConfig):
+    """The actor of ppo_megatron_trainer."""
+
+    strategy: str = setting("megatron", STRATEGY, choices=("megatron",))
+    load_weight: bool = setting(True, "Load the model's weights.", fixed=WEIGHTS)
+    megatron: McoreEngineConfig = setting(McoreEngineConfig, "The actor's engine.")
+    profile: dict[str, Any] = setting(dict)
+    optim: McoreOptimizerConfig = setting(lambda: McoreOptimizerConfig(lr=1e-6))
+
+
+@dataclass
+class McoreRefConfig(FSDPRefConfig):
+    """The reference policy of ppo_megatron_trainer."""
+
+    strategy: str = setting("megatron", STRATEGY, choices=("megatron",))
+    load_weight: bool = setting(True, "Load the model's weights.", fixed=WEIGHTS)
+    megatron: McoreEngineConfig = setting(McoreEngineConfig, "The reference's engine.")
+
+
+@dataclass
+class McoreCriticConfig(FSDPCriticConfig):
+    """The critic of ppo_megatron_trainer."""
+
+    strategy: str = setting("megatron", STRATEGY, choices=("megatron",))
+    nccl_timeout: int = setting(
+        600, "Seconds after which a collective ends the run.", low=1, unused="actor_rollout_ref.nccl_timeout decides"
+    )
+    load_weight: bool = setting(True, "Load the model's weights.", fixed=WEIGHTS)
+    megatron: McoreEngineConfig = setting(McoreEngineConfig, "The critic's engine.")
+    optim: McoreOptimizerConfig = setting(lambda: McoreOptimizerConfig(lr=1e-5))
+
+
+@dataclass
+class MegatronActorRolloutRefConfig(ActorRolloutRefConfig):
+    """Policy, rollout and reference with Megatron's settings."""
+
+    actor: McoreActorConfig = setting(McoreActorConfig)
+    ref: McoreRefConfig = setting(McoreRefConfig)
+
+
+@dataclass
+class MegatronPPOConfig(PPOConfig):
+    """The tree of ppo_megatron_trainer."""
+
+    actor_rollout_ref: MegatronActorRolloutRefConfig = setting(MegatronActorRolloutRefConfig)
+    critic: McoreCriticConfig = setting(McoreCriticConfig)
+
+
+
+def tree_type(config_type: type, config: DictConfig) -> type:
+    """The dataclass that checks a composed tree: `config_type`, or MegatronPPOConfig for ppo_megatron_trainer."""
+    has_megatron = OmegaConf.select(config, "actor_rollout_ref.actor.megatron", throw_on_missing=False) is not None
+    return MegatronPPOConfig if config_type is PPOConfig and has_megatron else config_type
+
+
+@dataclass
+class VeOmniEngineConfig(EngineConfig, section="veomni"):
+    """For imports: no trainer here builds a VeOmni engine."""
+
+    strategy: str | None = setting("veomni", choices=("veomni",))
+    wrap_policy: dict[str, Any] = setting(dict)
+    offload_policy: bool = False
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    use_orig_params: bool = False
+    entropy_from_logits_with_chunking: bool = False
+    use_torch_compile: bool = True
+    entropy_checkpointing: bool = False
+    data_parallel_size: int = 1
+    data_parallel_replicate_size: int = 1
+    data_parallel_shard_size: int = 1
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    ulysses_parallel_size: int = 1
+    data_parallel_mode: str = "fsdp"
+    mixed_precision: bool = False
+    init_device: str = "meta"
+    enable_full_shard: bool = False
+    ckpt_manager: str = "dcp"
+    load_checkpoint_path: str | None = None
+    enable_fsdp_offload: bool = False
+    enable_reentrant: bool = False
+    attn_implementation: str | None = "flash_attention_2"
+    moe_implementation: str | None = "eager"
+    force_use_huggingface: bool = False
+    activation_gpu_limit: float = 0.0
+    basic_modules: list[str] | None = setting(list)
+
+
+@dataclass
+class VeOmniOptimizerConfig(OptimizerConfig):
+    """For imports, as VeOmniEngineConfig."""
+
+    lr_scheduler_type: str = "constant"
+    override_optimizer_config: dict | None = None
