@@ -235,12 +235,6 @@ def test_registry_names_the_nearest_and_the_modes():
             return prompts
 
     assert get_rollout_class("test_hf_rollout_own", "sync") is Own
-    with pytest.raises(TypeError, match=r"Late.update_weights is `async def`"):
-
-        @register_rollout("test_hf_rollout_late", "sync")
-        class Late(Own):
-            async def update_weights(self, weights, **kwargs):
-                return None
 
 
 def on_ranks(rank, world_size, path):

@@ -112,10 +112,12 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Create the resource pools, start the ranks, load the models."""
-        self.resource_pool_manager.create_resource_pool()
+        pools = self.resource_pool_manager
+        pools.use_gpu = self.device_name != "cpu" if pools.use_gpu is None else pools.use_gpu
+        pools.create_resource_pool()
         parts = classes(self.config, self.role_worker_mapping, self.device_name, self.total_training_steps)
         self.groups = WorkerGroups(
-            self.resource_pool_manager, parts, self.ray_worker_group_cls, device_name=self.device_name,
+            pools, parts, self.ray_worker_group_cls, device_name=self.device_name,
             ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
             time_limits=limits(self.config.trainer.watchdog), nsight_options=nsight_options(self.config),
         )  # fmt: skip
@@ -308,10 +310,8 @@ class RayPPOTrainer:
         )
         batch.reorder(torch.from_numpy(order))
         batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        if uneven:
-            return {}
-        shares = [share.tolist() for share in np.split(order, self.ranks)]
-        return log_seqlen_unbalance(tokens, shares, prefix="global_seqlen")
+        shares = [] if uneven else [share.tolist() for share in np.split(order, self.ranks)]
+        return log_seqlen_unbalance(tokens, shares, prefix="global_seqlen") if shares else {}
 
     @step("old_log_prob")
     def _compute_old_log_prob(self, batch: DataProto) -> Metrics:

@@ -21,17 +21,19 @@ CLOSE_TIMEOUT_S = 20
 class ResourcePoolManager:
     """Pools by name (ranks of each node) and the pool of each role.
 
-    `use_gpu` false makes CPU ranks; `local` pools reserve nothing and are for LocalWorkerGroup.
+    `use_gpu` false makes CPU ranks (None: the trainer's device decides); `local` pools reserve nothing and are for
+    LocalWorkerGroup.
     """
 
     resource_pool_spec: dict[str, list[int]]
     mapping: dict[Role, str]
     resource_pool_dict: dict[str, ResourcePool] = field(default_factory=dict)
-    use_gpu: bool = True
+    use_gpu: bool | None = None
     local: bool = False
 
     def create_resource_pool(self) -> None:
         """Create every pool. Raises ValueError if Ray has too few free GPUs or CPUs."""
+        self.use_gpu = self.use_gpu is not False
         if self.local:
             self.resource_pool_dict = {name: ResourcePool(ranks) for name, ranks in self.resource_pool_spec.items()}
             return

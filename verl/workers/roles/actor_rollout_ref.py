@@ -12,6 +12,7 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.grading.pool import finished
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
@@ -102,13 +103,13 @@ class ActorRolloutRefWorker(ModelWorker):
         They are not sent if the rollout holds this version of them. The actor's own weights are on the device only
         while they are sent.
         """
-        self.rollout.resume(["weights"])
+        finished(self.rollout.resume(["weights"]))
         outdated = self.rollout_version != self.weights_version
         if outdated:
             with self.engine.eval_mode():
-                self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param()))
+                finished(self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param())))
             self.rollout_version = self.weights_version
-        self.rollout.resume(["kv_cache"])
+        finished(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True
         return outdated
 
@@ -116,7 +117,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def trainer_mode(self) -> None:
         """Put the rollout to sleep: it frees its memory, and its weights unless it keeps them."""
         self.rollout_is_awake = False
-        self.rollout.release()
+        finished(self.rollout.release())
         if not self.rollout.keeps_weights:
             self.rollout_version = None
 
@@ -136,7 +137,7 @@ class ActorRolloutRefWorker(ModelWorker):
                     f"{self.weights_version}: it was not given the weights after start, wake-up, update or resume."
                 )
             with torch.no_grad():
-                output = self.rollout.generate_sequences(prompts)
+                output = finished(self.rollout.generate_sequences(prompts))
             if not isinstance(output, DataProto):
                 method = defined_at(type(self.rollout).generate_sequences)
                 raise TypeError(f"{method} returned {kind(output)}; expected a DataProto with the samples.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,8 @@ class BaseRollout(ABC):
     """Generates with the actor's current weights.
 
     A rank calls `bind_actor` once; then for each phase `resume(["weights"])`, `update_weights` if the rollout does not
-    hold the actor's weights, `resume(["kv_cache"])`, `generate_sequences` any number of times, and `release`. Every
-    method but `generate_sequences` does nothing by default.
+    hold the actor's weights, `resume(["kv_cache"])`, `generate_sequences` any number of times, and `release`; each may
+    be `async def`. Every method but `generate_sequences` does nothing by default.
     """
 
     #: whether the weights outlast `release`, so that they need not be sent again before they change
@@ -73,16 +72,8 @@ _ROLLOUT_REGISTRY |= {
 
 
 def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollout]], type[BaseRollout]]:
-    """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`; its methods must not be `async def`."""
-    enter = _ROLLOUT_REGISTRY.register((name, mode))
-
-    def register(rollout: type[BaseRollout]) -> type[BaseRollout]:
-        for method in ("resume", "update_weights", "generate_sequences", "release"):
-            if inspect.iscoroutinefunction(getattr(rollout, method, None)):
-                raise TypeError(f"{rollout.__name__}.{method} is `async def`, but nobody awaits it: make it `def`.")
-        return enter(rollout)
-
-    return register
+    """Decorator: enter a rollout class for `rollout.name` and `rollout.mode`."""
+    return _ROLLOUT_REGISTRY.register((name, mode))
 
 
 def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:

@@ -1,0 +1,1 @@
+"""A project of a verl user, run against this tree: data, rewards, estimators, losses, rollouts, recipes."""
