@@ -42,12 +42,38 @@ def of_ranks(rank, world_size):
     own = torch.full((2, 1 + rank), float(rank))  # parts of different width
     uneven = u.Gather.apply(dist.group.WORLD, own, 1)
     stacked = u.all_gather_tensor(torch.tensor([[rank, rank + 10]]))
+    assert torch.equal(u.all_gather_tensor(torch.tensor([[rank, rank + 10]]), async_op=True)(), stacked)
     later = u.all_to_all_tensor(torch.arange(world_size) + 10 * rank, 0, 0, async_op=True)()
     cut = u.ulysses_pad_and_slice_inputs(torch.arange(1, 6)[None], torch.arange(5)[None], world_size)
     whole = u.ulysses_pad_and_slice_inputs(torch.arange(1, 6)[None], torch.arange(5)[None], world_size, True)[1]
+    check_gradients_of_exchanges(rank, world_size)
+    check_refusals(world_size)
     u.set_ulysses_sequence_parallel_group(None)
+    x = torch.arange(world_size)  # a process group alone shares no sequence
+    assert u.all_to_all_tensor(x, 0, 0) is x and u.all_gather_tensor(x, async_op=True)() is x
+    assert torch.equal(u.Gather.apply(None, x, 0), x) and torch.equal(u.SeqAllToAll.apply(None, x, 0, 0), x)
     results = [together.detach(), *gradients, uneven, stacked, later, cut[0], cut[1], whole]
     return [r.tolist() for r in results] + [cut[2]]
+
+
+def check_gradients_of_exchanges(rank, world_size):
+    for scaled in (True, False):
+        x = torch.ones(2, 3, requires_grad=True)
+        weight = torch.arange(6.0 * world_size).reshape(2 * world_size, 3)
+        (u.Gather.apply(None, x, 0, scaled) * weight).sum().backward()  # None: the default group
+        assert torch.equal(x.grad, weight[2 * rank : 2 * rank + 2] * (world_size if scaled else 1))
+    x = torch.zeros(world_size, requires_grad=True)
+    (u.SeqAllToAll.apply(dist.group.WORLD, x, 0, 0, True) * (rank + 1.0)).sum().backward()
+    assert x.grad.tolist() == [r + 1.0 for r in range(world_size)]  # element r went to rank r, which weighs it r + 1
+
+
+def check_refusals(world_size):
+    odd = torch.zeros(world_size + 1)
+    for call in (lambda: u.slice_input_tensor(odd, 0, padding=False), lambda: u.all_to_all_tensor(odd, 0, 0)):
+        with pytest.raises(ValueError, match=f"{world_size} ranks cannot share dimension 0 of "):
+            call()
+    with pytest.raises(ValueError, match=f"sp_size=3, but {world_size} ranks share a sequence"):
+        u.ulysses_pad_and_slice_inputs(torch.ones(1, 3), sp_size=3)
 
 
 @pytest.mark.process

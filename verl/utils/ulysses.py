@@ -5,6 +5,8 @@ gives it the full sequence of a part of the heads, [B, T, H / n, D]. Without a g
 function returns its input unchanged.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,47 +43,51 @@ def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int
 
 def all_to_all_tensor(
     local_input: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup | None = None, async_op: bool = False
-) -> Any:
+) -> Tensor | Callable[[], Tensor]:
     """Split `scatter_dim` among the ranks and concatenate what they send along `gather_dim`; not differentiable.
 
     With `async_op` a function is returned that waits and gives the result. Raises ValueError if the ranks cannot share
     `scatter_dim` evenly.
     """
     group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
-    size = dist.get_world_size(group)
-    if local_input.shape[scatter_dim] % size:
-        raise ValueError(f"{size} ranks cannot share dimension {scatter_dim} of {tuple(local_input.shape)} evenly.")
+    size = get_ulysses_sequence_parallel_world_size(group)
+    if size == 1:
+        return (lambda: local_input) if async_op else local_input
+    _refuse_uneven(local_input, scatter_dim, size)
     sent = [part.contiguous() for part in local_input.chunk(size, scatter_dim)]
     received = [torch.empty_like(part) for part in sent]
     work = dist.all_to_all(received, sent, group=group, async_op=async_op)
-    if not async_op:
-        return torch.cat(received, gather_dim)
-
-    def result() -> Tensor:
-        work.wait()
-        return torch.cat(received, gather_dim)
-
-    return result
+    return partial(_concatenated, received, gather_dim, work) if async_op else torch.cat(received, gather_dim)
 
 
-def all_gather_tensor(local_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Tensor:
-    """The tensors of all ranks along the first dimension, in rank order; not differentiable."""
+def all_gather_tensor(
+    local_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Tensor | Callable[[], Tensor]:
+    """The tensors of all ranks, of one shape, along the first dimension, in rank order; not differentiable.
+
+    With `async_op` a function is returned that waits and gives the result.
+    """
     group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
-    size = dist.get_world_size(group)
-    output = local_tensor.new_empty((size * local_tensor.shape[0], *local_tensor.shape[1:]))
-    dist.all_gather_into_tensor(output, local_tensor.contiguous(), group=group, async_op=async_op)
-    return output
+    size = get_ulysses_sequence_parallel_world_size(group)
+    if size == 1:
+        return (lambda: local_tensor) if async_op else local_tensor
+    sent = local_tensor.contiguous()
+    received = [torch.empty_like(sent) for _ in range(size)]
+    work = dist.all_gather(received, sent, group=group, async_op=async_op)
+    return partial(_concatenated, received, 0, work) if async_op else torch.cat(received)
 
 
 class SeqAllToAll(torch.autograd.Function):
-    """`all_to_all_tensor` with the reverse exchange as its backward."""
+    """`all_to_all_tensor` with the reverse exchange as its backward; `async_op` changes nothing: autograd waits."""
 
     @staticmethod
     def forward(
-        ctx: Any, group: ProcessGroup, local_input: Tensor, scatter_dim: int, gather_dim: int, async_op: bool = False
-    ) -> Any:
-        ctx.group, ctx.scatter_dim, ctx.gather_dim = group, scatter_dim, gather_dim
-        return all_to_all_tensor(local_input, scatter_dim, gather_dim, group, async_op)
+        ctx: Any, group: ProcessGroup | None, local_input: Tensor, scatter_dim: int, gather_dim: int,
+        async_op: bool = False,
+    ) -> Tensor:
+        ctx.group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
+        ctx.scatter_dim, ctx.gather_dim = scatter_dim, gather_dim
+        return all_to_all_tensor(local_input, scatter_dim, gather_dim, ctx.group)
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor) -> tuple:
@@ -93,20 +99,25 @@ class Gather(torch.autograd.Function):
     """All parts along `gather_dim`; the backward takes this rank's part of the gradient.
 
     `grad_scaler` multiplies it by the number of ranks: the loss is then a mean over them, each of which computes the
-    loss of the full sequence. Parts may differ in size along `gather_dim` only.
+    loss of the full sequence. Parts may differ in size along `gather_dim` only. `async_op` changes nothing: autograd
+    waits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, group: ProcessGroup, local_tensor: Tensor, gather_dim: int, grad_scaler: bool = True,
+        ctx: Any, group: ProcessGroup | None, local_tensor: Tensor, gather_dim: int, grad_scaler: bool = True,
         async_op: bool = False,
     ) -> Tensor:
-        size = dist.get_world_size(group)
+        group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
+        size = get_ulysses_sequence_parallel_world_size(group)
+        ctx.rank, ctx.gather_dim = get_ulysses_sequence_parallel_rank(group), gather_dim
+        ctx.scale, ctx.widths = size if grad_scaler else 1, [local_tensor.shape[gather_dim]]
+        if size == 1:
+            return local_tensor
         width = torch.tensor([local_tensor.shape[gather_dim]], device=local_tensor.device)
         widths = [torch.empty_like(width) for _ in range(size)]
         dist.all_gather(widths, width, group=group)
         ctx.widths = [int(w) for w in widths]
-        ctx.rank, ctx.gather_dim, ctx.scale = dist.get_rank(group), gather_dim, size if grad_scaler else 1
         sent = _padded(local_tensor, gather_dim, max(ctx.widths) - local_tensor.shape[gather_dim]).contiguous()
         parts = [torch.empty_like(sent) for _ in range(size)]  # gloo gathers tensors of one shape only
         dist.all_gather(parts, sent, group=group)
@@ -142,10 +153,14 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of `x` along `dim`; with `padding` zeros fill it up to an even share first."""
+    """This rank's part of `x` along `dim`; with `padding` zeros fill it up to an even share first.
+
+    Raises ValueError if the ranks cannot share `dim` evenly without padding.
+    """
     size = get_ulysses_sequence_parallel_world_size(group)
     if padding:
         x = _padded(x, dim, -x.shape[dim] % size)
+    _refuse_uneven(x, dim, size)
     share = x.shape[dim] // size
     return x.narrow(dim, get_ulysses_sequence_parallel_rank(group) * share, share).contiguous()
 
@@ -188,7 +203,16 @@ def ulysses_pad_and_slice_inputs(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """`ulysses_pad`, then this rank's part of both; with `skip_position_ids_rmpad` the positions stay complete."""
+    """`ulysses_pad`, then this rank's part of both; with `skip_position_ids_rmpad` the positions stay complete.
+
+    Raises ValueError if `sp_size` is not the number of ranks in the group.
+    """
+    ranks = get_ulysses_sequence_parallel_world_size()
+    if sp_size != ranks:
+        raise ValueError(
+            f"sp_size={sp_size}, but {ranks} ranks share a sequence; call set_ulysses_sequence_parallel_group with a "
+            "group of that size."
+        )
     ids, positions, pads = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     ids = slice_input_tensor(ids, 1, padding=False)
     if positions is not None and not skip_position_ids_rmpad:
@@ -203,6 +227,16 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
             f"ulysses_sequence_parallel_size={ulysses_sequence_size} does not divide the model's {num_heads} attention "
             "heads; use a divisor."
         )
+
+
+def _concatenated(parts: list[Tensor], dim: int, work: dist.Work) -> Tensor:
+    work.wait()
+    return torch.cat(parts, dim)
+
+
+def _refuse_uneven(x: Tensor, dim: int, size: int) -> None:
+    if x.shape[dim] % size:
+        raise ValueError(f"{size} ranks cannot share dimension {dim} of {tuple(x.shape)} evenly.")
 
 
 def _padded(x: Tensor, dim: int, pads: int) -> Tensor:
