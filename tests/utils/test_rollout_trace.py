@@ -45,7 +45,7 @@ def mlflow(monkeypatch):
         calls.append(("close", name))
 
     module = SimpleNamespace(
-        set_tracking_uri=lambda uri: None, set_experiment=lambda name: calls.append(("project", name)),
+        set_experiment=lambda name: calls.append(("project", name)),
         start_span=start_span, update_current_trace=lambda tags: calls.append(("tags", tags)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "mlflow", module)
@@ -82,7 +82,7 @@ def test_mlflow_gets_one_trace_with_its_calls(mlflow):
 def test_weave_gets_results_and_errors(monkeypatch):
     calls = []
     client = SimpleNamespace(
-        create_call=lambda op, inputs: calls.append((op, inputs)) or len(calls),
+        create_call=lambda op, inputs, attributes: calls.append((op, inputs, attributes)) or len(calls),
         finish_call=lambda call, output=None, exception=None: calls.append((call, output, str(exception or ""))),
     )  # fmt: skip
 
@@ -97,10 +97,58 @@ def test_weave_gets_results_and_errors(monkeypatch):
         assert Loop().count([5, 6, 7]) == 3
         with pytest.raises(ValueError, match="no room"):
             asyncio.run(Loop().run("a", limit=0))
+    given = {"step": 2, "validate": True, "experiment_name": "e"}
     assert calls == [
-        {"step": 2, "validate": True, "experiment_name": "e"}, ("Loop.count", {"values": [5, 6, 7]}), (2, 3, ""),
-        ("Loop.run", {"prompt": "a", "limit": 0}), (4, None, "no room"),
+        given, ("Loop.count", {"values": [5, 6, 7]}, given), (2, 3, ""),
+        ("Loop.run", {"prompt": "a", "limit": 0}, given), (4, None, "no room"),
     ]  # fmt: skip
+
+
+def test_a_cancelled_call_is_finished(monkeypatch):
+    calls = []
+    client = SimpleNamespace(
+        create_call=lambda op, **given: op, finish_call=lambda call, **result: calls.append((call, result))
+    )
+    monkeypatch.setitem(sys.modules, "weave", SimpleNamespace(init=lambda project: client))
+    RolloutTraceConfig.init("p", "e", "weave")
+
+    class Endless:
+        @rollout_trace_op
+        async def run(self):
+            await asyncio.sleep(60)
+
+    async def cancelled():
+        task = asyncio.create_task(Endless().run())
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    ((name, result),) = calls
+    assert name.endswith("Endless.run") and isinstance(result["exception"], asyncio.CancelledError)
+
+
+def test_the_first_samples_of_each_step_are_traced_with_all_their_rollouts(mlflow):
+    RolloutTraceConfig.init("p", "e", "mlflow", max_samples_per_step_per_worker=2)
+    for step, validate in ((1, False), (2, False), (2, True)):
+        for rollout_n in (0, 1):
+            for sample in (7, 3, 5):
+                with rollout_trace_attr(sample, step, rollout_n, validate=validate):
+                    Loop().count([sample])
+    tags = [value for kind, value in mlflow if kind == "tags"]
+    traced = [tuple(tag[key] for key in ("step", "validate", "rollout_n", "sample_index")) for tag in tags]
+    steps = (("1", "False"), ("2", "False"), ("2", "True"))
+    assert traced == [(*step, rollout, sample) for step in steps for rollout in "01" for sample in "73"]
+    assert [value["values"] for kind, value in mlflow if kind == "in"] == [[7], [3]] * 6  # none of sample 5
+
+    RolloutTraceConfig.reset()
+    mlflow.clear()
+    RolloutTraceConfig.init("p", "e", "mlflow", max_samples_per_step_per_worker=2)
+    for _ in range(3):
+        with rollout_trace_attr(step=1):
+            pass
+    assert [kind for kind, _ in mlflow].count("tags") == 2
 
 
 def test_a_backend_that_cannot_be_used_is_refused(monkeypatch):

@@ -4,13 +4,13 @@ import contextvars
 import functools
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 BACKENDS = ("mlflow", "weave")
-_muted: contextvars.ContextVar[bool] = contextvars.ContextVar("rollout_trace_muted", default=False)
+#: attributes of the current trace; None where calls are not traced
+_attributes: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("rollout_trace", default={})
 
 
 class RolloutTraceConfig:
@@ -24,6 +24,9 @@ class RolloutTraceConfig:
     project_name: str | None = None
     experiment_name: str | None = None
     max_samples_per_step_per_worker: int | None = None
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple, list[int | None]] = {}  # (step, validate) -> indices of the traced samples
 
     @classmethod
     def get_instance(cls) -> "RolloutTraceConfig":
@@ -39,8 +42,9 @@ class RolloutTraceConfig:
     ) -> None:
         """Connect to `backend` (mlflow, weave; None traces nothing); a second call has no effect before `reset`.
 
-        `token2text` adds decoded prompts and responses. Raises ValueError for an unknown backend, ImportError for one
-        that is not installed.
+        `token2text` adds decoded prompts and responses. `max_samples_per_step_per_worker` is the number of samples that
+        `rollout_trace_attr` traces of each step in this process. Raises ValueError for an unknown backend, ImportError
+        for one that is not installed.
         """
         config = cls.get_instance()
         if config._initialized:
@@ -56,7 +60,6 @@ class RolloutTraceConfig:
         if backend == "weave":
             config.client = config.client.init(project_name)
         elif backend == "mlflow":
-            config.client.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", "sqlite:////tmp/mlruns.db"))
             config.client.set_experiment(project_name)
         config.backend, config.token2text, config._initialized = backend, token2text, True
         config.project_name, config.experiment_name = project_name, experiment_name
@@ -82,20 +85,38 @@ class RolloutTraceConfig:
         """Forget the backend."""
         cls._instance = None
 
+    def _takes(self, sample_index: int | None, step: int | None, validate: bool) -> bool:
+        """Whether a sample is traced: all rollouts of the first samples of each step, up to the limit."""
+        limit = self.max_samples_per_step_per_worker
+        if limit is None:
+            return True
+        samples = self._samples.setdefault((step, validate), [])
+        if sample_index is not None and sample_index in samples:
+            return True
+        if len(samples) >= limit:
+            return False
+        samples.append(sample_index)
+        return True
+
 
 @contextmanager
 def rollout_trace_attr(
     sample_index: int | None = None, step: int | None = None, rollout_n: int | None = None,
     name: str = "rollout_trace", validate: bool = False, trace: bool = True,
 ) -> Iterator[None]:
-    """Calls of decorated functions in the block belong to one trace with these attributes; none with `trace=False`."""
+    """Calls of decorated functions in the block belong to one trace with these attributes.
+
+    They are not traced with `trace=False`, nor when `max_samples_per_step_per_worker` other samples of this step are; a
+    block without `sample_index` counts as a sample.
+    """
     config = RolloutTraceConfig.get_instance()
+    trace = trace and config.backend is not None and config._takes(sample_index, step, validate)
     given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n}
     attributes = {key: value for key, value in given.items() if value is not None}
     attributes |= {"validate": validate, "experiment_name": config.experiment_name}
-    token = _muted.set(not trace)
+    token = _attributes.set(attributes if trace else None)
     try:
-        if config.backend is None or not trace:
+        if not trace:
             yield
         elif config.backend == "weave":
             with importlib.import_module("weave").attributes(attributes):
@@ -105,7 +126,7 @@ def rollout_trace_attr(
                 config.client.update_current_trace(tags={key: str(value) for key, value in attributes.items()})
                 yield
     finally:
-        _muted.reset(token)
+        _attributes.reset(token)
 
 
 def rollout_trace_op(func: Callable) -> Callable:
@@ -117,24 +138,26 @@ def rollout_trace_op(func: Callable) -> Callable:
         return {name: value for name, value in bound.arguments.items() if value is not self}
 
     @contextmanager
-    def span(self: Any, args: tuple, kwargs: dict) -> Iterator[Callable[[Any], None]]:
-        """Yields what records the result."""
-        config = RolloutTraceConfig.get_instance()
+    def span(self: Any, args: tuple, kwargs: dict) -> Iterator[list[Any]]:
+        """Yields a list that takes the result."""
+        config, results = RolloutTraceConfig.get_instance(), []
         given = arguments(self, args, kwargs)
         if config.backend == "mlflow":
             with config.client.start_span(name=func.__qualname__) as opened:
                 opened.set_inputs(given)
-                yield lambda result: opened.set_outputs(_described(self, result, config))
+                yield results
+                opened.set_outputs(_described(self, results[0], config))
             return
-        call = config.client.create_call(op=func.__qualname__, inputs=given)
+        call = config.client.create_call(op=func.__qualname__, inputs=given, attributes=dict(_attributes.get()))
         try:
-            yield lambda result: config.client.finish_call(call, output=_described(self, result, config))
-        except Exception as error:
+            yield results
+        except BaseException as error:  # a cancelled call too, or it would stay the parent of what follows
             config.client.finish_call(call, exception=error)
             raise
+        config.client.finish_call(call, output=_described(self, results[0], config))
 
     def traced() -> bool:
-        return RolloutTraceConfig.get_backend() is not None and not _muted.get()
+        return RolloutTraceConfig.get_backend() is not None and _attributes.get() is not None
 
     if inspect.iscoroutinefunction(func):
 
@@ -142,20 +165,18 @@ def rollout_trace_op(func: Callable) -> Callable:
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not traced():
                 return await func(self, *args, **kwargs)
-            with span(self, args, kwargs) as record:
-                result = await func(self, *args, **kwargs)
-                record(result)
-                return result
+            with span(self, args, kwargs) as results:
+                results.append(await func(self, *args, **kwargs))
+            return results[0]
     else:
 
         @functools.wraps(func)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not traced():
                 return func(self, *args, **kwargs)
-            with span(self, args, kwargs) as record:
-                result = func(self, *args, **kwargs)
-                record(result)
-                return result
+            with span(self, args, kwargs) as results:
+                results.append(func(self, *args, **kwargs))
+            return results[0]
 
     return call
 
