@@ -20,6 +20,11 @@ def score(data_source, solution_str, ground_truth, extra_info=None, bonus=0):
     return {"score": len(solution_str.split()) + bonus, "acc": 1.0}
 
 
+def ratio(task, completion, reference, extra):
+    """Positional: (length / extra["of"], text) for the task 'pair', else whether answer and reference are equal."""
+    return (len(completion) / extra["of"], "more") if task == "pair" else {"score": float(completion == reference)}
+
+
 def slow(solution_str, **kwargs):
     """1 after a tenth of a second."""
     time.sleep(0.1)

@@ -1,16 +1,17 @@
 """Traces of single rollouts (actor_rollout_ref.rollout.trace): calls with inputs and outputs, in MLflow or Weave."""
 
-import contextvars
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 BACKENDS = ("mlflow", "weave")
 #: attributes of the current trace; None where calls are not traced
-_attributes: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar("rollout_trace", default={})
+_attributes: ContextVar[Mapping[str, Any] | None] = ContextVar("rollout_trace", default=MappingProxyType({}))
 
 
 class RolloutTraceConfig:

@@ -1,21 +1,25 @@
 """Scores the answers of a batch in parallel processes."""
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from itertools import repeat
 from typing import Any
 
+import torch
+
 from verl.config.reward_model import RewardModelConfig
-from verl.grading.pool import Failure, GradingPool
+from verl.grading.pool import Failure, GradingPool, call_by_position
 from verl.protocol import DataProto
+from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import RewardError, rows_of, split
+from verl.workers.reward_manager.reward_rows import RewardError, parse_results, rows_of, split
 
 _MOST = 64
+_SECONDS = 300.0  # of one completion, in run_reward_scoring
 
 
 @register("prime")
@@ -31,9 +35,16 @@ class PrimeRewardManager(NaiveRewardManager):
     def workers(config: RewardModelConfig) -> int:
         return max(config.num_workers, min(_MOST, os.cpu_count() or 1))
 
-    def verify(self, data: DataProto) -> list[Any]:
-        """The reward function's result for each row: a number, a dict with 'score', or a Failure."""
-        return self.results(data, rows_of(data, self.reward_fn_key))
+    def verify(self, data: DataProto) -> list[float]:
+        """The score of each row, also kept as `data.batch["acc"]` [B] float32.
+
+        A row without a score ends the call with a RewardError, or is NaN (reward_model.error=drop).
+        """
+        rows = rows_of(data, self.reward_fn_key)
+        results = parse_results(rows, self.results(data, rows), self.config.error == "drop", self.compute_score)
+        scores = [math.nan if isinstance(result, Failure) else result[0] for result in results]
+        data.batch["acc"] = torch.tensor(scores, dtype=torch.float32, device=data.batch["responses"].device)
+        return scores
 
 
 async def single_compute_score(
@@ -61,23 +72,34 @@ def run_reward_scoring(
     """The score of each completion, by `num_processes` processes that are killed after 300 s of one completion.
 
     The function must be importable by its name. Its result is a number, a dict with 'score', or a list or tuple that
-    begins with the score. Raises RewardError for a completion that has no score; upstream scores all of them 0 then.
+    begins with the score. Raises RewardError if a completion has no score, ValueError for columns of different lengths;
+    upstream scores all completions 0 if one fails.
     """
-    rows = zip(tasks, completions, references, extra_info or repeat(None), strict=False)
-    pool = GradingPool(partial(_positional, evaluation_func), min(num_processes, len(completions)), 300.0)
+    extra_info = [None] * len(completions) if extra_info is None else extra_info
+    lengths = {
+        "completions": len(completions), "references": len(references), "tasks": len(tasks),
+        "extra_info": len(extra_info),
+    }  # fmt: skip
+    if len(set(lengths.values())) > 1 or num_processes < 1:
+        raise ValueError(
+            f"a reference, a task and an extra_info are needed for each completion, and a process; got {lengths}, "
+            f"{num_processes=}."
+        )
+    rows = zip(tasks, completions, references, extra_info, strict=True)
+    pool = GradingPool(partial(call_by_position, evaluation_func), min(num_processes, len(completions)), _SECONDS)
     try:
         results = pool.map([{"arguments": row} for row in rows])
     finally:
         pool.close()
-    scores = []
-    for number, result in enumerate(results):
-        first = result[0] if isinstance(result, list | tuple) else result
-        parsed = first if isinstance(first, Failure) else split(first)
-        if isinstance(parsed, Failure):
-            raise RewardError(f"completion {number}: the reward function {parsed.text}") from parsed.cause
-        scores.append(parsed[0])
-    return scores
-
-
-def _positional(function: Callable, arguments: Sequence[Any]) -> Any:
-    return function(*arguments)
+    results = [r[0] if isinstance(r, list | tuple) and r else r for r in results]
+    results = [r if isinstance(r, Failure) else split(r) for r in results]
+    failed = {number: result for number, result in enumerate(results) if isinstance(result, Failure)}
+    if failed:
+        number, first = next(((n, f) for n, f in failed.items() if f.fatal), next(iter(failed.items())))
+        timeouts = sum(failure.kind == "timeout" for failure in failed.values())
+        raise RewardError(
+            f"completion {number} (task {tasks[number]!r}): reward function {defined_at(evaluation_func)} "
+            f"{first.text.rstrip('.')}. {len(failed)} of {len(results)} completions have no score ({timeouts} took too "
+            "long)."
+        )
+    return [score for score, _ in results]
