@@ -113,7 +113,7 @@ def call_for_batch(function: Any, /, **arguments: Any) -> list[Any]:
 
 
 def call_by_position(function: Any, /, arguments: Sequence[Any]) -> Any:
-    """The result of one call, whatever the names of its parameters; here, since every process has loaded this module."""
+    """The result of one call, whatever the names of its parameters."""
     return function(*arguments)
 
 

@@ -1,21 +1,28 @@
 """Programs against test cases: right and wrong ones, attempts on the verdict, the remote service over real HTTP."""
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tenacity
+import torch
 
 from tests.helpers.sandbox import refused
 from verl.grading.pool import Slots
 from verl.grading.sandbox import SandboxConfig
+from verl.protocol import DataProto
 from verl.utils.reward_score import default_compute_score, prime_code, sandbox_fusion
 from verl.utils.reward_score.code_cases import Case, cases_of, extract_code, same_output, same_value
 from verl.utils.reward_score.sandbox_fusion import utils as sandbox_utils
+from verl.workers.config import RewardModelConfig
+from verl.workers.reward_manager import NaiveRewardManager
 
 SUMS = {"inputs": ["1 2\n", "30 12\n"], "outputs": ["3\n", "42\n"]}
 CALLS = {"fn_name": "add", "inputs": [[1, 2], [30, 12]], "outputs": [3, 42]}
@@ -279,7 +286,7 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(sandbox_fusion._post.retry, "wait", tenacity.wait_none())
+    monkeypatch.setattr(sandbox_utils._post.retry, "wait", tenacity.wait_none())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
     server.lock, server.bodies, server.running, server.most, server.broken = threading.Lock(), [], 0, 0, []
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -310,17 +317,22 @@ def test_the_service_runs_programs_and_learns_no_expected_output(service):
 
 @pytest.mark.process
 def test_each_case_of_a_program_has_a_result_and_a_report(service):
-    cases = {"inputs": ["1 2", "3 4", "5 6", "7 8"], "outputs": ["3", "8", "11", "15"]}
+    cases = {"inputs": ["3 4", "5 6", "7 8"], "outputs": ["8", "11", "15"]}
     code = "import sys\na, b = map(int, input().split())\nif a == 5: sys.exit(3)\nprint(a + b)"
-    service.broken = [400]  # the first request that arrives; the others are answered
-    results, reports = sandbox_utils.check_correctness(service.url, cases, code, concurrent_semaphore=Slots(1))
-    assert results == [-1, False, -2, True]
-    assert "answered 400" in reports[0]["api_request_error"] and reports[1]["stdout"] == "7\n"
-    assert reports[2]["exit_code"] == 3 and reports[3]["expected_output"] == "15"
+    results, reports = sandbox_fusion.check_correctness(service.url, cases, code, concurrent_semaphore=Slots(1))
+    assert results == [False, -2, True] and service.most == 1
+    assert reports[0]["stdout"] == "7\n" and reports[0]["input"] == "3 4"
+    assert reports[1]["exit_code"] == 3 and reports[2]["expected_output"] == "15"
+    service.broken = [400]  # one of the three requests; the others are answered
+    results, reports = sandbox_fusion.check_correctness(service.url, {**cases, "outputs": ["7", "1", "15"]}, "print(1)")
+    unanswered = results.index(-1)
+    assert "answered 400" in reports[unanswered]["api_request_error"]
+    assert [r for i, r in enumerate(results) if i != unanswered] == [i == 1 for i in range(3) if i != unanswered]
     call = "def add(a, b):\n    return a + b"
     assert sandbox_utils.check_correctness(service.url, CALLS, call)[0] == [True] * len(CALLS["inputs"])
-    with pytest.raises(ValueError, match="fn_name='add' works with Python programs only"):
-        sandbox_utils.check_correctness(service.url, {**cases, "fn_name": "add"}, code, language="cpp")
+    for language, said in (("cpp", "fn_name works with Python programs only, not cpp"), ("c", "'c' is unknown")):
+        with pytest.raises(ValueError, match=said):
+            sandbox_utils.check_correctness(service.url, CALLS, call, language=language)
     reply, error = sandbox_utils.call_sandbox_api(service.url, "print(1)", None, 10, 10, 64)
     assert error is None and reply["run_result"]["stdout"] == "1\n"
     refused = sandbox_utils.call_sandbox_api(service.url, "", None, 1, 1, 64, "cobol")
@@ -336,9 +348,28 @@ def test_each_case_of_a_program_has_a_result_and_a_report(service):
         ({"status": "Success", "run_result": {"status": "Finished", "return_code": 0, "stdout": "3"}}, True),
     ],
 )
-def test_replies_become_results(monkeypatch, reply, result):
-    monkeypatch.setattr(sandbox_utils, "call_sandbox_api", lambda *_: (reply, None))
-    assert sandbox_utils.check_correctness("http://x", {"inputs": ["1 2"], "outputs": ["3"]}, "code")[0] == [result]
+def test_replies_become_results(reply, result):
+    (case,) = cases_of("code", {"inputs": ["1 2"], "outputs": ["3"]})
+    assert sandbox_utils.verdict(case, reply)[0] is result
+
+
+@pytest.mark.process
+def test_a_program_is_judged_where_an_event_loop_runs(service):
+    async def scored():
+        return default_compute_score("apps", answer(ADD), SUMS, sandbox_fusion_url=service.url)
+
+    assert asyncio.run(scored()) == 1.0
+
+
+@pytest.mark.process
+def test_programs_are_judged_by_the_service_in_the_trainers_process(service):
+    config = RewardModelConfig(num_workers=0)
+    rows = {"data_source": ["apps"] * 2, "reward_model": [{"ground_truth": SUMS}] * 2}
+    tensors = {"prompts": torch.ones(2, 1), "responses": torch.ones(2, 1), "attention_mask": torch.ones(2, 2)}
+    data = DataProto.from_dict(tensors, {name: np.array(column, dtype=object) for name, column in rows.items()})
+    made = NaiveRewardManager(SimpleNamespace(decode=lambda ids, **_: answer(ADD)), 0, sandbox_fusion_url=service.url)
+    made.config = config
+    assert made(data).sum(-1).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.process
