@@ -1,17 +1,13 @@
-"""Upstream's path of the timers, memory logs and ranges of verl.utils.profiler."""
+"""Upstream's path of verl.utils.profiler: the same names, imported on first use."""
 
-from verl.utils.profiler import (
-    GPUMemoryLogger,
-    log_gpu_memory_usage,
-    log_print,
-    mark_annotate,
-    mark_end_range,
-    mark_start_range,
-    marked_timer,
-    simple_timer,
-)
+from typing import Any
 
-__all__ = [
-    "GPUMemoryLogger", "log_gpu_memory_usage", "log_print", "mark_annotate", "mark_end_range", "mark_start_range",
-    "marked_timer", "simple_timer",
-]  # fmt: skip
+from verl.utils import profiler
+
+__all__ = list(profiler.__all__)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(profiler, name)
