@@ -14,7 +14,7 @@ SETTINGS = {
     "verl.trainer.main_ppo": "ppo_trainer", "verl.trainer.main_generation": "generation",
     "verl.trainer.main_eval": "evaluation", "verl.trainer.fsdp_sft_trainer": "sft_trainer",
     "recipe.dapo.main_dapo": "dapo_trainer", "dllm_reasoning.train_iterative_refine": "iterative_refine",
-    "train_spd_scorer.py": "spd_trainer",
+    "train_spd_scorer.py": "spd_trainer", "scripts/print_cfg.py": "ppo_trainer",
 }  # fmt: skip
 
 

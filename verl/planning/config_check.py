@@ -123,7 +123,8 @@ def known_tree(config_name: str | None = None, overrides: Sequence[str] | None =
         if not (HydraConfig.initialized() and GlobalHydra.instance().is_initialized()):
             return None
         app = HydraConfig.get()
-        config_name, overrides = app.job.config_name, list(app.overrides.task)
+        # Unresolved: an override may have an interpolation, which Hydra's own tree cannot resolve.
+        config_name, overrides = app.job.config_name, OmegaConf.to_container(app.overrides.task, resolve=False)
     loader = GlobalHydra.instance().config_loader()
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return compose(config_name, [o.input_line for o in parsed if loader.get_group_options(o.key_or_group)])
