@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from verl.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 
 _CONNECT_S = 60.0
+# JSON-RPC: no such method, wrong parameters, internal error. The server has refused this request; it goes on.
+_ANSWERED = (-32601, -32602, -32603)
 
 
 class McpServer:
@@ -74,11 +77,10 @@ class McpServer:
         http = await stack.enter_async_context(create_mcp_http_client(headers=headers))
         return Client(streamable_http_client(self.entry["url"], http_client=http))
 
-    def list_tools(self) -> list[OpenAIFunctionToolSchema]:
+    async def list_tools(self) -> list[OpenAIFunctionToolSchema]:
         """The schemas of the server's tools; ConnectionError where it cannot be reached."""
-        client, loop, _ = self._connection().result(_CONNECT_S)
 
-        async def all_pages() -> list[Any]:
+        async def all_pages(client: Any) -> list[Any]:
             page = await client.list_tools()
             tools = list(page.tools)
             while page.next_cursor:
@@ -86,21 +88,23 @@ class McpServer:
                 tools += page.tools
             return tools
 
-        return [_schema(tool) for tool in asyncio.run_coroutine_threadsafe(all_pages(), loop).result(_CONNECT_S)]
+        return [_schema(tool) for tool in await self._ask(all_pages, _CONNECT_S)]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
         """The server's result of a call (mcp.types.CallToolResult); TimeoutError after `timeout` seconds."""
+        return await self._ask(lambda client: client.call_tool(name, arguments), timeout)
+
+    async def _ask(self, request: Callable[[Any], Coroutine], timeout: float) -> Any:
         connected = self._connection()
-        client, loop, stop = await asyncio.wait_for(asyncio.wrap_future(connected), timeout)
-        call = asyncio.run_coroutine_threadsafe(client.call_tool(name, arguments), loop)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(call), timeout)
+        try:  # shielded: other calls wait for the same connection
+            client, loop, stop = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(connected)), timeout)
+            asked = asyncio.run_coroutine_threadsafe(request(client), loop)
+            return await asyncio.wait_for(asyncio.wrap_future(asked), timeout)
         except TimeoutError:
             raise TimeoutError(f"MCP server {self.name!r} gave no answer in {timeout:g} s") from None
-        except Exception:
-            # The connection may be broken: the next call opens another one.
-            self._forget(connected)
-            loop.call_soon_threadsafe(stop.set)
+        except Exception as error:
+            if getattr(error, "code", None) not in _ANSWERED:
+                self.close()  # it may be broken: the next call opens another one
             raise
 
     def close(self) -> None:
