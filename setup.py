@@ -1,4 +1,4 @@
-"""Packaging: `pip install -e .`; extras cuda, flash-attn, wandb, debug, test."""
+"""Packaging: `pip install -e .`; extras cuda, flash-attn, wandb, debug, mcp, test."""
 
 import re
 from pathlib import Path
@@ -32,6 +32,7 @@ setup(
         "flash-attn": ["flash-attn"],
         "wandb": ["wandb"],
         "debug": ["debugpy"],
+        "mcp": ["mcp>=2"],
         "test": requirements("test"),
     },
 )

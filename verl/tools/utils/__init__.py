@@ -1,0 +1,1 @@
+"""Loading of tools, execution pools, connections to MCP servers."""

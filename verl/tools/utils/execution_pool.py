@@ -1,0 +1,119 @@
+"""Bounds how many calls of a tool run at once, in one process and in all processes of a Ray cluster."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
+
+from verl.tools.utils.threads import in_thread
+
+T = TypeVar("T")
+_LEASE_S = 600.0
+
+
+class PoolMode(Enum):
+    """Where calls run: in threads; processes are not supported."""
+
+    ThreadMode = 1
+    ProcessMode = 2
+
+
+class TokenBucketWorker:
+    """`rate_limit` tokens, one for each call that runs.
+
+    A token comes back by itself after `lease` seconds, since its holder may have been killed.
+    """
+
+    def __init__(self, rate_limit: int, lease: float = _LEASE_S):
+        if rate_limit < 1:
+            raise ValueError(f"rate_limit={rate_limit} must be at least 1")
+        self.rate_limit, self.lease = rate_limit, lease
+        self._held: dict[int, float] = {}  # token -> when it comes back
+        self._number = 0
+        self._freed = asyncio.Event()
+
+    async def acquire(self) -> int:
+        """A token, as soon as one is free."""
+        while self.get_current_count() >= self.rate_limit:
+            self._freed.clear()
+            try:
+                await asyncio.wait_for(self._freed.wait(), max(0.01, min(self._held.values()) - time.monotonic()))
+            except TimeoutError:
+                pass  # the oldest lease ran out
+        self._number += 1
+        self._held[self._number] = time.monotonic() + self.lease
+        return self._number
+
+    async def release(self, token: int | None = None) -> None:
+        """Give a token back; without a number the oldest one."""
+        self._held.pop(min(self._held, default=0) if token is None else token, None)
+        self._freed.set()
+
+    def get_current_count(self) -> int:
+        """Tokens that are held."""
+        now = time.monotonic()
+        self._held = {token: end for token, end in self._held.items() if end > now}
+        return len(self._held)
+
+
+class ExecutionWorker:
+    """Runs functions in threads, at most `num_workers` at once in this process and `rate_limit` in all.
+
+    "All" are the processes of the Ray cluster that use the same `name`, or this process where Ray is not running. The
+    first one's `rate_limit` counts. With Ray the tokens are kept by a detached actor: it outlives its creator.
+    """
+
+    def __init__(
+        self, enable_global_rate_limit: bool = True, rate_limit: int = 10, *, num_workers: int = 10,
+        name: str = "tool-rate-limiter",
+    ):  # fmt: skip
+        self._slots = asyncio.Semaphore(num_workers)
+        self._acquire = self._release = None
+        if enable_global_rate_limit:
+            self._acquire, self._release = _bucket(rate_limit, name)
+
+    def ping(self) -> bool:
+        """Whether it is there."""
+        return True
+
+    async def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T:
+        """The result of `fn`, which is awaited if it is a coroutine function; its exceptions pass through."""
+        async with self._slots:
+            token = None if self._acquire is None else await self._acquire()
+            try:
+                if asyncio.iscoroutinefunction(fn):
+                    return await fn(*fn_args, **fn_kwargs)
+                return await in_thread(fn, *fn_args, **fn_kwargs)
+            finally:
+                if token is not None:
+                    await asyncio.shield(self._release(token))
+
+
+def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
+    import ray
+
+    if not ray.is_initialized():
+        bucket = TokenBucketWorker(rate_limit)
+        return bucket.acquire, bucket.release
+    actor = ray.remote(TokenBucketWorker).options(
+        name=name, get_if_exists=True, lifetime="detached", num_cpus=0, max_concurrency=10_000
+    ).remote(rate_limit)  # fmt: skip
+
+    async def acquire() -> int:
+        return await actor.acquire.remote()
+
+    async def release(token: int) -> None:
+        await actor.release.remote(token)
+
+    return acquire, release
+
+
+def init_execution_pool(
+    num_workers: int, enable_global_rate_limit: bool = True, rate_limit: int = 10,
+    mode: PoolMode = PoolMode.ThreadMode, name: str = "tool-rate-limiter",
+) -> ExecutionWorker:  # fmt: skip
+    """A pool of this process; see ExecutionWorker. ValueError for another mode than threads."""
+    if mode != PoolMode.ThreadMode:
+        raise ValueError(f"mode={mode} is not supported; use PoolMode.ThreadMode")
+    return ExecutionWorker(enable_global_rate_limit, rate_limit, num_workers=num_workers, name=name)

@@ -1,0 +1,36 @@
+"""Blocking calls beside an event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+async def in_thread(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The result of a blocking call, made in a thread of its own.
+
+    Unlike with `asyncio.to_thread`, a call that hangs takes no thread from others and does not keep the process from
+    ending. If the awaiting task is cancelled, the thread goes on and its result is discarded.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(method: Callable, value: Any) -> None:
+        if not future.done():
+            method(value)
+
+    def run() -> None:
+        try:
+            outcome = (future.set_result, function(*args, **kwargs))
+        except BaseException as error:  # also SystemExit: it may end neither the process nor the loop
+            kept = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            if isinstance(kept, StopIteration):  # a future refuses it
+                kept = RuntimeError("StopIteration")
+            outcome = (future.set_exception, kept)
+        try:
+            loop.call_soon_threadsafe(settle, *outcome)
+        except RuntimeError:
+            pass  # the loop was closed while the call hung
+
+    threading.Thread(target=run, name=f"call of {getattr(function, '__name__', function)}", daemon=True).start()
+    return await future
