@@ -105,5 +105,5 @@ def test_noise_token_by_name_and_its_errors():
     tokenizer.eos_token = None  # another noise token would not help: responses end in EOS
     with pytest.raises(ValueError, match="has no eos token; add one to its tokenizer_config.json.$"):
         nu.noise_token_of("eos", tokenizer)
-    with pytest.raises(ValueError, match="iterative.noise_token='<nope>' is no token"):
+    with pytest.raises(ValueError, match="iterative.noise_token='<nope>' is not a token"):
         nu.noise_token_of("<nope>", tokenizer)

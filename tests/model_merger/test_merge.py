@@ -160,7 +160,7 @@ def test_a_hostile_rank_file_or_metadata_runs_nothing(tiny_llama, tmp_path):
     assert "\n" not in str(refusal.value)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / ".metadata").write_bytes(pickle.dumps(Hostile(sentinel)))
-    with pytest.raises(SystemExit, match="asks for .*open"):
+    with pytest.raises(SystemExit, match="refers to .*open"):
         run("merge", "--local_dir", tmp_path, "--target_dir", tmp_path / "hf")
     assert not sentinel.exists() and not (tmp_path / "hf").exists()
 

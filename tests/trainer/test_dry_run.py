@@ -130,9 +130,9 @@ def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
 
 
 def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys):
-    code, text = plan([*overrides, "trainer.device=cpu", "trainer.esi_redundant_time=60"], capsys)
+    code, text = plan([*overrides, "trainer.device=cpu", "trainer.default_hdfs_dir=hdfs://a"], capsys)
     assert code == 0
-    message = "trainer.esi_redundant_time=60 has no effect in this version: no instance's expiry is watched."
+    message = "trainer.default_hdfs_dir=hdfs://a has no effect in this version: checkpoints stay in"
     assert message in text.partition("Set, but without effect: 1")[2]
 
 

@@ -23,8 +23,8 @@ from verl.workers.reward_manager.reward_rows import LOST
 def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
     """The class that `reward_manager.{source,name,module}` names."""
     loop = config.reward_model
-    if loop.reward_loop_source == "importlib":
-        if loop.reward_loop_module_path is None or loop.reward_loop_class_name is None:
+    if loop.get("reward_loop_source") == "importlib":
+        if loop.get("reward_loop_module_path") is None or loop.get("reward_loop_class_name") is None:
             keys = "reward_model.reward_loop_module_path and reward_model.reward_loop_class_name"
             raise ValueError(f"reward_model.reward_loop_source=importlib needs {keys}.")
         return load_extern_object(loop.reward_loop_module_path, loop.reward_loop_class_name)

@@ -31,10 +31,10 @@ class Row:
     prompt_ids: list[int]
     response_ids: list[int]
     ground_truth: Any
-    extra_info: dict[str, Any]
+    extra_info: dict[str, Any] | None
 
     def __str__(self) -> str:
-        known = self.extra_info.get("index")
+        known = (self.extra_info or {}).get("index")
         return f"row {self.index} (data_source={self.data_source!r}, index={known!r})"
 
 

@@ -31,6 +31,9 @@ ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 class ActorRolloutRefWorker(ModelWorker):
     """Holds the parts that `role` names: "actor", "rollout", "ref", or several of them joined by an underscore.
 
+    For subclasses, `init_model` sets upstream's attributes: `actor`, `actor_module_fsdp`, `actor_optimizer`,
+    `actor_lr_scheduler`, `rollout`, `ref_policy` and `ref_module_fsdp`, each if the role has that part.
+
     The rollout always generates with the actor's newest weights. `weights_version` is the global step of the last
     update in them (0: as loaded); every generated row carries it, and a rollout that holds another version is refused.
     """
@@ -69,6 +72,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
             )
             self.actor = DataParallelPPOActor(self.actor_config, self.engine, self.policy)
+            self.actor_module_fsdp, self.actor_optimizer = self.engine.module, self.engine.optimizer
+            self.actor_lr_scheduler = self.engine.lr_scheduler
         if self._is_rollout:
             rollout_config = omega_conf_to_dataclass(self.config.rollout, RolloutConfig)
             rollout_class = get_rollout_class(rollout_config.name, rollout_config.mode)
@@ -79,6 +84,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self.ref_engine = self._make_engine(ref_config.fsdp_config, None, CheckpointConfig())
             actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
             self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, self._make_policy(actor_config))
+            self.ref_module_fsdp = self.ref_engine.module
 
     @property
     def _ref_in_actor(self) -> bool:

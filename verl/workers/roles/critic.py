@@ -26,6 +26,8 @@ class CriticWorker(ModelWorker):
         )  # fmt: skip
         self.engine.initialize()
         self.critic = DataParallelPPOCritic(config, self.engine)
+        self.critic_module, self.critic_optimizer = self.engine.module, self.engine.optimizer
+        self.critic_lr_scheduler = self.engine.lr_scheduler
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
     def compute_values(self, data: DataProto) -> DataProto:
