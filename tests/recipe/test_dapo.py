@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -350,6 +351,7 @@ def test_weights_are_sent_once_per_step_with_validation_and_two_draws(tmp_path):
 def test_the_papers_script_passes_the_dry_run(tmp_path, tiny_llama):
     files = write_prompts(tmp_path, prompts=1536)
     env = {**os.environ, "MODEL": tiny_llama, "TRAIN": files["train.jsonl"], "VAL": files["val.jsonl"], "NNODES": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"  # the script starts python3
     script = ROOT / "recipe" / "dapo" / "run_dapo_qwen2.5_32b.sh"
     more = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.dry_run=true"]
     more += ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]

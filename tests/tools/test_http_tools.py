@@ -160,7 +160,7 @@ async def most_at_once(pool, number=6):
 
 def test_the_pool_bounds_calls_by_workers_and_by_the_rate():
     async def all_pools():
-        return [await most_at_once(init_execution_pool(workers, limited, rate))
+        return [await most_at_once(init_execution_pool(workers, limited, rate, name=f"pool-{workers}-{rate}"))
                 for workers, limited, rate in ((3, True, 2), (3, False, 2), (10, True, 4))]  # fmt: skip
 
     assert asyncio.run(all_pools()) == [2, 3, 4]

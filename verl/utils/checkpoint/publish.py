@@ -203,8 +203,12 @@ def write_tracker(root: str | os.PathLike, step: int) -> None:
     """Replaces latest_checkpointed_iteration.txt by one that holds `step`, atomically."""
     root = Path(root)
     fresh = root / f"{TRACKER}.tmp"
-    _write_synced(fresh, str(step))
-    os.replace(fresh, root / TRACKER)
+    try:
+        _write_synced(fresh, str(step))
+        os.replace(fresh, root / TRACKER)
+    except OSError:  # a full disk
+        fresh.unlink(missing_ok=True)
+        raise
     fsync_folder(root)
 
 
