@@ -234,7 +234,10 @@ def files() -> dict[str, File]:
         ),
         "data/legacy_data": File(
             "Training and validation data.", ppo.data,
-            values={"gen_batch_size": "${data.train_batch_size}", "seed": "${oc.select:trainer.seed,null}"},
+            values={
+                "gen_batch_size": "${data.train_batch_size}", "seed": "${oc.select:trainer.seed,null}",
+                "tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+            },
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),
         "model/hf_model": File("The model that is trained.", roles.model),

@@ -59,21 +59,27 @@ def save_answering_llama(directory: Path) -> str:
     """A Llama that writes by its last token alone: after the word with id w "####{w % 5}" and an end, or w again and
     again where w % 5 is 4. So completions decide whether an answer is right, and some hit any limit.
     """
+    after = {word: ANSWERS[i % 5] if i % 5 < 4 else word for i, word in enumerate(WORDS, len(SPECIAL))}
+    return save_markov_llama(directory, [*WORDS, *ANSWERS], after)
+
+
+def save_markov_llama(directory: Path, words: list[str], after: dict[str, str], chat_template: str = "") -> str:
+    """A Llama that writes by its last token alone: after a word that of `after`, nearly always; an end after any other.
+    """
     torch.manual_seed(0)
-    tokenizer = make_tokenizer([*WORDS, *ANSWERS])
-    first, words = len(SPECIAL), len(SPECIAL) + len(WORDS)
+    tokenizer = make_tokenizer(words)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
     size = dict(hidden_size=80, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32)
     ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **size, **ends))
-    after = [2] * len(tokenizer)  # the token behind each token
-    for word in range(first, words):
-        after[word] = word if word % 5 == 4 else words + word % 5
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    following = [tokenizer.convert_tokens_to_ids(after.get(token, "<eos>")) for token in tokens]
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         states = model.model.norm(model.model.embed_tokens.weight)  # [V, H]; V < H, so that the rows are independent
-        wanted = torch.nn.functional.one_hot(torch.tensor(after), len(tokenizer)).float()
+        wanted = torch.nn.functional.one_hot(torch.tensor(following), len(tokenizer)).float()
         model.lm_head.weight.copy_(20.0 * (torch.linalg.pinv(states) @ wanted).T)
     model.save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))

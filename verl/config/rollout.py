@@ -13,6 +13,7 @@ from verl.utils.profiler.config import ProfilerConfig
 ROLLOUTS_OF_THE_ACTOR = ("hf", "spd")  # these generate with the actor's own module: no second engine, no second weights
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
+NO_SERVER = NO_ENGINE | {"vllm/sync": "agent loops and servers need rollout.mode=async"}
 
 
 @dataclass
@@ -26,11 +27,14 @@ class SamplingConfig(BaseConfig, section="sampling"):
     n: int = setting(1, "Samples of each prompt.", low=1)
 
 
+APPENDED = "token ids are appended turn by turn and never encoded again"
+
+
 @dataclass
 class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_assistant_turns", "max_user_turns")):
     """Turns with tools and interactions."""
 
-    enable: bool = setting(False, "Turn multi-turn rollout on.", fixed="multi-turn is not built yet")
+    enable: bool = setting(False, "Conversations of several turns; needs rollout.mode=async and a tool agent loop.")
     max_assistant_turns: int | None = setting(None, "Maximum turns of the assistant; null for no limit.", low=1)
     tool_config_path: str | None = setting(None, "File that lists the tools.")
     max_user_turns: int | None = setting(None, "Maximum turns of the user; null for no limit.", low=1)
@@ -40,12 +44,22 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
         "middle", "Side at which a longer response is cut.", choices=("left", "right", "middle")
     )
     interaction_config_path: str | None = setting(None, "File that lists the interactions.")
-    use_inference_chat_template: bool = setting(False, "Use the inference chat template, which may drop reasoning.")
-    tokenization_sanity_check_mode: str = setting(
-        "strict", "Check of turn-by-turn against full tokenization.", choices=("disable", "strict", "ignore_strippable")
+    use_inference_chat_template: bool = setting(
+        False, "Use the inference chat template, which may drop reasoning.", unused=APPENDED
     )
-    format: str = setting("hermes", "Format of the model's tool calls.")
-    num_repeat_rollouts: int | None = setting(None, "Repetitions of a conversation; null for none.", low=1)
+    tokenization_sanity_check_mode: str = setting(
+        "strict",
+        "Check of turn-by-turn against full tokenization.",
+        choices=("disable", "strict", "ignore_strippable"),
+        unused=APPENDED,
+    )
+    format: str = setting("hermes", "Format of tool calls: hermes, qwen3_coder, gpt-oss, llama3_json, or your own.")
+    num_repeat_rollouts: int | None = setting(
+        None, "Repetitions of a conversation; null for none.", low=1, unused="rollout.n is the number of conversations"
+    )
+    add_turn_rewards: bool = setting(
+        False, "Add the rewards of tools and interactions during the conversation to its score."
+    )
 
 
 @dataclass
@@ -60,7 +74,9 @@ class AgentLoopConfig(BaseConfig, section="rollout.agent"):
     num_workers: int = setting(8, "Number of workers.", low=1)
     default_agent_loop: str = setting("single_turn_agent", "Agent loop of rows that name none.")
     agent_loop_config_path: str | None = setting(None, "File that lists further agent loops.")
-    custom_async_server: CustomAsyncServerConfig = setting(CustomAsyncServerConfig, "Server class.")
+    custom_async_server: CustomAsyncServerConfig = setting(
+        CustomAsyncServerConfig, "Server class.", unused="servers are entered by RolloutReplicaRegistry.register"
+    )
     agent_loop_manager_class: str | None = setting(None, "Class that manages the workers; null for the built-in one.")
 
 
@@ -83,7 +99,9 @@ class ServerConfig(BaseConfig, section="rollout.server"):
     max_attempts: int = setting(3, "Attempts of one request.", low=1)
     retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0)
     max_connections: int = setting(1000, "Maximum number of connections.", low=1)
-    max_start_wait_time: float = setting(300.0, "Seconds to wait until the server is ready.", above=0)
+    max_start_wait_time: float = setting(
+        300.0, "Seconds to wait until the server is ready.", above=0, unused="servers start with the ranks"
+    )
 
 
 @dataclass
@@ -103,9 +121,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     name: str | None = setting(MISSING, "Registered name of the rollout: hf (transformers' generate), vllm, spd.")
     mode: str = setting(
         "sync",
-        "sync generates full batches; async needs a server.",
+        "sync: the ranks answer batches of prompts; async: agent loops hold conversations against the ranks' servers.",
         choices=("sync", "async"),
-        unused="a step generates in one call on the ranks (sync)",
+        unused=NO_ENGINE,
     )
     temperature: float = setting(1.0, "Sampling temperature; log-probs are taken at the same one.", low=0)
     top_k: int = setting(-1, "Number of most likely tokens to draw from; -1 for all.", low=-1)
@@ -181,11 +199,11 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         unused=NO_ENGINE,
     )
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
-    agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused="rollouts have one turn")
-    trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused="single rollouts are not traced")
-    multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.", unused="rollouts have one turn")
-    server: ServerConfig = setting(ServerConfig, "Server time limits and retries.", unused="there is no server mode")
-    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused="there is no server mode")
+    agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
+    trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused=NO_SERVER)
+    multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.", unused=NO_SERVER)
+    server: ServerConfig = setting(ServerConfig, "Server time limits and retries.", unused=NO_SERVER)
+    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused="servers export no metrics")
     custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
     update_weights_bucket_megabytes: int = setting(
         512,

@@ -22,9 +22,10 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
         return []
     config_type = tree_type(config_type, config)
     rollout = select(plain, "actor_rollout_ref.rollout.name", select(plain, "rollout.name", None))
+    mode = select(plain, "actor_rollout_ref.rollout.mode", select(plain, "rollout.mode", None))
     default, problems = config_type(), []
     for key in paths(plain):
-        value, reason = select(plain, key, None), _unused_reason(config_type, key, rollout)
+        value, reason = select(plain, key, None), _unused_reason(config_type, key, (rollout, f"{rollout}/{mode}"))
         if reason is None or key.endswith("._target_") or isinstance(value, Mapping):
             continue
         if not is_interpolation(select(raw, key, None)) and value != select(default, key, None):
@@ -33,13 +34,18 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     return problems
 
 
-def _unused_reason(owner: type | None, key: str, rollout: str | None) -> str | None:
-    """What happens instead of reading a key, or a section that it is in; None if it is read."""
+def _unused_reason(owner: type | None, key: str, rollouts: tuple[str | None, ...]) -> str | None:
+    """What happens instead of reading a key, or a section that it is in; None if it is read.
+
+    A reason may depend on the rollout: then it is looked up by each of `rollouts`, "name" and "name/mode".
+    """
     for name in key.split("."):
         if owner is None or name not in field_types(owner):
             return None
         reason = field_metadata(owner, name)["unused"]
-        if reason := reason.get(rollout) if isinstance(reason, Mapping) else reason:
+        if isinstance(reason, Mapping):
+            reason = next((reason[rollout] for rollout in rollouts if rollout in reason), None)
+        if reason:
             return reason
         owner = section_type(field_types(owner)[name])
     return None

@@ -50,3 +50,24 @@ def _refuse_powers(template: str) -> None:
 
     if any(kind == "operator" and value == "**" for _, kind, value in Environment().lex(template)):
         raise ValueError("the operator ** is not allowed in a chat template; write the number out.")
+
+
+def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any) -> list[int]:
+    """The ids that the template puts in front of a conversation without a system message; [] for none."""
+    pair = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
+    one, two = (_template_ids(tokenizer, pair * n, **apply_chat_template_kwargs) for n in (1, 2))
+    return one[: max(0, 2 * len(one) - len(two))]
+
+
+def extract_system_prompt_and_generation(
+    tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any
+) -> tuple[list[int], list[int]]:
+    """The ids of `initialize_system_prompt`, and those that `add_generation_prompt` adds to a user's turn."""
+    user = [{"role": "user", "content": ""}]
+    without = _template_ids(tokenizer, user, **apply_chat_template_kwargs)
+    prompted = _template_ids(tokenizer, user, add_generation_prompt=True, **apply_chat_template_kwargs)
+    return initialize_system_prompt(tokenizer, **apply_chat_template_kwargs), prompted[len(without) :]
+
+
+def _template_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **settings: Any) -> list[int]:
+    return tokenizer(render_chat(tokenizer, messages, **settings), add_special_tokens=False)["input_ids"]

@@ -113,7 +113,7 @@ def test_an_unknown_estimator_has_the_nearest():
 @pytest.mark.parametrize(
     "override",
     [
-        "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "algorithm.rollout_correction.rollout_is=token",
         "actor_rollout_ref.actor.fsdp_config.dtype=float16", "actor_rollout_ref.actor.optim.lr=nan",
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Creates the tools that a yaml file lists."""
 
 import asyncio
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any
@@ -68,3 +69,13 @@ def _tools_of(entry: dict[str, Any]) -> list[BaseTool]:
             return thread.submit(asyncio.run, initialize_mcp_tool(cls, entry)).result()
     schema = entry.get("tool_schema")
     return [cls(config, None if schema is None else OpenAIFunctionToolSchema(**schema))]
+
+
+def tool_schemas(tools: Iterable[BaseTool]) -> list[dict[str, Any]]:
+    """The schemas of tools, as a chat template gets them."""
+    return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
+
+
+def schemas_of_file(tools_config_file: str) -> list[dict[str, Any]]:
+    """The schemas of the tools that a yaml file lists."""
+    return tool_schemas(initialize_tools_from_config(tools_config_file))

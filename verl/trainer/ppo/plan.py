@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+import verl.experimental.agent_loop.checks  # noqa: F401  (registers its checks)
 from verl.config.ppo import PPOConfig
 from verl.planning.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
 from verl.planning.checks import (

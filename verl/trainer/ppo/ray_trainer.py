@@ -36,7 +36,6 @@ from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
 from verl.trainer.run.validator import Validator
 from verl.utils.groupwise import as_torch_index
-from verl.utils.rollout_skip import RolloutSkip
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
@@ -83,6 +82,7 @@ class RayPPOTrainer:
         self.use_critic = utils.need_critic(config)
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self.actor_rollout_wg: RayWorkerGroup | None = None
+        self.rollout: RolloutPhase | None = None
         self.critic_wg: RayWorkerGroup | None = None
         self.rm_wg: RayWorkerGroup | None = None
         self.n = rollout.n
@@ -127,8 +127,6 @@ class RayPPOTrainer:
             if group is not None:
                 group.init_model()
         self.ranks = self.actor_rollout_wg.world_size
-        if self.config.actor_rollout_ref.rollout.skip_rollout:
-            RolloutSkip(self.config, self.actor_rollout_wg).wrap_generate_sequences()
         trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}
         if self.use_critic:
             trained["critic"] = self.critic_wg
@@ -145,6 +143,8 @@ class RayPPOTrainer:
 
     def shutdown(self) -> None:
         """End the ranks and free their pools."""
+        if self.rollout is not None:
+            self.rollout.close()
         if self.actor_rollout_wg is not None:
             self.groups.end()
             self.actor_rollout_wg = self.critic_wg = self.rm_wg = None

@@ -6,26 +6,40 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from verl.experimental.agent_loop.agent_loop import manager_class
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.batching import LOST, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.reward import compute_reward, drop_failed
+from verl.utils.rollout_skip import RolloutSkip
+from verl.workers.reward_manager.reward_rows import place_scores
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
 class RolloutPhase:
     """Generates samples of prompts and scores them.
 
-    `actor_group` generates, `rm_group` is the reward model's worker group or None.
+    `actor_group` generates, `rm_group` is the reward model's worker group or None. With rollout.mode=async and a
+    rollout that has a server, agent loops hold the conversations; otherwise the ranks answer the prompts in batches.
     """
 
     def __init__(
         self, config: DictConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None
     ) -> None:
+        serves = RolloutReplicaRegistry.serves(config.actor_rollout_ref.rollout)
+        self.agent_loops = manager_class(config)(config, actor_group) if serves else None
+        if config.actor_rollout_ref.rollout.skip_rollout:
+            RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.rollout_config = config.actor_rollout_ref.rollout
         self.tokenizer = tokenizer
         self.actor_group = actor_group
         self.rm_group = rm_group
+
+    def close(self) -> None:
+        """End the agent loops' workers."""
+        if self.agent_loops is not None:
+            self.agent_loops.close()
 
     def generate(
         self, prompts: DataProto, step: int, validate: bool = False, **overrides: Any
@@ -50,14 +64,17 @@ class RolloutPhase:
         }
         n = meta["n"]
         gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # with extra_info [SPD Fix]
-        padded, pad = pad_dataproto_to_divisor(gen_batch, self.actor_group.world_size)
-        output = unpad_dataproto(self.actor_group.generate_sequences(padded), pad_size=pad * n)
+        if self.agent_loops is not None:
+            output = self.agent_loops.generate_sequences(gen_batch)
+        else:
+            padded, pad = pad_dataproto_to_divisor(gen_batch, self.actor_group.world_size)
+            output = unpad_dataproto(self.actor_group.generate_sequences(padded), pad_size=pad * n)
         if len(output) != len(prompts) * n:
             raise ValueError(
                 f"rollout '{rollout.name}' returned {len(output)} rows for {len(prompts)} prompts x n={n}; "
                 f"expected {len(prompts) * n}, samples of one prompt adjacent."
             )
-        metrics = reduce_metrics(output.meta_info["metrics"]) if "metrics" in output.meta_info else {}
+        metrics = reduce_metrics(dict(output.meta_info["metrics"])) if "metrics" in output.meta_info else {}
         # The rollout may have changed a column (extra_info): its own columns replace those of the prompts.
         columns = {k: v for k, v in prompts.non_tensor_batch.items() if k not in output.non_tensor_batch}
         samples = DataProto(None, columns, {}).repeat(n, interleave=True)
@@ -70,6 +87,7 @@ class RolloutPhase:
     def score(self, samples: DataProto, reward_fn: Any) -> tuple[DataProto, torch.Tensor, dict[str, Any], Any]:
         """Samples that have a score, token-level scores [B, R], extras by name, and how many failed in which way.
 
+        With rollout.multi_turn.add_turn_rewards, scores contain what tools and interactions gave.
         With a reward model, its rm_scores [B, R] are a column that the reward manager takes or mixes in.
         """
         if self.rm_group is not None:
@@ -80,7 +98,12 @@ class RolloutPhase:
             )
             padded, pad = pad_dataproto_to_divisor(sent, self.rm_group.world_size)
             samples.union(unpad_dataproto(self.rm_group.compute_rm_score(padded), pad_size=pad))
-        return drop_failed(samples, *compute_reward(samples, reward_fn))
+        samples, scores, extras, failed = drop_failed(samples, *compute_reward(samples, reward_fn))
+        if self.rollout_config.multi_turn.add_turn_rewards:
+            columns = [samples.non_tensor_batch.get(name, ()) for name in ("turn_scores", "tool_rewards")]
+            rows = zip(*(column for column in columns if len(column)), strict=True)
+            scores = scores + place_scores(samples, [sum(sum(given or ()) for given in row) for row in rows])
+        return samples, scores, extras, failed
 
 
 def without_lost(samples: DataProto) -> tuple[DataProto, int]:

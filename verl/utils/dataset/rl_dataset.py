@@ -22,6 +22,7 @@ from verl.utils.fs import copy_to_shm
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 
+TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where data.tool_config_path is set
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
@@ -196,6 +197,8 @@ class RLHFDataset(FileRows):
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
+        if path := data_setting(config, "tool_config_path"):
+            self.template_kwargs["tools"] = load_extern_object(TOOLS, "schemas_of_file")(path)
         self.dropped_overlong = 0
         self.draw(max_samples, config)
         self.maybe_filter_out_long_prompts()

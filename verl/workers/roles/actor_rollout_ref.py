@@ -114,7 +114,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if outdated:
             with self.engine.eval_mode():
                 finished(self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param())))
-            self.rollout_version = self.weights_version
+            self.rollout_version = self.rollout.weights_version = self.weights_version
         finished(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True
         return outdated
@@ -152,6 +152,11 @@ class ActorRolloutRefWorker(ModelWorker):
             if called_alone:
                 self.trainer_mode()
         return output.to("cpu")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_server(self) -> Any:
+        """Where the rollout of this rank is served (rollout.mode=async); None for a rollout without a server."""
+        return getattr(self.rollout, "server_handle", None)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_rollout(self) -> None:

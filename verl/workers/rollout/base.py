@@ -28,6 +28,8 @@ class BaseRollout(ABC):
 
     #: whether the weights outlast `release`, so that they need not be sent again before they change
     keeps_weights: bool = False
+    #: the version of the weights that it holds, a global step; the worker sets it
+    weights_version: int = 0
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         self.config = config
@@ -67,7 +69,8 @@ _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry
 _ROLLOUT_REGISTRY |= {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
     ("spd", "sync"): "recipe.spd.rollout.SPDRollout",
-    ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vLLMRollout",
+    ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMAsyncRollout",
+    ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout.vLLMRollout",
 }
 
 

@@ -1,0 +1,62 @@
+"""Tools, an interaction and loops for the tests, named in their config files."""
+
+import asyncio
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.interactions.base import BaseInteraction
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+EVENTS: list[tuple] = []
+
+
+class AddTool(BaseTool):
+    """a + b; the step reward is 0.25, the final reward the number of calls."""
+
+    def get_openai_tool_schema(self):
+        number = {"type": "integer"}
+        function = {"name": "add", "description": "Adds.", "parameters": {
+            "type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}}  # fmt: skip
+        return OpenAIFunctionToolSchema(type="function", function=function)
+
+    async def create(self, instance_id=None, **kwargs):
+        instance_id, response = await super().create(instance_id)
+        EVENTS.append(("create", instance_id, kwargs))
+        self.calls = {**getattr(self, "calls", {}), instance_id: 0}
+        return instance_id, response
+
+    async def execute(self, instance_id, parameters, raises=False, hangs=False, words=1, **kwargs):
+        EVENTS.append(("execute", instance_id, parameters))
+        self.calls[instance_id] += 1
+        if raises:
+            raise ZeroDivisionError("no")
+        if hangs:
+            await asyncio.sleep(3600)
+        return ToolResponse(text=" ".join([str(parameters["a"] + parameters["b"])] * words)), 0.25, {}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return float(self.calls[instance_id])
+
+    async def release(self, instance_id, **kwargs):
+        EVENTS.append(("release", instance_id))
+
+
+class PatientInteraction(BaseInteraction):
+    """Asks "?" again until `turns` answers are there."""
+
+    async def generate_response(self, instance_id, messages, turns=2, **kwargs):
+        answers = sum(message["role"] == "assistant" for message in messages)
+        EVENTS.append(("asked", instance_id, [message["role"] for message in messages]))
+        return answers >= turns, "again ?", 0.5, {"asked": answers}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        EVENTS.append(("finalized", instance_id))
+
+
+@register("silent")
+class SilentLoop(AgentLoopBase):
+    """Generates nothing."""
+
+    async def run(self, sampling_params, **kwargs):
+        return AgentLoopOutput(prompt_ids=self.encoder.prompt(list(kwargs["raw_prompt"])), response_ids=[],
+                               response_mask=[], num_turns=1)  # fmt: skip

@@ -1,0 +1,92 @@
+"""Parsers of tool calls against texts in the formats that the models' publishers describe."""
+
+import asyncio
+import json
+
+import pytest
+
+from verl.experimental.agent_loop.tool_parser import ToolParser
+
+
+class Text:
+    """A tokenizer whose ids are characters."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def parse(name, text):
+    parser = ToolParser.get_tool_parser(name, Text())
+    content, calls = asyncio.run(parser.extract_tool_calls([ord(c) for c in text]))
+    arguments = [call.arguments if call.error else json.loads(call.arguments) for call in calls]
+    return content, [(call.name, given, call.error) for call, given in zip(calls, arguments, strict=True)]
+
+
+def test_hermes():
+    text = 'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    text += '<tool_call>{"name": "now", "arguments": {}}</tool_call><|im_end|>'
+    content, calls = parse("hermes", text)
+    assert content == "Let me see.<|im_end|>" and calls == [("add", {"a": 1}, None), ("now", {}, None)]
+    assert parse("hermes", "no call") == ("no call", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("<tool_call>{'name': 'add'}</tool_call>", "the call is not valid JSON"),
+        ("<tool_call>" + "[" * 100_000, "the call is not valid JSON"),
+        ("<tool_call>[1]</tool_call>", "a call is a JSON object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "a call is a JSON object"),
+        ('<tool_call>{"name": 3}</tool_call>', "a call is a JSON object"),
+        ("<tool_call>__import__('os').system('true')</tool_call>", "the call is not valid JSON"),
+    ],
+)
+def test_hermes_malformed(text, error):
+    _, [(name, _, got)] = parse("hermes", text)
+    assert name == "" and got.startswith(error)
+
+
+def test_llama3_json():
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    assert parse("llama3_json", f"<|python_tag|>{call}; {call}<|eom_id|>") == ("", [("add", {"a": 1}, None)] * 2)
+    assert parse("llama3_json", f"{call}<|eot_id|>")[1] == [("add", {"a": 1}, None)]
+    assert parse("llama3_json", "a plain answer {}")[1] == []
+    assert parse("llama3_json", '<|python_tag|>{"name": ')[1][0][2].startswith("the call is not valid JSON")
+
+
+def test_qwen3_coder():
+    text = (
+        "I look.\n<tool_call>\n<function=search>\n<parameter=query>\nred foxes\n</parameter>\n<parameter=topk>\n3\n"
+        '</parameter>\n<parameter=ids>\n[1, 2]\n</parameter>\n'
+        '<parameter=quoted>"3"</parameter>\n</function>\n</tool_call>'
+    )
+    content, calls = parse("qwen3_coder", text)
+    assert content == "I look.\n"
+    assert calls == [("search", {"query": "red foxes", "topk": 3, "ids": [1, 2], "quoted": '"3"'}, None)]
+    assert parse("qwen3_coder", "<tool_call><function=x>")[1][0][2].startswith("a call is written <function=name>")
+
+
+def test_gpt_oss():
+    text = (
+        "<|channel|>analysis<|message|>to=functions.no I think<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    assert parse("gpt-oss", text) == ("", [("add", {"a": 1}, None)])
+    assert parse("gpt-oss", "<|channel|>final<|message|>It is 3.<|return|>") == ("It is 3.", [])
+    broken = parse("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{a<|call|>")[1][0]
+    assert broken[0] == "add" and broken[2].startswith("the call is not valid JSON")
+
+
+def test_unknown_and_own():
+    with pytest.raises(ValueError, match="rollout.multi_turn.format='xml' is unknown. Known: gpt-oss, hermes, llama3"):
+        ToolParser.get_tool_parser("xml", Text())
+
+    @ToolParser.register("shout")
+    class Shout(ToolParser):
+        def parse(self, text):
+            return text.upper(), []
+
+    try:
+        assert parse("shout", "a") == ("A", [])
+    finally:
+        del ToolParser._registry["shout"]

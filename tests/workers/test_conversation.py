@@ -1,0 +1,118 @@
+"""The record of a conversation, the encoding of added messages, and the routing of requests."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.models import make_tokenizer
+from verl.utils.chat_template import extract_system_prompt_and_generation, initialize_system_prompt
+from verl.workers.rollout.conversation import Conversation
+from verl.workers.rollout.message_encoder import MessageEncoder
+from verl.workers.rollout.replica import RequestRouter, ServerUnreachable, get_rollout_replica_class
+
+IDS = st.lists(st.integers(0, 99), max_size=5)
+
+
+@given(IDS, st.lists(st.tuples(st.booleans(), IDS)))
+def test_the_record_is_what_the_engine_saw(prompt, turns):
+    conversation, seen = Conversation(list(prompt)), list(prompt)
+    for version, (generated, ids) in enumerate(turns):
+        if generated:
+            assert conversation.ids == seen
+            conversation.add_generated(ids, [-float(i) for i in ids], version)
+        else:
+            conversation.add_given(ids)
+        seen += ids
+    assert conversation.ids == seen
+    expected = [(token, int(generated)) for generated, ids in turns for token in ids]
+    assert list(zip(conversation.response_ids, conversation.response_mask, strict=True)) == expected
+    if any(generated for generated, _ in turns):
+        assert conversation.response_logprobs == [-float(token) * mask for token, mask in expected]
+    else:
+        assert conversation.response_logprobs is None
+    assert [conversation.response_ids[a:b] for a, b in conversation.turns] == [ids for _, ids in turns]
+    assert [v for v, _, _ in conversation.versions] == [v for v, (generated, _) in enumerate(turns) if generated]
+
+
+def test_log_probs_are_complete_or_absent():
+    conversation = Conversation([1])
+    with pytest.raises(ValueError, match="1 log-probs for 2 generated tokens"):
+        conversation.add_generated([1, 2], [0.0])
+    conversation.add_generated([1], [-1.0])
+    with pytest.raises(ValueError, match="either all generated turns have log-probs, or none"):
+        conversation.add_generated([1])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|> {{ m.role }}\n {{ m.content }} <|im_end|> \n {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant\n {% endif %}"
+)
+WORDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "user", "tool", "assistant", "system", "4"]
+
+
+def encoder(template, stop="<|im_end|>"):
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = template
+    return MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids(stop)]), tokenizer.convert_tokens_to_ids
+
+
+def test_added_messages_are_the_difference_of_two_renderings():
+    made, ids = encoder(CHATML)
+    expected = ["<|im_start|>", "tool", "4", "<|im_end|>", "<|im_start|>", "assistant"]
+    assert made.added([{"role": "tool", "content": "4"}]) == ids(expected)
+    assert made.added([{"role": "user", "content": "4"}]) == ids(["<|im_start|>", "user", *expected[2:]])
+
+
+def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
+    made, ids = encoder(CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
+    made.stop_ids.add(ids("<|endoftext|>"))
+    assert made.added([{"role": "user", "content": "4"}])[:3] == ids(["<|im_start|>", "user", "4"])
+
+
+@pytest.mark.parametrize(
+    ("template", "stop", "message"),
+    [
+        ("{% for m in messages %}{{ raise_exception('no') if m.role == 'tool' }}{{ m.content }} <|im_end|> "
+         "{% endfor %}", "<|im_end|>", "cannot render messages of role 'tool'"),
+        (CHATML, "<|endoftext|>", "ends the model's turn with none of the stop tokens"),
+        (CHATML.replace("m.content", "m.content if loop.last else 4"), "<|im_end|>", "renders earlier turns different"),
+    ],
+)  # fmt: skip
+def test_a_template_for_which_the_rule_does_not_hold_is_refused(template, stop, message):
+    made, _ = encoder(template, stop)
+    with pytest.raises(ValueError, match=message):
+        made.check(["tool"])
+
+
+def test_the_default_system_prompt():
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = "{% if messages[0].role != 'system' %}system 4 <|im_end|> {% endif %}" + CHATML
+    ids = tokenizer.convert_tokens_to_ids
+    assert initialize_system_prompt(tokenizer) == ids(["system", "4", "<|im_end|>"])
+    assert extract_system_prompt_and_generation(tokenizer)[1] == ids(["<|im_start|>", "assistant"])
+
+
+def test_routing_is_sticky_within_its_margin_and_skips_lost_servers():
+    router = RequestRouter(2, margin=2)
+    assert router.acquire("a") == 0
+    assert [router.acquire("a"), router.acquire("a")] == [0, 0]  # 3 against 0: one more than the margin
+    assert router.acquire("a") == 1 and router.running == [3, 1]
+    router.release(0)
+    assert router.acquire("a") == 1  # it moved
+    router.release(1, lost=True)
+    assert router.acquire("a") == 0
+    router.release(0, lost=True)
+    with pytest.raises(ServerUnreachable, match="no rollout server is left"):
+        router.acquire("b")
+
+
+def test_the_router_forgets_the_oldest_conversation():
+    router = RequestRouter(2, max_cache_size=2)
+    for name in "abc":
+        router.release(router.acquire(name))
+    assert list(router.server_of) == ["b", "c"]
+
+
+def test_a_rollout_without_a_server_is_named():
+    with pytest.raises(ValueError, match="rollout.name='hf' has no server for rollout.mode=async. Known: vllm"):
+        get_rollout_replica_class("hf")

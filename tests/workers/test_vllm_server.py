@@ -1,0 +1,172 @@
+"""The HTTP server of a vLLM engine: what it answers, what it refuses, what happens to requests that are aborted."""
+
+import asyncio
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.engines import leave_group, make_engine
+from verl.experimental.agent_loop.base import turn_seed
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle
+
+PAD, EOS = 0, 2
+
+
+@pytest.fixture(scope="module")
+def served(tiny_llama):
+    """(rollout, log-probs of the trained module for ids [T])."""
+    engine = make_engine(tiny_llama)
+    settings = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",
+                "max_num_seqs": 32, "max_num_batched_tokens": 400, "calculate_log_probs": True}  # fmt: skip
+    rollout = get_rollout_class("vllm", "async")(RolloutConfig(**settings), engine.model_config, engine.mesh)
+    rollout.weights_version = 3
+    rollout.resume(["weights"])
+    rollout.update_weights(engine.get_per_tensor_param())
+    rollout.resume(["kv_cache"])
+    yield rollout, engine
+    rollout.close()
+    leave_group()
+
+
+def run(rollout, function):
+    async def session():
+        client = ServerClient(rollout.server_handle)
+        try:
+            return await function(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(session())
+
+
+def sampled(n, seed=7, **more):
+    return {"temperature": 1.0, "max_new_tokens": n, "sampling_seed": seed, **more}
+
+
+def test_log_probs_are_those_of_the_trained_module(served):
+    rollout, engine = served
+    prompt = [7, 8, 9]
+    output = run(rollout, lambda c: c.generate("a", prompt, sampled(20), True))
+    assert len(output.token_ids) == 20 and output.stop_reason == "length" and output.weights_version == 3
+    ids = torch.tensor([prompt + output.token_ids])
+    with torch.no_grad(), engine.eval_mode():
+        logits = engine.module(ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 : -1]
+    expected = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    assert np.allclose(output.log_probs, expected, atol=1e-3)
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(served):
+    rollout, _ = served
+    alone = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
+
+    async def among(client):
+        return await asyncio.gather(*(client.generate(f"r{i}", [7, 8], sampled(16, i), False) for i in range(10)))
+
+    together = [output.token_ids for output in run(rollout, among)]
+    assert together[7] == alone and len({tuple(ids) for ids in together}) > 5
+
+
+def test_a_stop_token_ends_the_answer_and_counts(served):
+    rollout, _ = served
+    free = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16), False)).token_ids
+    stop = free[5]
+    output = run(rollout, lambda c: c.generate("a", [7, 8], sampled(16, stop_token_ids=[stop]), False))
+    assert output.token_ids == free[: free.index(stop) + 1] and output.stop_reason == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input_ids": [7, 64]}, r"input_ids\[1\]=64 is not a token id of the model \(0..63\)"),
+        ({"input_ids": [-1]}, r"input_ids\[0\]=-1 is not a token id"),
+        ({"input_ids": []}, "at least one token id"),
+        ({"input_ids": [7] * 64}, "max_model_len=64 leaves no room"),
+        ({"input_ids": [7], "sampling_params": {"top_q": 1}}, "sampling_params has top_q; known are: temperature"),
+        ({"input_ids": [7], "sampling_params": {"top_p": 2.0}}, "top_p"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):
+    rollout, _ = served
+    with pytest.raises(ServerError, match=message) as refused:
+        run(rollout, lambda c: c.post("generate", body))
+    assert refused.value.status == 400
+    assert len(run(rollout, lambda c: c.generate("b", [7], sampled(3), False)).token_ids) == 3
+
+
+def test_without_the_token_of_the_run_nothing_is_answered(served):
+    rollout, _ = served
+
+    async def session():
+        client = ServerClient(ServerHandle(rollout.server_handle.address, "guess"))
+        try:
+            with pytest.raises(ServerError, match="Authorization"):
+                await client.post("generate", {"input_ids": [7]})
+            async with aiohttp.ClientSession() as plain:
+                async with plain.get(f"http://{rollout.server_handle.address}/health") as response:
+                    return response.status
+        finally:
+            await client.close()
+
+    assert asyncio.run(session()) == 200
+
+
+def test_aborted_requests_are_answered_with_their_tokens(served):
+    rollout, _ = served
+    full = run(rollout, lambda c: c.generate("f", [7], sampled(47), True))
+
+    async def abort(client):
+        task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+        while not rollout.server.requests or not next(iter(rollout.server.requests.values())).output_ids:
+            await asyncio.sleep(0.001)
+        await client.post("abort_request", {"rid": "long"})
+        return await task
+
+    output = run(rollout, abort)
+    assert output.stop_reason == "aborted" and 0 < len(output.token_ids) < 47
+    assert output.token_ids == full.token_ids[: len(output.token_ids)]
+    assert np.allclose(output.log_probs, full.log_probs[: len(output.token_ids)], atol=1e-5)
+
+
+def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(served):
+    rollout, engine = served
+
+    async def leave(client):
+        task = asyncio.create_task(client.generate("gone", [7], sampled(47), False))
+        while not rollout.server.requests:
+            await asyncio.sleep(0.001)
+        with pytest.raises(RuntimeError, match="while 1 requests run"):
+            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        task.cancel()
+        for _ in range(1000):
+            if not rollout.server.requests:
+                return True
+            await asyncio.sleep(0.005)
+
+    assert run(rollout, leave)
+
+
+def test_pause_in_place_continues_with_the_same_tokens(served):
+    rollout, _ = served
+    full = run(rollout, lambda c: c.generate("f", [7], sampled(40), False)).token_ids
+
+    async def pause(client):
+        task = asyncio.create_task(client.generate("p", [7], sampled(40), False))
+        while not rollout.server.requests:
+            await asyncio.sleep(0.001)
+        await client.post("pause_generation", {"mode": "in_place"})
+        await asyncio.sleep(0.05)
+        paused = not task.done()
+        await client.post("continue_generation", {})
+        return paused, (await task).token_ids
+
+    assert run(rollout, pause) == (True, full)
+
+
+def test_turn_seeds():
+    assert turn_seed(5, 0) == 5
+    assert len({turn_seed(5, turn) for turn in range(100)} | {turn_seed(6, 1)}) == 101
+    assert all(0 <= turn_seed(5, turn) < 2**56 for turn in range(1, 10))

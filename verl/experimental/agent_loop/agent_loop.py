@@ -1,0 +1,340 @@
+"""Workers that hold many conversations at a time, and the manager that shares a batch among them."""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import ray
+import torch
+from loguru import logger
+from omegaconf import DictConfig, OmegaConf
+
+from verl.experimental.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    AsyncLLMServerManager,
+    DictConfigWrap,
+    _agent_loop_registry,
+    make_agent_loop,
+    register,
+)
+from verl.experimental.agent_loop.utils import resolve_config_path
+from verl.protocol import DataProto
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.utils.fs import copy_to_local
+from verl.utils.import_utils import import_external_libs, load_class_from_fqn
+from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.workers.config import RolloutConfig
+from verl.workers.reward_manager.reward_rows import LOST
+from verl.workers.rollout.replica import (
+    RequestRouter,
+    ServerHandle,
+    ServerUnreachable,
+    TokenOutput,
+    one_replica_per_engine,
+)
+from verl.workers.rollout.sampling import GenerationRequest, right_padded
+
+__all__ = [
+    "AgentLoopBase", "AgentLoopManager", "AgentLoopMetrics", "AgentLoopOutput", "AgentLoopWorker",
+    "AgentLoopWorkerBase", "AsyncLLMServerManager", "DictConfigWrap", "TokenOutput", "get_trajectory_info", "register",
+]  # fmt: skip
+
+CLOSE_TIMEOUT_S = 20
+SEED = "__seed__"  # column: seed of the conversation
+
+
+class AgentLoopWorkerBase:
+    """Holds the conversations of its rows, all at the same time; a plain class that `ray.remote` takes.
+
+    Args:
+        config: the trainer's configuration.
+        server_handles: the rollout servers.
+        reward_router_address: not used; rewards are computed by the trainer.
+        router: see AsyncLLMServerManager.
+    """
+
+    def __init__(
+        self, config: DictConfig, server_handles: list[ServerHandle], reward_router_address: str | None = None,
+        router: Any = None,
+    ) -> None:  # fmt: skip
+        self.config, self.reward_router_address = config, reward_router_address
+        model = config.actor_rollout_ref.model
+        import_external_libs(model.get("external_lib"))
+        self.server_manager = AsyncLLMServerManager(config, server_handles, router=router)
+        self.rollout_config = self.server_manager.rollout_config
+        path, trust = copy_to_local(model.get("tokenizer_path") or model.path), model.get("trust_remote_code", False)
+        self.tokenizer = hf_tokenizer(path, trust_remote_code=trust)
+        if model.get("custom_chat_template"):
+            self.tokenizer.chat_template = model.custom_chat_template
+        self.processor = hf_processor(path, trust_remote_code=trust)
+        self.dataset_cls = get_dataset_class(config.data)
+        self.trainer_config = DictConfigWrap(config)
+        if path := self.rollout_config.agent.agent_loop_config_path:
+            for entry in OmegaConf.load(resolve_config_path(path)):
+                settings = OmegaConf.to_container(entry, resolve=True)
+                _agent_loop_registry[settings.pop("name")] = settings
+        trace = self.rollout_config.trace
+        if trace.backend is not None:
+            RolloutTraceConfig.init(
+                config.trainer.project_name, config.trainer.experiment_name, trace.backend, trace.token2text,
+                trace.max_samples_per_step_per_worker,
+            )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close the connections to the servers."""
+        await self.server_manager.close()
+
+    async def generate_sequences(self, batch: DataProto) -> DataProto:
+        """A conversation for each row, as rows of `prompts` [B, P], `responses` [B, R] and the other tensors.
+
+        Non-tensor columns are the arguments of the loops' `run`. meta_info["sampling"] has the sampling parameters,
+        column __seed__ the seeds.
+        """
+        meta, size = batch.meta_info, len(batch)
+        columns = batch.non_tensor_batch
+        index = columns.get("sample_index", np.arange(size))
+        infos = await get_trajectory_info(meta.get("global_steps", -1), index.tolist(), meta.get("validate", False))
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
+        before = self.server_manager.prompt_tokens, self.server_manager.cached_tokens
+        tasks = [
+            asyncio.create_task(self._run_agent_loop(dict(meta["sampling"]), info, **row))
+            for info, row in zip(infos, rows, strict=True)
+        ]
+        try:
+            outputs = await asyncio.gather(*tasks)
+        finally:  # one row raised: the others' requests are aborted
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        result = self._postprocess(outputs)
+        manager = self.server_manager
+        result.meta_info["prefix"] = [manager.prompt_tokens - before[0], manager.cached_tokens - before[1]]
+        return result
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **row: Any
+    ) -> AgentLoopOutput | None:
+        """The conversation of one row; None if it was lost."""
+        name = row.pop("agent_name", None) or self.rollout_config.agent.default_agent_loop
+        if (seed := row.pop(SEED, None)) is not None:
+            sampling_params["seed"] = int(seed)
+        loop = make_agent_loop(
+            name, trainer_config=self.trainer_config, server_manager=self.server_manager, tokenizer=self.tokenizer,
+            processor=self.processor, dataset_cls=self.dataset_cls, dataset_config=self.config.data,
+        )  # fmt: skip
+        with rollout_trace_attr(
+            sample_index=trajectory["sample_index"], step=trajectory["step"], rollout_n=trajectory["rollout_n"],
+            name="agent_loop", validate=trajectory["validate"],
+        ):  # fmt: skip
+            try:
+                output = await loop.run(sampling_params, **{"request_id": uuid4().hex, **row})
+            except ServerUnreachable as error:
+                logger.warning(f"conversation of sample {trajectory['sample_index']} is lost: {error}")
+                return None
+        if not isinstance(output, AgentLoopOutput):
+            raise TypeError(f"{type(loop).__name__}.run returned {type(output).__name__}; expected an AgentLoopOutput")
+        limit = self.rollout_config.prompt_length
+        if len(output.prompt_ids) > limit:
+            what = f"its prompt has {len(output.prompt_ids)} tokens, more than rollout.prompt_length={limit}"
+            logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {what}")
+            return None
+        return output
+
+    def _postprocess(self, outputs: list[AgentLoopOutput | None]) -> DataProto:
+        """Rows of one shape; those of lost conversations are empty."""
+        rollout, pad = self.rollout_config, self.tokenizer.pad_token_id
+        empty = AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[])
+        lost = np.array([output is None for output in outputs])
+        rows = [empty if output is None else output for output in outputs]
+        p, r = rollout.prompt_length, rollout.response_length
+        reversed_prompts = right_padded([row.prompt_ids[::-1] for row in rows], p, pad, torch.int64)
+        prompt_mask = right_padded([[1] * len(row.prompt_ids) for row in rows], p, 0, torch.int64).flip(1)
+        responses = right_padded([row.response_ids[:r] for row in rows], r, pad, torch.int64)
+        attended = right_padded([[1] * len(row.response_ids[:r]) for row in rows], r, 0, torch.int64)
+        attention_mask = torch.cat([prompt_mask, attended], 1)
+        tensors = {
+            "prompts": reversed_prompts.flip(1),
+            "responses": responses,
+            "response_mask": right_padded([row.response_mask[:r] for row in rows], r, 0, torch.int64),
+            "input_ids": torch.cat([reversed_prompts.flip(1), responses], 1),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
+        }
+        if rollout.calculate_log_probs:
+            values = [(row.response_logprobs or [0.0] * len(row.response_ids))[:r] for row in rows]
+            tensors["rollout_log_probs"] = right_padded(values, r, 0.0, torch.float32)
+        turns = np.array([row.num_turns for row in rows], dtype=np.int32)
+        columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
+        for name in sorted({name for row in rows for name in row.extra_fields}):
+            columns[name] = _column([row.extra_fields.get(name) for row in rows])
+        scores = [row.reward_score for row in rows]
+        if any(score is not None for score in scores):
+            columns["reward_score"] = _column(scores)
+        metrics = [row.metrics.model_dump() for row in rows]
+        return DataProto.from_dict(tensors, columns, {"metrics": metrics})
+
+
+class AgentLoopWorker(AgentLoopWorkerBase):
+    """The worker of AgentLoopManager."""
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if all(isinstance(value, int | float) for value in values):
+        return np.array(values)
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:
+    """{step, sample_index, rollout_n, validate} of each row; rollout_n numbers equal neighbours in `index`."""
+    infos = []
+    for value, equal in itertools.groupby(index):
+        for n, _ in enumerate(equal):
+            infos.append({"step": step, "sample_index": value, "rollout_n": n, "validate": validate})
+    return infos
+
+
+class AgentLoopManager:
+    """Shares a batch's conversations among `rollout.agent.num_workers` workers, against the servers of all ranks.
+
+    Workers are Ray actors; with trainer.local=true there is one, in this process. A subclass, named by
+    rollout.agent.agent_loop_manager_class, may set `agent_loop_workers_class` before this `__init__`.
+    """
+
+    agent_loop_workers_class: type[AgentLoopWorkerBase] = AgentLoopWorker
+
+    def __init__(self, config: DictConfig, worker_group: Any = None, rm_resource_pool: Any = None) -> None:
+        self.config, self.worker_group = config, worker_group
+        rollout = config.actor_rollout_ref.rollout
+        self.rollout_config: RolloutConfig = omega_conf_to_dataclass(rollout, RolloutConfig)
+        model = config.actor_rollout_ref.model
+        self.rollout_replicas = one_replica_per_engine(self.rollout_config, model, worker_group)
+        self.server_handles = [replica.server_handle for replica in self.rollout_replicas]
+        self.server_addresses = [replica.server_address for replica in self.rollout_replicas]
+        cls, servers, several = self.agent_loop_workers_class, len(self.server_handles), len(self.server_handles) > 1
+        self._runner: asyncio.Runner | None = None
+        if config.trainer.local:
+            self._runner = asyncio.Runner()
+            self.agent_loop_workers = [cls(config, self.server_handles)]
+            return
+        # Resolved here: the actors have no resolvers of the user's own.
+        plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
+        router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if several else None
+        actor = cls if hasattr(cls, "remote") else ray.remote(num_cpus=0)(cls)
+        self.agent_loop_workers = [
+            actor.options(name=f"agent_loop_worker_{i}_{uuid4().hex[:8]}").remote(
+                plain, self.server_handles, router=router
+            )
+            for i in range(self.rollout_config.agent.num_workers)
+        ]
+        ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers])  # their errors are raised here
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """meta_info["n"] conversations for each prompt, those of one prompt adjacent; see AgentLoopWorkerBase."""
+        request = GenerationRequest.from_batch(prompts, self.rollout_config)
+        sampling, rollout = request.sampling, self.rollout_config
+        params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+        }  # fmt: skip
+        params |= {"repetition_penalty": rollout.repetition_penalty, "logprobs": rollout.calculate_log_probs}
+        params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": rollout.ignore_eos}
+        seeds = [row[0] + k for row in request.seeds for k in range(request.n)]  # as vLLM seeds the samples of a prompt
+        rows = DataProto(None, dict(prompts.non_tensor_batch), {}).repeat(request.n, interleave=True)
+        columns = rows.non_tensor_batch
+        columns[SEED] = np.array(seeds, dtype=np.int64)
+        names = ("global_steps", "validate")
+        meta = {"sampling": params} | {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
+        batch = DataProto(None, columns, meta)
+        started = time.perf_counter()
+        if self._runner is not None:
+            parts = [self._runner.run(self.agent_loop_workers[0].generate_sequences(batch))]
+        else:
+            shares = np.array_split(np.arange(len(seeds)), len(self.agent_loop_workers))
+            pairs = zip(self.agent_loop_workers, shares, strict=True)
+            calls = [
+                worker.generate_sequences.remote(DataProto(None, {k: v[rows] for k, v in columns.items()}, meta))
+                for worker, rows in pairs if len(rows)
+            ]  # fmt: skip
+            parts = ray.get(calls)
+        metrics = self._metrics(parts, time.perf_counter() - started)
+        output = _joined(parts)
+        output.meta_info = {"metrics": metrics}
+        return self._with_versions(output)
+
+    def _metrics(self, parts: list[DataProto], seconds: float) -> dict[str, Any]:
+        rows = [row for part in parts for row in part.meta_info["metrics"]]
+        metrics: dict[str, Any] = {}
+        for name in AgentLoopMetrics.model_fields:
+            values = np.array([row[name] for row in rows])
+            prefix = f"timing_s/agent_loop/{name}"
+            metrics |= {f"{prefix}/min": values.min(), f"{prefix}/max": values.max(), f"{prefix}/mean": values.mean()}
+        slowest = int(np.argmax([sum(row.values()) for row in rows]))
+        metrics |= {f"timing_s/agent_loop/slowest/{name}": value for name, value in rows[slowest].items()}
+        asked, cached = (sum(part.meta_info["prefix"][i] for part in parts) for i in (0, 1))
+        metrics["agent_loop/prefix_hit_rate"] = cached / max(asked, 1)
+        reasons = Counter(reason for part in parts for reason in part.non_tensor_batch.get("end_reason", ()) if reason)
+        metrics |= {f"agent_loop/end/{reason}": count / len(rows) for reason, count in sorted(reasons.items())}
+        return {name: float(value) for name, value in metrics.items()}
+
+    def _with_versions(self, output: DataProto) -> DataProto:
+        """With column weights_version: that of a conversation's turns, which must be one."""
+        versions = set()
+        for given in output.non_tensor_batch.pop("weights_versions", ()):
+            versions |= {version for version in given or () if version is not None}
+        if len(versions) > 1:
+            raise RuntimeError(f"conversations were generated by several weights versions: {sorted(versions)}")
+        version = versions.pop() if versions else 0
+        output.non_tensor_batch["weights_version"] = np.full(len(output), version, dtype=np.int64)
+        return output
+
+    def wake_up(self) -> None:
+        """Let the ranks' rollouts hold the newest weights and take requests."""
+        self.worker_group.rollout_mode()
+
+    def sleep(self) -> None:
+        """Let the rollouts free their memory."""
+        self.worker_group.trainer_mode()
+
+    def clear_kv_cache(self) -> None:
+        """Let the servers forget cached prefixes."""
+
+        async def all_servers() -> None:
+            await asyncio.gather(*(replica.clear_kv_cache() for replica in self.rollout_replicas))
+
+        asyncio.run(all_servers())
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._runner is not None:
+            self._runner.run(self.agent_loop_workers[0].close())
+            self._runner.close()
+        else:
+            ray.wait([w.close.remote() for w in self.agent_loop_workers], num_returns=len(self.agent_loop_workers),
+                     timeout=CLOSE_TIMEOUT_S)  # fmt: skip
+            for worker in self.agent_loop_workers:
+                ray.kill(worker)
+
+
+def _joined(parts: list[DataProto]) -> DataProto:
+    """All rows; a column that a part lacks is None there."""
+    names = {name for part in parts for name in part.non_tensor_batch}
+    for part in parts:
+        part.meta_info = {}
+        for name in names - set(part.non_tensor_batch):
+            part.non_tensor_batch[name] = _column([None] * len(part))
+    return DataProto.concat(parts)
+
+
+def manager_class(config: DictConfig) -> type[AgentLoopManager]:
+    """The class that rollout.agent.agent_loop_manager_class names, by default AgentLoopManager."""
+    name = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    return AgentLoopManager if name is None else load_class_from_fqn(name, "agent loop manager")

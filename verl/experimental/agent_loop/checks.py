@@ -1,0 +1,87 @@
+"""What a dry run checks of agent loops: tools, interactions, parser, chat template."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.experimental.agent_loop.base import _agent_loop_registry, stop_ids
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.experimental.agent_loop.utils import resolve_config_path
+from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.planning.problems import Problem, one_line, register_check, wrong
+from verl.tools.runner import ToolRunner
+from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
+from verl.workers.rollout.message_encoder import MessageEncoder
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MULTI_TURN = f"{ROLLOUT}.multi_turn"
+
+
+@register_check
+def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
+    """Files load, names are known, tools answer their example call, the template allows for added messages."""
+    rollout = config.actor_rollout_ref.rollout
+    settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
+    if settings.enable and not serves:
+        known = "rollout.mode=async with rollout.name=vllm"
+        yield wrong(f"{MULTI_TURN}.enable", f"{MULTI_TURN}.enable=true needs {known}, which serve the conversations.")
+    if not serves:
+        return
+    if rollout.tensor_model_parallel_size > 1:
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+        what = f"{key}={rollout.tensor_model_parallel_size} with {ROLLOUT}.mode=async: an engine is served by one rank"
+        yield wrong(key, f"{what}. Set {key}=1, or {ROLLOUT}.mode=sync.")
+    problems: list[Problem] = []
+
+    def checked(key: str, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # the user's own classes may raise anything
+            value = one_line(OmegaConf.select(config, key))
+            problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
+
+    names = set(_agent_loop_registry)
+    if path := rollout.agent.agent_loop_config_path:
+        key = f"{ROLLOUT}.agent.agent_loop_config_path"
+        entries = checked(key, lambda: [entry.name for entry in OmegaConf.load(resolve_config_path(path))])
+        names |= set(entries or ())
+    if rollout.agent.default_agent_loop not in names:
+        key = f"{ROLLOUT}.agent.default_agent_loop"
+        yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
+    tools = checked(f"{MULTI_TURN}.tool_config_path", _tools, settings.tool_config_path) or []
+    key = f"{MULTI_TURN}.interaction_config_path"
+    path = settings.interaction_config_path
+    interactions = checked(key, initialize_interactions_from_config, path) if path else None
+    checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
+    if findings.tokenizer is not None and (tools or interactions):
+        kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs, resolve=True) or {}
+        encoder = MessageEncoder(findings.tokenizer, stop_ids(findings.tokenizer), **kwargs)
+        roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
+        checked("actor_rollout_ref.model.path", encoder.check, roles, tool_schemas(tools))
+    rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
+    unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]
+    if (tools or interactions) and unused:
+        key = f"{ROLLOUT}.agent.default_agent_loop"
+        what = f"{key}=single_turn_agent, which uses neither tools nor interactions, and no row has a column agent_name"
+        yield wrong(key, f"{what}. Set {key}=tool_agent.")
+    yield from problems
+
+
+def _tools(path: str | None) -> list[Any]:
+    """The tools of a file, each of which answers the call of its config.example_arguments, if it has them."""
+    tools = initialize_tools_from_config(path) if path else []
+    runner = ToolRunner(tools, max_tool_response_length=300)
+
+    async def call_examples() -> None:
+        async with runner.conversation() as conversation:
+            for tool in tools:
+                if (example := dict(tool.config or {}).get("example_arguments")) is not None:
+                    result = await conversation.call(tool.name, dict(example))
+                    if result.failure is not None:
+                        raise ValueError(f"the call of example_arguments failed: {result.response.text}")
+
+    asyncio.run(call_examples())
+    return tools

@@ -1,0 +1,30 @@
+"""The agent loop of one prompt and one answer."""
+
+import time
+from typing import Any
+
+from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.workers.rollout.conversation import Conversation
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Answers the prompt once, as rollout.mode=sync does: the same prompt ids, and the same samples."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        given = kwargs.get("raw_prompt_ids")
+        prompt_ids = self.encoder.prompt(list(kwargs["raw_prompt"])) if given is None else list(given)
+        limit = self.rollout_config.response_length
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            kwargs.get("request_id") or str(id(self)), prompt_ids=prompt_ids,
+            sampling_params={"max_tokens": limit, **sampling_params},
+        )  # fmt: skip
+        conversation = Conversation(prompt_ids)
+        conversation.add_generated(output.token_ids[:limit], output.log_probs, output.weights_version)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
+            response_logprobs=conversation.response_logprobs, num_turns=2,
+            metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
+            extra_fields={"weights_versions": [version for version, _, _ in conversation.versions]},
+        )  # fmt: skip

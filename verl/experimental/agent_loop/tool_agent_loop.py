@@ -1,0 +1,241 @@
+"""The agent loop of conversations with tools and interactions."""
+
+import asyncio
+import time
+from enum import Enum
+from typing import Any
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from verl.experimental.agent_loop.base import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    DictConfigWrap,
+    register,
+)
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.interactions.base import BaseInteraction
+from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.tools.runner import ToolConversation, ToolRunner
+from verl.tools.schemas import ToolResponse
+from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.workers.rollout.conversation import Conversation
+
+
+class AgentState(Enum):
+    """What a conversation does next."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    TERMINATED = "terminated"
+    INTERACTING = "interacting"
+
+
+#: The handler of each state; a handler returns the next state.
+HANDLERS = {
+    AgentState.PENDING: "_handle_pending_state",
+    AgentState.GENERATING: "_handle_generating_state",
+    AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
+    AgentState.INTERACTING: "_handle_interacting_state",
+}
+#: Why a conversation ended: the model stopped or the interaction was content, the tokens or the turns were used up, a
+#: tool could not be called, the generation was aborted.
+END_REASONS = ("stop", "length", "turns", "tool_failed", "cancelled")
+
+
+class AgentData:
+    """One conversation in progress: messages, tokens, tools, scores."""
+
+    def __init__(
+        self, messages: list[dict[str, Any]], image_data: Any = None, video_data: Any = None,
+        metrics: dict[str, Any] | None = None, request_id: str = "", tools_kwargs: dict[str, Any] | None = None,
+        interaction: BaseInteraction | None = None, interaction_kwargs: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.messages, self.image_data, self.video_data = messages, image_data, video_data
+        self.metrics = {} if metrics is None else metrics
+        self.request_id, self.tools_kwargs = request_id, tools_kwargs or {}
+        self.interaction, self.interaction_kwargs = interaction, interaction_kwargs or {}
+        self.conversation = Conversation([])
+        self.tools: ToolConversation | None = None
+        self.turn_scores: list[float] = []
+        self.tool_rewards: list[float] = []
+        self.user_turns = self.assistant_turns = self.tool_call_count = 0
+        self.tool_calls: list[FunctionCall] = []  # of the last turn
+        self.end_reason: str | None = None
+        self.extra_fields: dict[str, Any] = {}
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """All ids so far."""
+        return self.conversation.ids
+
+    @property
+    def response_ids(self) -> list[int]:
+        """The ids after the first prompt."""
+        return self.conversation.response_ids
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 for a generated id."""
+        return self.conversation.response_mask
+
+    @property
+    def response_logprobs(self) -> list[float] | None:
+        """The log-probs of generated ids, 0 elsewhere."""
+        return self.conversation.response_logprobs
+
+    def end(self, reason: str) -> AgentState:
+        """The last state, with one of END_REASONS."""
+        self.end_reason = reason
+        return AgentState.TERMINATED
+
+
+_RUNNERS: "WeakKeyDictionary[DictConfigWrap, ToolRunner]" = WeakKeyDictionary()
+_INTERACTIONS: "WeakKeyDictionary[DictConfigWrap, dict[str, BaseInteraction]]" = WeakKeyDictionary()
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Generates, runs the calls that it finds or asks the interaction, and continues until the conversation ends.
+
+    Tools come from rollout.multi_turn.tool_config_path, interactions from interaction_config_path; both are created
+    once for all conversations of a worker. A conversation ends at a turn's boundary once an answer of a tool or user
+    does not fit into rollout.response_length with at least one more token.
+    """
+
+    def __init__(self, trainer_config: DictConfigWrap, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer_config, *args, **kwargs)
+        self.settings = settings = self.rollout_config.multi_turn
+        if trainer_config not in _RUNNERS:
+            path = settings.tool_config_path
+            tools = initialize_tools_from_config(path) if path else []
+            _RUNNERS[trainer_config] = ToolRunner(
+                tools, max_tool_response_length=settings.max_tool_response_length,
+                tool_response_truncate_side=settings.tool_response_truncate_side,
+            )  # fmt: skip
+            path = settings.interaction_config_path
+            _INTERACTIONS[trainer_config] = initialize_interactions_from_config(path) if path else {}
+        self.runner, self.interactions = _RUNNERS[trainer_config], _INTERACTIONS[trainer_config]
+        self.tool_schemas = tool_schemas(self.runner.tools.values())
+        self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
+
+    @rollout_trace_op
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        data = AgentData(
+            [dict(message) for message in kwargs["raw_prompt"]], request_id=kwargs.get("request_id") or uuid4().hex,
+            metrics={"generate_sequences": 0.0, "tool_calls": 0.0}, tools_kwargs=kwargs.get("tools_kwargs"),
+            interaction_kwargs=kwargs.get("interaction_kwargs"),
+        )  # fmt: skip
+        instance = None
+        async with self.runner.conversation(data.tools_kwargs) as data.tools:
+            try:
+                if self.interactions:
+                    given = {k: v for k, v in data.interaction_kwargs.items() if k != "name"}
+                    data.interaction = self._interaction_of(data.interaction_kwargs.get("name"))
+                    instance = await data.interaction.start_interaction(data.request_id, **given)
+                state = AgentState.PENDING
+                while state is not AgentState.TERMINATED:
+                    state = await getattr(self, HANDLERS[state])(data, sampling_params)
+                rewards = await data.tools.calc_rewards()
+            finally:
+                if instance is not None:
+                    await data.interaction.finalize_interaction(instance)
+        conversation = data.conversation
+        return AgentLoopOutput(
+            prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
+            response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
+            num_turns=data.user_turns + data.assistant_turns + 1, metrics=AgentLoopMetrics(**data.metrics),
+            extra_fields={
+                "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards, "reward_scores": rewards,
+                "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
+                "weights_versions": [version for version, _, _ in conversation.versions], **data.extra_fields,
+            },
+        )  # fmt: skip
+
+    def _interaction_of(self, name: str | None) -> BaseInteraction:
+        if name is None and len(self.interactions) == 1:
+            return next(iter(self.interactions.values()))
+        if name not in self.interactions:
+            raise ValueError(
+                f"extra_info.interaction_kwargs.name={name!r} is not in rollout.multi_turn.interaction_config_path. "
+                f"Known: {', '.join(self.interactions)}."
+            )
+        return self.interactions[name]
+
+    async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        data.conversation.prompt_ids = self.encoder.prompt(data.messages, self.tool_schemas)
+        return AgentState.GENERATING
+
+    async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        conversation, settings = data.conversation, self.settings
+        room = self.rollout_config.response_length - len(conversation.response_ids)
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            data.request_id, prompt_ids=conversation.ids,
+            sampling_params={**sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room))},
+        )  # fmt: skip
+        data.metrics["generate_sequences"] += time.perf_counter() - started
+        conversation.add_generated(output.token_ids, output.log_probs, output.weights_version)
+        data.assistant_turns += 1
+        if output.stop_reason == "aborted":
+            return data.end("cancelled")
+        if output.stop_reason == "length" or len(conversation.response_ids) >= self.rollout_config.response_length:
+            return data.end("length")
+        content, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids)
+        data.messages.append({"role": "assistant", "content": self._plain(output.token_ids)})
+        if data.tool_calls or data.interaction:
+            if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
+                return data.end("turns")
+            if settings.max_user_turns and data.user_turns >= settings.max_user_turns:
+                return data.end("turns")
+        if data.tool_calls:
+            return AgentState.PROCESSING_TOOLS
+        return AgentState.INTERACTING if data.interaction else data.end("stop")
+
+    def _plain(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    async def _handle_processing_tools_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        limit, started = self.settings.max_parallel_calls, time.perf_counter()
+        calls = data.tool_calls[:limit]
+        results = await asyncio.gather(*(self._call_tool(call, data.tools_kwargs, data) for call in calls))
+        data.metrics["tool_calls"] += time.perf_counter() - started
+        texts = [response.text or "" for response, _, _ in results]
+        for call in data.tool_calls[limit:]:
+            texts.append(f"Error: {call.name!r} was not called: one turn may call {limit} tools.")
+        data.tool_rewards += [reward for _, reward, _ in results if reward is not None]
+        names = [call.name for call in data.tool_calls]
+        messages = [{"role": "tool", "content": text, "name": name} for text, name in zip(texts, names, strict=True)]
+        return self._given(data, messages)
+
+    async def _call_tool(
+        self, tool_call: FunctionCall, tools_kwargs: dict[str, Any], agent_data: AgentData
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """(the response, the step reward or None, metrics) of one call; a failure is a response with its reason."""
+        agent_data.tool_call_count += 1
+        if tool_call.error is not None:
+            result = self.runner.failed("malformed_arguments", tool_call.name, tool_call.error)
+        else:
+            result = await agent_data.tools.call(tool_call.name, tool_call.arguments)
+        return result.response, result.reward, result.metrics
+
+    async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
+        given = {k: v for k, v in data.interaction_kwargs.items() if k != "name"}
+        ends, text, score, extra = await data.interaction.generate_response(data.request_id, data.messages, **given)
+        if score is not None:
+            data.turn_scores.append(score)
+        data.extra_fields.update(extra or {})
+        return data.end("stop") if ends else self._given(data, [{"role": "user", "content": text}])
+
+    def _given(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
+        """Append what the model is given, if it fits."""
+        ids = self.encoder.added(messages, self.tool_schemas)
+        if len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
+            return data.end("length")
+        data.messages += messages
+        data.conversation.add_given(ids)
+        data.user_turns += 1
+        return AgentState.GENERATING

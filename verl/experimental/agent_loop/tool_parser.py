@@ -1,0 +1,165 @@
+"""Finds the tool calls in what a model wrote. Only JSON and plain text are read; nothing is evaluated."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class FunctionCall(BaseModel):
+    """A call as the model wrote it: `arguments` is the text of a JSON object. `error` says why it cannot be read."""
+
+    arguments: str
+    name: str
+    error: str | None = None
+
+
+class ToolParser(ABC):
+    """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out."""
+
+    _registry: dict[str, type["ToolParser"]] = {}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
+        """(the text without its calls, the calls in order)."""
+        return self.parse(self.tokenizer.decode(responses_ids))
+
+    @abstractmethod
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        """The same for text, special tokens included."""
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
+        """The parser of that name (rollout.multi_turn.format); ValueError for an unknown one."""
+        if name not in cls._registry:
+            known = ", ".join(sorted(cls._registry))
+            raise ValueError(f"rollout.multi_turn.format={name!r} is unknown. Known: {known}.")
+        return cls._registry[name](tokenizer)
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
+        """Decorator: enter a parser under a name."""
+
+        def decorator(subclass: type["ToolParser"]) -> type["ToolParser"]:
+            cls._registry[name] = subclass
+            return subclass
+
+        return decorator
+
+
+def json_call(text: str, arguments_key: str = "arguments") -> FunctionCall:
+    """A call written as {"name": ..., "arguments": {...}}."""
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get(arguments_key, {})
+        if not isinstance(name, str):
+            raise TypeError("name is not a string")
+    except (ValueError, RecursionError) as error:
+        return FunctionCall(name="", arguments=text, error=f"the call is not valid JSON: {error}")
+    except (TypeError, KeyError, AttributeError):
+        expected = f'{{"name": ..., "{arguments_key}": {{...}}}}'
+        return FunctionCall(name="", arguments=text, error=f"a call is a JSON object {expected}")
+    return FunctionCall(name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+@ToolParser.register("hermes")
+class HermesToolParser(ToolParser):
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen models write it."""
+
+    CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        return self.CALL.sub("", text), [json_call(call.strip()) for call in self.CALL.findall(text)]
+
+
+@ToolParser.register("llama3_json")
+class Llama3JsonToolParser(ToolParser):
+    """The full turn is a JSON object {"name": ..., "parameters": {...}}, after <|python_tag|> or not; several are
+    separated by semicolons.
+    """
+
+    SPECIAL = re.compile(r"<\|(?:python_tag|eot_id|eom_id|end_of_text)\|>")
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        plain = self.SPECIAL.sub("", text).strip()
+        if "<|python_tag|>" not in text and not re.match(r'\{\s*"(?:name|type|parameters)"', plain):
+            return text, []
+        calls, decoder = [], json.JSONDecoder()
+        while plain:
+            try:
+                _, end = decoder.raw_decode(plain)
+            except (ValueError, RecursionError):
+                end = len(plain)
+            calls.append(json_call(plain[:end], "parameters"))
+            plain = plain[end:].lstrip("; \n")
+        return "", calls
+
+
+@ToolParser.register("qwen3_coder")
+class Qwen3CoderToolParser(ToolParser):
+    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
+
+    A value that is JSON other than a string is taken as such, any other as text.
+    """
+
+    CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+    FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+    PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        return self.CALL.sub("", text), [self._call(call) for call in self.CALL.findall(text)]
+
+    def _call(self, text: str) -> FunctionCall:
+        function = self.FUNCTION.fullmatch(text)
+        if function is None:
+            expected = "<function=name><parameter=key>value</parameter></function>"
+            return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
+        arguments = {key.strip(): _value(value) for key, value in self.PARAMETER.findall(function.group(2))}
+        return FunctionCall(name=function.group(1).strip(), arguments=json.dumps(arguments))
+
+
+def _value(text: str) -> Any:
+    text = text.removeprefix("\n").removesuffix("\n")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
+@ToolParser.register("gpt-oss")
+class GptOssToolParser(ToolParser):
+    """Harmony: <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>.
+
+    The analysis channel, where the model thinks, holds no calls.
+    """
+
+    MESSAGE = re.compile(
+        r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"
+        r"(?:<\|end\|>|<\|call\|>|<\|return\|>|$)",
+        re.DOTALL,
+    )
+    RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        content, calls = [], []
+        for message in self.MESSAGE.finditer(text):
+            head, body = message.group("head"), message.group("body")
+            recipient = self.RECIPIENT.search(head)
+            if "analysis" in head and recipient is None:
+                continue
+            if recipient is None:
+                content.append(body)
+                continue
+            try:
+                json.loads(body)
+                calls.append(FunctionCall(name=recipient.group(1), arguments=body.strip()))
+            except (ValueError, RecursionError) as error:
+                problem = f"the call is not valid JSON: {error}"
+                calls.append(FunctionCall(name=recipient.group(1), arguments=body, error=problem))
+        return "".join(content), calls

@@ -1,0 +1,272 @@
+"""Servers of a rollout, as agent loops see them: where they are, how to start them, how to send a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import ray
+from pydantic import BaseModel
+
+from verl.utils.import_utils import load_class_from_fqn
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+
+class TokenOutput(BaseModel):
+    """The answer to one request: token ids [T] and, if requested, the log-prob of each.
+
+    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    routed_experts: Any | None = None
+    stop_reason: str | None = None
+    weights_version: int | None = None
+    cached_tokens: int = 0
+
+
+class RolloutMode(Enum):
+    """Where a server runs: in the ranks that train, next to them in the same pool, or in a pool of its own."""
+
+    HYBRID = "hybrid"
+    COLOCATED = "colocated"
+    STANDALONE = "standalone"
+
+
+@dataclass(frozen=True)
+class ServerHandle:
+    """The address ("host:port") of a server, and the token that its requests carry."""
+
+    address: str
+    token: str = ""
+
+
+class ServerError(RuntimeError):
+    """A server refused a request; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerUnreachable(RuntimeError):
+    """A server did not answer, or failed with a request of its own."""
+
+
+def host_to_bind() -> str:
+    """127.0.0.1, or this node's address in a Ray cluster of several nodes."""
+    if ray.is_initialized() and sum(node["Alive"] for node in ray.nodes()) > 1:
+        return ray.util.get_node_ip_address()
+    return "127.0.0.1"
+
+
+class ServerClient:
+    """Requests to one server, in the form of SGLang's native API; all from one event loop."""
+
+    def __init__(self, handle: ServerHandle, max_connections: int = 1000, timeout: float = 60.0) -> None:
+        self.handle, self.max_connections, self.timeout = handle, max_connections, timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
+        """The JSON answer of POST /path. Raises ServerError for a refusal, ServerUnreachable for a fault."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.max_connections), trust_env=False,
+                headers={"Authorization": f"Bearer {self.handle.token}"},
+            )  # fmt: skip
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=self.timeout)
+        url = f"http://{self.handle.address}/{path}"
+        try:
+            async with self._session.post(url, json=body, timeout=limits) as response:
+                if response.status >= 500:
+                    raise ServerUnreachable(f"{url} answered {response.status}: {(await response.text())[:500]}")
+                if response.status >= 400:
+                    raise ServerError(f"{url} answered {response.status}: {await response.text()}", response.status)
+                return await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerUnreachable(f"{url}: {type(error).__name__}: {error}") from error
+
+    async def generate(self, rid: str, input_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
+        """The answer to one prompt, which may take as long as it needs."""
+        body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": log_probs}
+        reply = await self.post("generate", body)
+        meta, ids = reply["meta_info"], reply["output_ids"]
+        kind = (meta.get("finish_reason") or {}).get("type", "stop")
+        values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
+        if values is not None and len(values) != len(ids):
+            raise ServerUnreachable(f"{self.handle.address} gave {len(values)} log-probs for {len(ids)} tokens")
+        version = str(meta.get("weight_version", ""))
+        return TokenOutput(
+            token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
+            stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
+            weights_version=int(version) if version.isdigit() else None,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+class RolloutReplica:
+    """One engine that serves the rollout: its ranks, and its server once `init_hybrid` has found it.
+
+    Args:
+        replica_rank: number of the engine.
+        config: the rollout's settings.
+        model_config: the model's settings.
+        gpus_per_node: ranks on a node.
+        is_reward_model: whether it serves a reward model.
+    """
+
+    def __init__(
+        self, replica_rank: int, config: RolloutConfig, model_config: HFModelConfig, gpus_per_node: int = 8,
+        is_reward_model: bool = False,
+    ) -> None:  # fmt: skip
+        self.replica_rank, self.config, self.model_config = replica_rank, config, model_config
+        self.gpus_per_node, self.is_reward_model = gpus_per_node, is_reward_model
+        self.rollout_mode: RolloutMode | None = None
+        self.servers: list[ServerHandle] = []
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        config = self.config
+        return config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size
+
+    async def init_hybrid(self, worker_group: Any) -> None:
+        """Serve from the ranks that train: the engines of `worker_group`'s rollout."""
+        self.rollout_mode = RolloutMode.HYBRID
+        handle = worker_group.rollout_server()[self.replica_rank * self.world_size]
+        if handle is None:
+            raise ValueError("actor_rollout_ref.rollout.mode=async, but the ranks' rollout has no server")
+        self.servers = [handle]
+
+    @property
+    def server_handle(self) -> ServerHandle:
+        """The server that takes the requests."""
+        return self.servers[0]
+
+    @property
+    def server_address(self) -> str:
+        """Its address, "host:port"."""
+        return self.server_handle.address
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        client = ServerClient(self.server_handle, timeout=self.config.server.timeout)
+        try:
+            return await client.post(path, body, self.config.server.timeout)
+        finally:
+            await client.close()
+
+    async def wake_up(self) -> None:
+        """Bring the engine's weights and cache back into memory."""
+        await self._post("resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    async def sleep(self) -> None:
+        """Free the memory of the engine's weights and cache."""
+        await self._post("release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    async def clear_kv_cache(self) -> None:
+        """Forget cached prefixes."""
+        await self._post("flush_cache", {})
+
+    async def abort_all_requests(self) -> Any:
+        """Finish all requests with what they have generated."""
+        return await self._post("abort_request", {"abort_all": True})
+
+    async def abort_request(self, request_id: str) -> Any:
+        """Finish one request with what it has generated."""
+        return await self._post("abort_request", {"rid": request_id})
+
+
+class RolloutReplicaRegistry:
+    """Replica classes by `rollout.name`; each is imported when it is requested."""
+
+    _loaders: dict[str, Callable[[], type[RolloutReplica]]] = {
+        "vllm": lambda: load_class_from_fqn(
+            "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica", "rollout replica"
+        ),
+    }
+
+    @classmethod
+    def register(cls, name: str, loader: Callable[[], type[RolloutReplica]]) -> None:
+        """Enter a function that returns the class."""
+        cls._loaders[name] = loader
+
+    @classmethod
+    def serves(cls, config: Any) -> bool:
+        """Whether a rollout section asks for agent loops (mode=async) and its rollout has a server."""
+        return config.mode == "async" and config.name in cls._loaders
+
+    @classmethod
+    def get(cls, name: str) -> type[RolloutReplica]:
+        """The class of that name; ValueError for an unknown one."""
+        if name not in cls._loaders:
+            known = ", ".join(sorted(cls._loaders))
+            raise ValueError(
+                f"actor_rollout_ref.rollout.name={name!r} has no server for rollout.mode=async. Known: {known}."
+            )
+        return cls._loaders[name]()
+
+
+def get_rollout_replica_class(rollout: str) -> type[RolloutReplica]:
+    """The replica class of a rollout's name."""
+    return RolloutReplicaRegistry.get(rollout)
+
+
+class RequestRouter:
+    """Chooses a server for each request, with the requests of all agent loop workers in view.
+
+    A conversation stays with its server, whose prefix cache holds it, unless that server runs more than `margin`
+    requests more than the one with the fewest.
+    """
+
+    def __init__(self, servers: int, margin: int = 2, max_cache_size: int = 10000) -> None:
+        self.running = [0] * servers
+        self.lost: set[int] = set()
+        self.margin, self.max_cache_size = margin, max_cache_size
+        self.server_of: dict[str, int] = {}
+
+    def acquire(self, conversation: str) -> int:
+        """The number of the server for a conversation's next request, which counts as running until `release`."""
+        alive = [i for i in range(len(self.running)) if i not in self.lost]
+        if not alive:
+            raise ServerUnreachable("no rollout server is left")
+        least = min(alive, key=lambda i: self.running[i])
+        server = self.server_of.pop(conversation, least)
+        if server in self.lost or self.running[server] > self.running[least] + self.margin:
+            server = least
+        self.server_of[conversation] = server  # the newest last
+        if len(self.server_of) > self.max_cache_size:
+            del self.server_of[next(iter(self.server_of))]
+        self.running[server] += 1
+        return server
+
+    def release(self, server: int, lost: bool = False) -> None:
+        """A request has ended; `lost` takes the server out of use."""
+        self.running[server] -= 1
+        if lost:
+            self.lost.add(server)
+
+
+def one_replica_per_engine(config: RolloutConfig, model_config: Any, worker_group: Any) -> list[RolloutReplica]:
+    """The replicas of a worker group's engines, ready for requests."""
+    replica_class = get_rollout_replica_class(config.name)
+    size = replica_class(0, config, model_config).world_size
+    replicas = [replica_class(i, config, model_config) for i in range(worker_group.world_size // size)]
+
+    async def init() -> None:
+        for replica in replicas:
+            await replica.init_hybrid(worker_group)
+
+    asyncio.run(init())
+    return replicas

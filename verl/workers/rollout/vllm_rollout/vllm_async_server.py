@@ -1,0 +1,410 @@
+"""vLLM in the rank's process, served over HTTP for conversations that other processes drive."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from aiohttp import web
+from loguru import logger
+
+from verl.protocol import DataProto
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import register_rollout
+from verl.workers.rollout.replica import RolloutReplica, ServerHandle, host_to_bind
+from verl.workers.rollout.vllm_rollout.vllm_rollout import KEY, vLLMRollout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Names of a request's sampling parameters: SGLang's, which the server takes, and vLLM's.
+SAMPLING = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_token_ids": "stop_token_ids",
+    "sampling_seed": "seed",
+}  # fmt: skip
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class _Request:
+    """A request in the engine, and what it has generated."""
+
+    rid: str
+    input_ids: list[int]
+    params: Any
+    finish: Callable[[dict[str, Any] | BaseException], None]
+    started: float = field(default_factory=time.monotonic)
+    output_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    cached: int = 0
+
+
+class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
+    """Serves an engine of this process: token ids in, token ids and log-probs out, in the form of SGLang's native API.
+
+    POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}, /abort_request
+    {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or in_place}, /continue_generation,
+    /flush_cache, /release_memory_occupation {tags}, /resume_memory_occupation {tags}, /update_weights_from_disk
+    {model_path, weight_version}; GET /health, /model_info. Every request but GET /health needs the header
+    `Authorization: Bearer <token>`.
+
+    One thread owns the engine: it takes work from an inbox and steps the engine while requests run. `call` runs a
+    function there. A second thread runs the HTTP server.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        rollout: provides resume(tags), release() and update_weights_from_disk(path) for the endpoints of those names.
+        vocab_size: ids from 0 to vocab_size - 1 are accepted; others would end the engine.
+        max_model_len: tokens of prompt and response together.
+        host: the address to bind, with a free port.
+        device: the CUDA device of the engine, or None.
+    """
+
+    def __init__(
+        self, engine: Any, rollout: Any, *, vocab_size: int, max_model_len: int, host: str = "127.0.0.1",
+        device: int | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.rollout = engine, rollout
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.weight_version = "default"
+        self.token = secrets.token_urlsafe(16)
+        self.requests: dict[str, _Request] = {}
+        self.error: BaseException | None = None  # of the engine; it cannot be used afterwards
+        self.is_paused = False
+        self._held: list[_Request] = []  # arrived while generation is paused by mode abort
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._owner = threading.Thread(target=self._own, args=(device,), daemon=True, name="vllm-engine")
+        self._owner.start()
+        self._loop = asyncio.new_event_loop()
+        self._http = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
+        self._http.start()
+        started = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
+        self.address = f"{host}:{started.result(START_TIMEOUT_S)}"
+
+    # The engine's thread.
+
+    def call(self, function: Callable[..., Any], *args: Any, idle: bool = False, **kwargs: Any) -> Any:
+        """Run a function between two steps of the engine; its result. With `idle`, RuntimeError while requests run."""
+        done: Future = Future()
+
+        def work() -> None:
+            try:
+                if idle and self.requests:
+                    raise RuntimeError(
+                        f"{function.__name__} while {len(self.requests)} requests run; wait for them, or abort them "
+                        "(POST /abort_request with abort_all=true)."
+                    )
+                done.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._inbox.put(work)
+        return done.result()
+
+    def _own(self, device: int | None) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        with torch.no_grad():
+            while not self._closing:
+                if not self.requests or self.is_paused:
+                    self._inbox.get()()
+                while not self._inbox.empty():
+                    self._inbox.get()()
+                if self.requests and not self.is_paused:
+                    self._step()
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            logger.exception("vLLM's engine failed")
+            self.error = error
+            for request in list(self.requests.values()):
+                self._finish(request, error)
+            return
+        for output in outputs:
+            request, answer = self.requests.get(output.request_id), output.outputs[0]
+            if request is None:
+                continue
+            request.output_ids += answer.token_ids
+            if answer.logprobs is not None:
+                request.log_probs += answer.logprobs.logprobs
+            request.cached = output.num_cached_tokens or request.cached
+            if output.finished:
+                self._finish(request, self._reply(request, {"type": answer.finish_reason or "stop"}))
+
+    def _reply(self, request: _Request, reason: dict[str, Any]) -> dict[str, Any]:
+        meta = {
+            "id": request.rid, "finish_reason": reason, "prompt_tokens": len(request.input_ids),
+            "completion_tokens": len(request.output_ids), "cached_tokens": request.cached,
+            "weight_version": self.weight_version, "e2e_latency": time.monotonic() - request.started,
+        }  # fmt: skip
+        if request.params.logprobs is not None:
+            pairs = zip(request.log_probs, request.output_ids, strict=True)
+            meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+        return {"output_ids": request.output_ids, "meta_info": meta}
+
+    def _finish(self, request: _Request, result: dict[str, Any] | BaseException) -> None:
+        self.requests.pop(request.rid, None)
+        request.finish(result)
+
+    def _add(self, request: _Request) -> None:
+        if self.error is not None:
+            return request.finish(RuntimeError(f"the engine failed before: {self.error}"))
+        if request.rid in self.requests:
+            return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs"))
+        if self.is_paused:
+            return self._held.append(request)
+        try:
+            self.engine.add_request(request.rid, {"prompt_token_ids": request.input_ids}, request.params)
+        except Exception as error:
+            return request.finish(ValueError(str(error)))
+        self.requests[request.rid] = request
+
+    def _abort(self, rids: Iterable[str]) -> list[str]:
+        """Finish requests with what they have generated; the ids of those that ran."""
+        rids = set(rids)
+        for request in [held for held in self._held if held.rid in rids]:
+            self._held.remove(request)
+            request.finish(self._reply(request, {"type": "abort", "message": "aborted"}))
+        known = [self.requests[rid] for rid in rids if rid in self.requests]
+        self.engine.abort_request([request.rid for request in known], internal=False)
+        for request in known:
+            self._finish(request, self._reply(request, {"type": "abort", "message": "aborted"}))
+        return [request.rid for request in known]
+
+    def _pause(self, mode: str) -> None:
+        self.is_paused = True
+        if mode == "abort":
+            self._abort(list(self.requests))
+
+    def _continue(self) -> None:
+        self.is_paused, held, self._held = False, self._held, []
+        for request in held:
+            self._add(request)
+
+    def abort_all_requests(self, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """Finish all requests with what they have generated."""
+        aborted = self.call(lambda: self._abort(list(self.requests)))
+        if reset_prefix_cache:
+            self.call(self.engine.reset_prefix_cache)
+        return {"aborted_count": len(aborted), "request_ids": aborted}
+
+    def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
+        """Finish one request with what it has generated."""
+        if not self.call(self._abort, [request_id]):
+            return {"aborted": False, "error": f"request {request_id!r} is not running"}
+        return {"aborted": True, "request_id": request_id}
+
+    # The HTTP thread.
+
+    async def _listen(self, host: str) -> int:
+        app = web.Application(middlewares=[self._checked], client_max_size=1 << 28)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_post("/generate", self._generate)
+        posts = {
+            "abort_request": lambda b: self._abort(list(self.requests) if b.get("abort_all") else [b.get("rid")]),
+            "pause_generation": lambda b: self._pause(b.get("mode", "abort")),
+            "continue_generation": lambda b: self._continue(),
+            "flush_cache": lambda b: self.engine.reset_prefix_cache(),
+            "release_memory_occupation": lambda b: self._idle(self.rollout.free),
+            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or ["weights", "kv_cache"]),
+            "update_weights_from_disk": self._update_from_disk,
+        }
+        for name, function in posts.items():
+            app.router.add_post(f"/{name}", self._posted(function))
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, 0)
+        await site.start()
+        return site._server.sockets[0].getsockname()[1]
+
+    @web.middleware
+    async def _checked(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        if request.path != "/health" and not hmac.compare_digest(given, f"Bearer {self.token}"):
+            return _error(401, "the header Authorization: Bearer <token> of this run is missing or wrong")
+        try:
+            return await handler(request)
+        except ValueError as error:
+            return _error(400, str(error))
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            return _error(500, f"{type(error).__name__}: {error}")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.error is None and self._owner.is_alive() else 503)
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        info = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len, "engine": "vllm"}
+        return web.json_response(info | {"weight_version": self.weight_version, "running": len(self.requests)})
+
+    def _posted(self, function: Callable[[dict[str, Any]], Any]) -> Callable:
+        async def handler(request: web.Request) -> web.Response:
+            body = await request.json() if request.can_read_body else {}
+            result = await asyncio.to_thread(self.call, function, body)
+            return web.json_response(result if isinstance(result, dict | list) else None)
+
+        return handler
+
+    def _idle(self, function: Callable[[], Any]) -> None:
+        if self.requests:
+            raise ValueError(f"{len(self.requests)} requests run; abort them first")
+        function()
+
+    def _update_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.requests and not body.get("abort_all_requests"):
+            return {"success": False, "message": f"{len(self.requests)} requests run", "num_paused_requests": 0}
+        self._abort(list(self.requests))
+        self.rollout.load_from_disk(body["model_path"])
+        self.weight_version = body.get("weight_version") or self.weight_version
+        return {"success": True, "message": "", "num_paused_requests": 0}
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        ids = body.get("input_ids")
+        params = self._params(ids, body)
+        answered: asyncio.Future = self._loop.create_future()
+
+        def finish(result: dict[str, Any] | BaseException) -> None:
+            self._loop.call_soon_threadsafe(_resolve, answered, result)
+
+        rid = str(body.get("rid") or secrets.token_hex(16))
+        self._inbox.put(lambda: self._add(_Request(rid, ids, params, finish)))
+        try:
+            result = await answered
+        except asyncio.CancelledError:  # the client is gone
+            self._inbox.put(lambda: self._abort([rid]))
+            raise
+        if isinstance(result, BaseException):
+            raise result
+        return web.json_response(result)
+
+    def _params(self, ids: Any, body: dict[str, Any]) -> Any:
+        """vLLM's parameters of a request; ValueError for what the engine cannot take."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if not isinstance(ids, list) or not ids:
+            raise ValueError("input_ids must be a list with at least one token id")
+        for position, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                known = f"0..{self.vocab_size - 1}"
+                raise ValueError(f"input_ids[{position}]={token!r} is not a token id of the model ({known})")
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            limit = f"rollout.max_model_len={self.max_model_len}"
+            raise ValueError(f"input_ids has {len(ids)} tokens; {limit} leaves no room for an answer")
+        given = dict(body.get("sampling_params") or {})
+        ignore_eos = bool(given.pop("ignore_eos", False))
+        if unknown := sorted(set(given) - set(SAMPLING)):
+            raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {', '.join(SAMPLING)}, ignore_eos")
+        named = {SAMPLING[name]: value for name, value in given.items() if value is not None}
+        named["max_tokens"] = min(named.get("max_tokens", room), room)
+        if ignore_eos:
+            named["stop_token_ids"] = []  # vLLM's own ignore_eos does not apply to stop ids
+        try:
+            return SamplingParams(
+                ignore_eos=ignore_eos, detokenize=False, output_kind=RequestOutputKind.DELTA, flat_logprobs=True,
+                logprobs=0 if body.get("return_logprob") else None, **named,
+            )  # fmt: skip
+        except Exception as error:  # vLLM's own validation
+            raise ValueError(f"sampling_params: {error}") from error
+
+    def close(self) -> None:
+        """Abort what runs and end both threads; the engine itself stays as it is."""
+        self.call(lambda: self._abort(list(self.requests)))
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+        def end() -> None:
+            self._closing = True
+
+        self._inbox.put(end)
+        for thread in (self._owner, self._http):
+            thread.join(START_TIMEOUT_S)
+
+
+def _resolve(future: asyncio.Future, result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+@register_rollout("vllm", "async")
+class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
+    """The engine of vLLMRollout, served over HTTP; all use of the engine happens in the server's thread."""
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
+        if config.tensor_model_parallel_size > 1:
+            raise ValueError(
+                f"{KEY}.tensor_model_parallel_size={config.tensor_model_parallel_size} with {KEY}.mode=async: an "
+                f"engine over several ranks only answers batches. Set {KEY}.mode=sync or tensor_model_parallel_size=1."
+            )
+        super().__init__(config, model_config, device_mesh)
+        engine = self.llm.llm_engine
+        self.server = vLLMHttpServer(
+            engine, self, vocab_size=engine.model_config.get_vocab_size(),
+            max_model_len=engine.model_config.max_model_len, host=host_to_bind(),
+            device=torch.cuda.current_device() if self.on_cuda else None,
+        )  # fmt: skip
+        logger.debug(f"vLLM serves at {self.server.address}")
+
+    @property
+    def server_handle(self) -> ServerHandle:
+        return ServerHandle(self.server.address, self.server.token)
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
+        self.server.call(super().update_weights, weights, idle=True)
+
+    def resume(self, tags: list[str]) -> None:
+        self.server.call(self.wake, tags)
+        self.server.weight_version = str(self.weights_version)
+
+    def release(self) -> None:
+        if hasattr(self, "server"):  # not yet at the end of the engine's start
+            self.server.call(lambda: self.server._abort(list(self.server.requests)))
+            self.server.call(self.free)
+        else:
+            self.free()
+
+    def wake(self, tags: list[str]) -> None:
+        """`resume` in the engine's thread."""
+        super().resume(tags)
+
+    def free(self) -> None:
+        """`release` in the engine's thread."""
+        super().release()
+
+    def load_from_disk(self, path: str) -> None:
+        """Load the weights of a model folder; in the engine's thread."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        self.llm.reset_prefix_cache()
+        self.has_weights = True
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        return self.server.call(super().generate_sequences, prompts, idle=True)
+
+    def close(self) -> None:
+        self.server.close()
+        super().close()
+
+
+class vLLMReplica(RolloutReplica):  # noqa: N801
+    """One vLLM server, in a rank of the actor."""
