@@ -3,6 +3,7 @@
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
+#   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about 90 minutes on 2 cores)
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
@@ -25,7 +26,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo demo-grpo demo-dllm frontier test test-quick test-all bench chaos audit docs lint clean
+.PHONY: env demo demo-grpo demo-dllm demo-tools frontier test test-quick test-all bench chaos audit docs lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -38,6 +39,9 @@ demo-grpo: env
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo
+
+demo-tools: env
+	@$(PY) -m examples.tools_arithmetic.demo
 
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier

@@ -7,9 +7,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.helpers.models import make_tokenizer
 from verl.protocol import DataProto
 from verl.trainer.run.run_log import JsonlLog, RunLog, installed_versions
-from verl.trainer.run.samples import pick_samples, write_jsonl
+from verl.trainer.run.samples import pick_samples, report_rows, write_jsonl
 
 
 def steps_in(path) -> list[int]:
@@ -86,3 +87,19 @@ def test_ranks_other_than_the_first_write_nothing(tmp_path):
 def test_jsonl_takes_numpy_values(tmp_path):
     write_jsonl(tmp_path / "new" / "1.jsonl", [{"a": np.int64(3), "b": np.arange(2), "c": {1}}])
     assert json.loads((tmp_path / "new" / "1.jsonl").read_text()) == {"a": 3, "b": [0, 1], "c": "{1}"}
+
+
+def test_conversations_have_segments_of_generated_and_given_text():
+    tokenizer = make_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["a", "b", "7", "c", "<eos>", "<pad>"])
+    samples = DataProto.from_dict(
+        {"responses": torch.tensor([ids, ids]), "response_mask": torch.tensor([[1, 1, 0, 1, 1, 0]] * 2),
+         "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0]] * 2)},
+        {"__num_turns__": np.array([4, 2])},
+    )  # fmt: skip
+    rows = [{"input": "p", "output": "a b 7 c", "score": 1.0, "gts": "7"}] * 2
+    several, single = report_rows(rows, samples, [], tokenizer)
+    assert [(t["kind"], t["text"]) for t in several["segments"]] == [
+        ("generated", "a b"), ("given", "7"), ("generated", "c <eos>"),
+    ]  # fmt: skip
+    assert not single["segments"]

@@ -25,15 +25,17 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     """Files load, names are known, tools answer their example call, the template allows for added messages."""
     rollout = config.actor_rollout_ref.rollout
     settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
-    if settings.enable and not serves:
-        known = "rollout.mode=async with rollout.name=vllm"
-        yield wrong(f"{MULTI_TURN}.enable", f"{MULTI_TURN}.enable=true needs {known}, which serve the conversations.")
+    rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
+    needs = {
+        f"{MULTI_TURN}.enable": settings.enable, f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
+        f"{MULTI_TURN}.interaction_config_path": settings.interaction_config_path,
+    }  # fmt: skip
     if not serves:
+        for key, value in needs.items():
+            if value:
+                how = f"{ROLLOUT}.mode=async, {ROLLOUT}.name=vllm and {ROLLOUT}.tensor_model_parallel_size=1"
+                yield wrong(key, f"{key}={value} needs conversations with a server: set {how}.")
         return
-    if rollout.tensor_model_parallel_size > 1:
-        key = f"{ROLLOUT}.tensor_model_parallel_size"
-        what = f"{key}={rollout.tensor_model_parallel_size} with {ROLLOUT}.mode=async: an engine is served by one rank"
-        yield wrong(key, f"{what}. Set {key}=1, or {ROLLOUT}.mode=sync.")
     problems: list[Problem] = []
 
     def checked(key: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -61,7 +63,6 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         encoder = MessageEncoder(findings.tokenizer, stop_ids(findings.tokenizer), **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         checked("actor_rollout_ref.model.path", encoder.check, roles, tool_schemas(tools))
-    rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
     unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]
     if (tools or interactions) and unused:
         key = f"{ROLLOUT}.agent.default_agent_loop"

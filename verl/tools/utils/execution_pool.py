@@ -93,6 +93,7 @@ class ExecutionWorker:
 def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
     import ray
 
+    TokenBucketWorker(rate_limit)  # a wrong limit is refused here, not in the actor
     if not ray.is_initialized():
         bucket = TokenBucketWorker(rate_limit)
         return bucket.acquire, bucket.release

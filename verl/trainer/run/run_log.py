@@ -170,7 +170,7 @@ class RunLog:
         if directory:
             write_jsonl(Path(directory).expanduser() / f"{step}.jsonl", rows)
         if sampled:
-            picked = pick_samples(report_rows(rows, batch, extras), seed=step)
+            picked = pick_samples(report_rows(rows, batch, extras, tokenizer), seed=step)
             self.samples_log.append([{"step": step, **row} for row in picked])
 
     def write_report(self) -> None:

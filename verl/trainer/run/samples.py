@@ -1,5 +1,6 @@
 """Samples as rows of text and scores, for dumps and for the report."""
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -40,10 +41,18 @@ def sample_rows(
     return rows
 
 
-def report_rows(rows: Sequence[Mapping[str, Any]], samples: DataProto, extra_keys: Sequence[str]) -> list[dict]:
-    """`sample_rows` of `samples` as the report reads them: prompt, response, segments, score, ground_truth, extras."""
+def report_rows(
+    rows: Sequence[Mapping[str, Any]], samples: DataProto, extra_keys: Sequence[str], tokenizer: Any = None
+) -> list[dict]:
+    """`sample_rows` of `samples` as the report reads them: prompt, response, segments, score, ground_truth, extras.
+
+    Conversations of several turns (column __num_turns__) have segments of generated text and text that was given.
+    """
     columns = samples.non_tensor_batch
     texts = columns["spd_text"] if "spd_text" in columns else [""] * len(rows)
+    if tokenizer is not None and "__num_turns__" in columns:
+        turns = columns["__num_turns__"]
+        texts = [_turns(samples, i, tokenizer) if turns[i] > 2 else text for i, text in enumerate(texts)]
     return [
         {
             "prompt": row["input"],
@@ -54,6 +63,17 @@ def report_rows(rows: Sequence[Mapping[str, Any]], samples: DataProto, extra_key
             "extras": {key: columns[key][i] for key in extra_keys},
         }
         for i, (row, text) in enumerate(zip(rows, texts, strict=True))
+    ]
+
+
+def _turns(samples: DataProto, row: int, tokenizer: Any) -> list[dict[str, str]]:
+    """The response of a row as {text, kind}, kind "generated" or "given"."""
+    responses, mask = samples.batch["responses"][row], samples.batch["response_mask"][row]
+    length = int(samples.batch["attention_mask"][row, -len(responses) :].sum())
+    marked = zip(responses[:length].tolist(), mask[:length].tolist(), strict=True)
+    return [
+        {"text": tokenizer.decode([token for token, _ in turn]), "kind": "generated" if counts else "given"}
+        for counts, turn in itertools.groupby(marked, key=lambda pair: bool(pair[1]))
     ]
 
 

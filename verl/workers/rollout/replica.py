@@ -204,8 +204,11 @@ class RolloutReplicaRegistry:
 
     @classmethod
     def serves(cls, config: Any) -> bool:
-        """Whether a rollout section asks for agent loops (mode=async) and its rollout has a server."""
-        return config.mode == "async" and config.name in cls._loaders
+        """Whether a rollout section asks for agent loops (mode=async) and its rollout has a server.
+
+        An engine over several ranks has none: single-turn conversations are then answered in batches.
+        """
+        return config.mode == "async" and config.name in cls._loaders and config.tensor_model_parallel_size == 1
 
     @classmethod
     def get(cls, name: str) -> type[RolloutReplica]:

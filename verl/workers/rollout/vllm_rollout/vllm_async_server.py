@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import register_rollout
 from verl.workers.rollout.replica import RolloutReplica, ServerHandle, host_to_bind
-from verl.workers.rollout.vllm_rollout.vllm_rollout import KEY, vLLMRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -349,15 +349,16 @@ def _error(status: int, message: str) -> web.Response:
 
 @register_rollout("vllm", "async")
 class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
-    """The engine of vLLMRollout, served over HTTP; all use of the engine happens in the server's thread."""
+    """The engine of vLLMRollout, served over HTTP; all use of the engine happens in the server's thread.
+
+    An engine over several ranks (tensor_model_parallel_size above 1) has no server: it answers batches only.
+    """
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
-        if config.tensor_model_parallel_size > 1:
-            raise ValueError(
-                f"{KEY}.tensor_model_parallel_size={config.tensor_model_parallel_size} with {KEY}.mode=async: an "
-                f"engine over several ranks only answers batches. Set {KEY}.mode=sync or tensor_model_parallel_size=1."
-            )
+        self.server: vLLMHttpServer | None = None
         super().__init__(config, model_config, device_mesh)
+        if self.tp_group is not None:
+            return
         engine = self.llm.llm_engine
         self.server = vLLMHttpServer(
             engine, self, vocab_size=engine.model_config.get_vocab_size(),
@@ -367,22 +368,24 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         logger.debug(f"vLLM serves at {self.server.address}")
 
     @property
-    def server_handle(self) -> ServerHandle:
-        return ServerHandle(self.server.address, self.server.token)
+    def server_handle(self) -> ServerHandle | None:
+        return self.server and ServerHandle(self.server.address, self.server.token)
+
+    def _call(self, function: Callable[..., Any], *args: Any, idle: bool = False) -> Any:
+        return function(*args) if self.server is None else self.server.call(function, *args, idle=idle)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
-        self.server.call(super().update_weights, weights, idle=True)
+        self._call(super().update_weights, weights, idle=True)
 
     def resume(self, tags: list[str]) -> None:
-        self.server.call(self.wake, tags)
-        self.server.weight_version = str(self.weights_version)
+        self._call(self.wake, tags)
+        if self.server is not None:
+            self.server.weight_version = str(self.weights_version)
 
     def release(self) -> None:
-        if hasattr(self, "server"):  # not yet at the end of the engine's start
+        if self.server is not None:
             self.server.call(lambda: self.server._abort(list(self.server.requests)))
-            self.server.call(self.free)
-        else:
-            self.free()
+        self._call(self.free)
 
     def wake(self, tags: list[str]) -> None:
         """`resume` in the engine's thread."""
@@ -399,10 +402,11 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self.has_weights = True
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self.server.call(super().generate_sequences, prompts, idle=True)
+        return self._call(super().generate_sequences, prompts, idle=True)
 
     def close(self) -> None:
-        self.server.close()
+        if self.server is not None:
+            self.server.close()
         super().close()
 
 

@@ -1,0 +1,142 @@
+"""Makes the demo's start: a small causal LM that guesses products and seldom calls the calculator, and questions.
+
+    python -m examples.tools_arithmetic.make_start --out DIR [--seed 0] [--sft-steps N]
+
+It is trained by SFT in plain torch on products of two numbers of two digits. Most training answers are the bare result,
+which a model of this size cannot compute; the others call the calculator and copy its result. A start that the same
+arguments made before is reused.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pandas as pd
+from loguru import logger
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from examples.demo_runner import make_progress
+from examples.spd_arithmetic import train_models, train_pair
+from examples.spd_arithmetic.tokenizer import EOS, PAD, SEP, UNK
+
+SFT_STEPS = 350
+CALL_SHARE = 0.15  # of the training answers
+CALL = ["<tool_call>", '{"name":', '"calculator",', '"arguments":', '{"expression":', '"', None, '"}}', "</tool_call>"]
+WORDS = ["question", "answer", "result", "*", "?", ".", "Error:", *"0123456789", *(word for word in CALL if word)]
+COUNTS = {"train": 4000, "val": 400}  # of 8,100 products; the training rows of SFT are drawn from the rest, too
+DATA_SOURCE = "products"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}question {{ message['content'] }} ? "
+    "{% elif message['role'] == 'tool' %}result {{ message['content'] }} . "
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] }} <eos> {% endif %}{% endfor %}"
+)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft-steps", type=int, default=SFT_STEPS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Make the start unless it exists; returns its folder."""
+    args = parse(argv)
+    key, record = fingerprint(args), args.out / "start.json"
+    if record.exists() and json.loads(record.read_text())["fingerprint"] == key:
+        logger.info("{} was made with the same arguments and code: reused", args.out)
+        return args.out
+    unfinished = args.out.with_name(args.out.name + ".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    products = split_products(args.seed)
+    tokenizer = build_tokenizer()
+    ids = tokenizer.get_vocab()
+    held_out = set(products["val"])
+    with make_progress(counted=True) as progress:
+        task = progress.add_task("SFT of the start", total=args.sft_steps)
+        model = train_models.train(
+            train_models.target_config(len(ids), args.sft_steps), lambda rng: training_row(rng, ids, held_out),
+            args.seed, lambda step, _: progress.update(task, completed=step),
+        )  # fmt: skip
+    train_pair.publish(model, unfinished / "model")
+    tokenizer.save_pretrained(unfinished / "model")
+    for split, pairs in products.items():
+        pd.DataFrame([row(split, i, *pair) for i, pair in enumerate(pairs)]).to_parquet(unfinished / f"{split}.parquet")
+    record = unfinished / "start.json"
+    record.write_text(json.dumps({"fingerprint": key, "sft_steps": args.sft_steps}))
+    shutil.rmtree(args.out, ignore_errors=True)
+    os.replace(unfinished, args.out)
+    return args.out
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Hash of the arguments and of the code that the start depends on."""
+    digest = hashlib.sha256(f"{args.seed} {args.sft_steps}".encode())
+    for file in (*(train_pair.HERE / name for name in train_pair.CODE), Path(__file__)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that splits at spaces; each digit is a word."""
+    words = list(dict.fromkeys([PAD, EOS, SEP, UNK, *WORDS]))
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=EOS, sep_token=SEP, unk_token=UNK, padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def split_products(seed: int) -> dict[str, list[tuple[int, int]]]:
+    """Pairs of factors for each split; no pair, in either order, is in two of them."""
+    rng = random.Random(seed)
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    rng.shuffle(pairs)
+    pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs]
+    val = COUNTS["val"]
+    return {"val": pairs[:val], "train": pairs[val : val + COUNTS["train"]]}
+
+
+def question(a: int, b: int) -> list[str]:
+    """The words of a question's content."""
+    return [*str(a), "*", *str(b)]
+
+
+def training_row(rng: random.Random, ids: dict[str, int], held_out: set[tuple[int, int]]) -> train_models.Row:
+    """A question with a bare answer, or with a call, its result and the answer."""
+    pair = (rng.randint(10, 99), rng.randint(10, 99))
+    while pair in held_out or pair[::-1] in held_out:
+        pair = (rng.randint(10, 99), rng.randint(10, 99))
+    asked, result = question(*pair), [*str(pair[0] * pair[1])]
+    parts = [(False, ["question", *asked, "?"])]
+    if rng.random() < CALL_SHARE:
+        call = [word for part in CALL for word in ([part] if part else asked)]
+        parts += [(True, [*call, EOS]), (False, ["result", *result, "."])]
+    parts.append((True, ["answer", *result, EOS]))
+    tokens = [ids[word] for _, words in parts for word in words]
+    labels = [ids[word] if counts else train_models.IGNORED for counts, words in parts for word in words]
+    return tokens, labels
+
+
+def row(split: str, index: int, a: int, b: int) -> dict:
+    """A question in the RL data format."""
+    return {
+        "data_source": DATA_SOURCE, "ability": "math",
+        "prompt": [{"role": "user", "content": " ".join(question(a, b))}],
+        "reward_model": {"style": "rule", "ground_truth": str(a * b)}, "extra_info": {"index": index, "split": split},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
