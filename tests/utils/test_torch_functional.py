@@ -140,3 +140,23 @@ def test_statistics_over_ranks():
         assert stats == pytest.approx([3, 6, 1, math.sqrt((4 + 1 + 0 + 9) / 3)])
         assert mean == pytest.approx(10 / 3)
         assert gathered == [1, 2, 3, 6] and shared == [3, 6] and dicts == {"r": [0, 1]}
+
+
+def test_log_probs_of_responses_with_and_without_padding():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 7, (2, 5))
+    logits = torch.randn(2, 5, 7)
+    expected = logits[:, 1:4].log_softmax(-1).gather(-1, ids[:, 2:, None]).squeeze(-1)  # the last three tokens
+    torch.testing.assert_close(F.log_probs_from_logits_response(ids, logits.clone(), 3), expected)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    got = F.log_probs_from_logits_response_rmpad(ids, mask, logits[mask.bool()], 3)
+    torch.testing.assert_close(got, expected * mask[:, 2:])
+    assert F.remove_pad_token(ids, mask) == [ids[0, 1:].tolist(), ids[1, :4].tolist()]
+
+
+def test_post_processed_logits():
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
+    for top_k, top_p, kept in [(0, 1, 4), (3, 1, 3), (0, 0.65, 2), (0, 0.75, 3), (2, 0.5, 1)]:
+        out = F.post_process_logits(None, logits, 1.0, top_k, top_p)
+        assert out.isfinite().tolist() == [[i < kept for i in range(4)]]
+    torch.testing.assert_close(F.post_process_logits(None, logits, 2.0, 0, 1.0), logits / 2)

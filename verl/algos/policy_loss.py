@@ -267,9 +267,24 @@ def compute_policy_loss_bypass_mode(
         return loss, {**metrics, **correction_metrics}
     if weights is not None:
         weight = weight * weights.batch["rollout_is_weights"]
-    loss = _aggregate(-advantages * log_prob, response_mask, loss_agg_mode, config, weight)
+    loss, _ = compute_policy_loss_reinforce(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weight
+    )
     log_ratio = _log_ratio(log_prob, old_log_prob)
     return loss, {**_metrics(log_ratio, kept, torch.zeros_like(log_ratio)), **correction_metrics}
+
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum", config=None, rollout_is_weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """REINFORCE: -A w log pi, without a ratio to clip (Williams 1992). All [B, T] -> scalar, metrics.
+
+    The weights w (default 1) correct for the policy that sampled, whose log-probs only enter the metrics.
+    """
+    loss = _aggregate(-advantages * log_prob, response_mask, loss_agg_mode, config, rollout_is_weights)
+    log_ratio = _log_ratio(log_prob, rollout_log_prob)
+    return loss, _metrics(log_ratio, response_mask, torch.zeros_like(log_ratio))
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

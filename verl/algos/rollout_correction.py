@@ -13,20 +13,20 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.utils.torch_functional import masked_mean, masked_sum
 
-BOUND = 20.0  # of a log-ratio before it is exponentiated: e^20 is a ratio that no threshold lets through
+SAFETY_BOUND = 20.0  # of a log-ratio before it is exponentiated: e^20 is a ratio that no threshold lets through
 PREFIX = "rollout_corr/"
 
 
 def _log_ratio_at(level: str, log_ratio: Tensor, mask: Tensor) -> Tensor:
     """The log-ratio that decides for each token, [B, R]: its own, its sequence's sum, or its sequence's mean."""
     if level == "token":
-        return log_ratio.clamp(-BOUND, BOUND)
+        return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     total = masked_sum(log_ratio, mask, axis=-1)
     if level == "geometric":
         total = total / mask.sum(-1).clamp(min=1)
     elif level != "sequence":
         raise ValueError(f"algorithm.rollout_correction has no level {level!r}. Known: token, sequence, geometric.")
-    return total.clamp(-BOUND, BOUND).unsqueeze(-1).expand_as(log_ratio)
+    return total.clamp(-SAFETY_BOUND, SAFETY_BOUND).unsqueeze(-1).expand_as(log_ratio)
 
 
 def compute_rollout_correction_weights(
@@ -173,8 +173,8 @@ def compute_offpolicy_metrics(
         theirs = mean_log_prob(rollout_log_prob)
         log_ratio = (old_log_prob - rollout_log_prob).detach()[kept]
         gap = theirs - ours  # log perplexity of the trained model less the rollout's
-        bounded = log_ratio.clamp(-BOUND, BOUND)
-        total = masked_sum(log_ratio, mask, axis=-1).clamp(-BOUND, BOUND)
+        bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        total = masked_sum(log_ratio, mask, axis=-1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measures |= {
             "rollout_ppl": (-theirs).exp().mean(), "rollout_log_ppl": -theirs.mean(),
             "kl": masked_mean(-log_ratio, mask), "k3_kl": masked_mean(bounded.exp() - 1 - bounded, mask),

@@ -56,7 +56,9 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     launch_reward_fn_async: bool = setting(
         False, "Compute rewards in parallel with old log-probs, reference log-probs and values."
     )
-    use_reward_loop: bool = setting(True, "For compatibility.", unused="rewards follow generation")
+    use_reward_loop: bool = setting(
+        True, "With agent loops: grade samples as they finish, if the reward manager scores each by itself."
+    )
     reward_loop_source: str = setting(
         "register",
         "importlib takes the manager of single samples that the next two keys name.",

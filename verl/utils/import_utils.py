@@ -21,6 +21,9 @@ is_nvtx_available = functools.partial(_installed, "nvtx")
 is_megatron_core_available = functools.partial(_installed, "megatron")
 is_trl_available = functools.partial(_installed, "trl")
 
+PKG_PATH_PREFIX = "pkg://"
+FILE_PATH_PREFIX = "file://"
+
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
     """Import the named modules, which register their plug-ins."""
@@ -36,9 +39,9 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
     """
     if not module_path:
         return None
-    if module_path.startswith("pkg://"):
-        return importlib.import_module(module_path.removeprefix("pkg://"))
-    file = Path(module_path.removeprefix("file://")).expanduser()
+    if module_path.startswith(PKG_PATH_PREFIX):
+        return importlib.import_module(module_path.removeprefix(PKG_PATH_PREFIX))
+    file = Path(module_path.removeprefix(FILE_PATH_PREFIX)).expanduser()
     if not file.is_file():
         raise FileNotFoundError(f"no Python file at {str(file)!r}; give a path, file://path or pkg://module")
     for imported in list(sys.modules.values()) if module_name is None else ():

@@ -200,6 +200,58 @@ def get_unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return indices, F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)), int(lengths.max())
 
 
+def log_probs_from_logits_response(input_ids: torch.Tensor, logits: torch.Tensor, response_length: int) -> torch.Tensor:
+    """Log-probs [B, R] of the last R = `response_length` tokens: input_ids [B, T], logits [B, T, V]."""
+    return logprobs_from_logits(logits[:, -response_length - 1 : -1], input_ids[:, -response_length:])
+
+
+def log_probs_from_logits_response_rmpad(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_rmpad: torch.Tensor, response_length: int
+) -> torch.Tensor:
+    """The same, 0 at padding, for logits [N, V] of the tokens with attention_mask [B, T] = 1, row after row."""
+    indices, *_ = get_unpad_data(attention_mask)
+    ids = input_ids.flatten()[indices].unsqueeze(0)
+    return log_probs_from_logits_all_rmpad(ids, logits_rmpad, indices, *input_ids.shape, response_length)
+
+
+def log_probs_from_logits_all_rmpad(
+    input_ids_rmpad: torch.Tensor, logits_rmpad: torch.Tensor, indices: torch.Tensor, batch_size: int, seqlen: int,
+    response_length: int,
+) -> torch.Tensor:  # fmt: skip
+    """The same for ids [1, N] without padding, whose positions in the flat [B * T] batch are `indices` [N]."""
+    following = input_ids_rmpad.squeeze(0).roll(-1)  # that of a row's last token is not asked for
+    values = logprobs_from_logits(logits_rmpad.squeeze(0) if logits_rmpad.dim() == 3 else logits_rmpad, following)
+    padded = values.new_zeros(batch_size * seqlen).scatter(0, indices, values).view(batch_size, seqlen)
+    real = torch.zeros(batch_size * seqlen, dtype=torch.bool, device=indices.device).scatter(
+        0, indices, torch.ones_like(indices, dtype=torch.bool)
+    )
+    last = real.view(batch_size, seqlen)[:, -response_length:]
+    return padded[:, -response_length - 1 : -1] * last
+
+
+def post_process_logits(
+    input_ids: torch.Tensor | None, logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+) -> torch.Tensor:
+    """Logits [..., V] divided by the temperature; -inf outside of the top k (0: all) and of the nucleus top_p.
+
+    The nucleus is the smallest set of the most likely tokens whose probability reaches `top_p` (arXiv 1904.09751).
+    """
+    logits = logits / temperature
+    if top_k > 0:
+        least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1:
+        probs, order = logits.softmax(-1).sort(dim=-1, descending=True)
+        outside = probs.cumsum(-1) - probs >= top_p
+        logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    return logits
+
+
+def remove_pad_token(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:
+    """The ids of each row, [B, T], whose mask is 1."""
+    return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+
+
 @contextmanager
 def check_device_is_available() -> Iterator[None]:
     """Run the block only where CUDA is; RuntimeError elsewhere."""

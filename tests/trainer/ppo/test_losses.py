@@ -286,3 +286,15 @@ def test_pf_ppo_draws_by_score():
     assert drawn.batch["row"].tolist() == [1, 1, 1, 1]
     with pytest.raises(ValueError, match="reweight_method='best'"):
         core_algos.compute_pf_ppo_reweight_data(data, "best")
+
+
+def test_reinforce_by_hand():
+    log_prob = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)
+    advantages, mask = torch.tensor([[1.0, 1.0], [2.0, 2.0]]), torch.tensor([[1, 1], [1, 0]])
+    weights = torch.tensor([[1.0, 0.5], [2.0, 2.0]])
+    arguments = (torch.zeros_like(log_prob), log_prob, advantages, mask)
+    # rows 1 * 1 + 2 * 1 = 3 and 3 * 2 = 6, their mean; weighted 1 + 1 = 2 and 12
+    assert core_algos.compute_policy_loss_reinforce(*arguments, config=config())[0].item() == 4.5
+    loss, _ = core_algos.compute_policy_loss_reinforce(*arguments, "seq-mean-token-sum", config(), weights)
+    loss.backward()
+    assert loss.item() == 7.0 and log_prob.grad.tolist() == [[-0.5, -0.25], [-2.0, 0.0]]

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
@@ -81,6 +82,7 @@ class AgentLoopWorkerBase:
             for entry in OmegaConf.load(resolve_config_path(path)):
                 settings = OmegaConf.to_container(entry, resolve=True)
                 _agent_loop_registry[settings.pop("name")] = settings
+        self._finished: asyncio.Queue[tuple[int, DataProto] | None] = asyncio.Queue()
         trace = self.rollout_config.trace
         if trace.backend is not None:
             RolloutTraceConfig.init(
@@ -104,20 +106,37 @@ class AgentLoopWorkerBase:
         infos = await get_trajectory_info(meta.get("global_steps", -1), index.tolist(), meta.get("validate", False))
         rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
         before = self.server_manager.prompt_tokens, self.server_manager.cached_tokens
-        tasks = [
-            asyncio.create_task(self._run_agent_loop(dict(meta["sampling"]), info, **row))
-            for info, row in zip(infos, rows, strict=True)
-        ]
+
+        async def hold(i: int) -> AgentLoopOutput | None:
+            output = await self._run_agent_loop(dict(meta["sampling"]), infos[i], **rows[i])
+            if meta.get("report_finished") and output is not None:
+                self._finished.put_nowait((i, self._postprocess([output])))
+            return output
+
+        tasks = [asyncio.create_task(hold(i)) for i in range(size)]
         try:
             outputs = await asyncio.gather(*tasks)
         finally:  # one row raised: the others' requests are aborted
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if meta.get("report_finished"):
+                self._finished.put_nowait(None)
         result = self._postprocess(outputs)
         manager = self.server_manager
         result.meta_info["prefix"] = [manager.prompt_tokens - before[0], manager.cached_tokens - before[1]]
         return result
+
+    async def next_finished(self) -> list[tuple[int, DataProto] | None]:
+        """Rows of the running `generate_sequences` that finished since the last call, at least one; None ends them.
+
+        Each is (position in the batch, batch of one row). Lost conversations are left out. Needs
+        meta_info["report_finished"].
+        """
+        items = [await self._finished.get()]
+        while not self._finished.empty():
+            items.append(self._finished.get_nowait())
+        return items
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], **row: Any
@@ -238,8 +257,19 @@ class AgentLoopManager:
         ]
         ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers])  # their errors are raised here
 
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """meta_info["n"] conversations for each prompt, those of one prompt adjacent; see AgentLoopWorkerBase."""
+    @property
+    def reports_finished(self) -> bool:
+        """Whether `generate_sequences` reports each conversation as it ends: no subclass overrides it."""
+        ours = self.agent_loop_workers_class.generate_sequences is AgentLoopWorkerBase.generate_sequences
+        return ours and type(self).generate_sequences is AgentLoopManager.generate_sequences
+
+    def generate_sequences(
+        self, prompts: DataProto, on_finished: Callable[[int, DataProto], None] | None = None
+    ) -> DataProto:
+        """meta_info["n"] conversations for each prompt, those of one prompt adjacent; see AgentLoopWorkerBase.
+
+        `on_finished` is called, here, with the row number and the batch of one row when a conversation has ended.
+        """
         request = GenerationRequest.from_batch(prompts, self.rollout_config)
         sampling, rollout = request.sampling, self.rollout_config
         params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
@@ -253,22 +283,37 @@ class AgentLoopManager:
         columns[SEED] = np.array(seeds, dtype=np.int64)
         names = ("global_steps", "validate")
         meta = {"sampling": params} | {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
+        meta["report_finished"] = on_finished is not None
         batch = DataProto(None, columns, meta)
         started = time.perf_counter()
         if self._runner is not None:
-            parts = [self._runner.run(self.agent_loop_workers[0].generate_sequences(batch))]
+            parts = [self._runner.run(self._generate_here(batch, on_finished))]
         else:
             shares = np.array_split(np.arange(len(seeds)), len(self.agent_loop_workers))
-            pairs = zip(self.agent_loop_workers, shares, strict=True)
+            pairs = [(worker, rows) for worker, rows in zip(self.agent_loop_workers, shares, strict=True) if len(rows)]
             calls = [
                 worker.generate_sequences.remote(DataProto(None, {k: v[rows] for k, v in columns.items()}, meta))
-                for worker, rows in pairs if len(rows)
-            ]  # fmt: skip
+                for worker, rows in pairs
+            ]
+            if on_finished is not None:
+                _report_finished(pairs, on_finished)
             parts = ray.get(calls)
         metrics = self._metrics(parts, time.perf_counter() - started)
         output = _joined(parts)
         output.meta_info = {"metrics": metrics}
         return self._with_versions(output)
+
+    async def _generate_here(self, batch: DataProto, on_finished: Callable[[int, DataProto], None] | None) -> DataProto:
+        worker = self.agent_loop_workers[0]
+        call = asyncio.create_task(worker.generate_sequences(batch))
+        over = on_finished is None
+        while not over:
+            for item in await worker.next_finished():
+                if item is None:
+                    over = True
+                else:
+                    on_finished(*item)
+        return await call
 
     def _metrics(self, parts: list[DataProto], seconds: float) -> dict[str, Any]:
         rows = [row for part in parts for row in part.meta_info["metrics"]]
@@ -322,6 +367,20 @@ class AgentLoopManager:
                      timeout=CLOSE_TIMEOUT_S)  # fmt: skip
             for worker in self.agent_loop_workers:
                 ray.kill(worker)
+
+
+def _report_finished(pairs: list[tuple[Any, np.ndarray]], on_finished: Callable[[int, DataProto], None]) -> None:
+    """Call `on_finished` until all workers have ended their rows, each given as (worker, row numbers)."""
+    pending = {worker.next_finished.remote(): (worker, rows) for worker, rows in pairs}
+    while pending:
+        for ref in ray.wait(list(pending))[0]:
+            worker, rows = pending.pop(ref)
+            items = ray.get(ref)
+            for item in items:
+                if item is not None:
+                    on_finished(int(rows[item[0]]), item[1])
+            if None not in items:
+                pending[worker.next_finished.remote()] = (worker, rows)
 
 
 def _joined(parts: list[DataProto]) -> DataProto:

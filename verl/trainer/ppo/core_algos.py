@@ -14,7 +14,7 @@ from verl.algos.kl import (
 )
 from verl.algos.policy_loss import (
     POLICY_LOSS_REGISTRY, compute_entropy_loss, compute_policy_loss, compute_policy_loss_bypass_mode,
-    compute_policy_loss_cispo,
+    compute_policy_loss_cispo, compute_policy_loss_reinforce,
     compute_policy_loss_clip_cov, compute_policy_loss_geo_mean, compute_policy_loss_gpg, compute_policy_loss_gspo,
     compute_policy_loss_kl_cov, compute_policy_loss_sapo, compute_policy_loss_vanilla, compute_value_loss,
     get_policy_loss_fn, register_policy_loss,

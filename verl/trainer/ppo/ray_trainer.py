@@ -137,7 +137,7 @@ class RayPPOTrainer:
         self.rollout = RolloutPhase(self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg)
         self.validator = Validator(
             self.config, self.val_dataloader, self.tokenizer,
-            generate=partial(self.rollout.generate, validate=True),
+            generate=partial(self.rollout.generate, validate=True, reward_fn=self.val_reward_fn),
             score=partial(self.rollout.score, reward_fn=self.val_reward_fn),
         )  # fmt: skip
 
@@ -230,7 +230,9 @@ class RayPPOTrainer:
     @step("gen_max")
     def _greedy_baselines(self, prompts: DataProto) -> dict[str, float]:
         """The score of each prompt's greedy answer, by uid (ReMax, arXiv 2310.10505)."""
-        answers, _ = self.rollout.generate(prompts, self.global_steps, n=1, do_sample=False)
+        answers, _ = self.rollout.generate(
+            prompts, self.global_steps, reward_fn=self.reward_fn, n=1, do_sample=False
+        )
         answers, lost = without_lost(answers)
         if lost:
             raise ValueError(f"{lost} greedy answers were lost; advantages need one for each prompt.")
@@ -249,7 +251,7 @@ class RayPPOTrainer:
     @step("gen")
     def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """n samples of each prompt, those of one prompt adjacent: [prompts * n, T]."""
-        samples, metrics = self.rollout.generate(prompts, self.global_steps)
+        samples, metrics = self.rollout.generate(prompts, self.global_steps, reward_fn=self.reward_fn)
         versions = np.unique(samples.non_tensor_batch["weights_version"]).tolist()
         if len(versions) != 1:
             raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")

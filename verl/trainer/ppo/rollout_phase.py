@@ -13,7 +13,8 @@ from verl.trainer.ppo.batching import LOST, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.reward import compute_reward, drop_failed
 from verl.utils.rollout_skip import RolloutSkip
-from verl.workers.reward_manager.reward_rows import place_scores
+from verl.workers.reward_manager.reward_rows import GRADED, place_scores
+from verl.workers.reward_manager.streaming import RewardStream, grades_rows
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
@@ -32,6 +33,7 @@ class RolloutPhase:
         if config.actor_rollout_ref.rollout.skip_rollout:
             RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.rollout_config = config.actor_rollout_ref.rollout
+        self.streams_rewards = config.reward_model.use_reward_loop and not self.rollout_config.skip_rollout
         self.tokenizer = tokenizer
         self.actor_group = actor_group
         self.rm_group = rm_group
@@ -42,12 +44,15 @@ class RolloutPhase:
             self.agent_loops.close()
 
     def generate(
-        self, prompts: DataProto, step: int, validate: bool = False, **overrides: Any
+        self, prompts: DataProto, step: int, validate: bool = False, reward_fn: Any = None, **overrides: Any
     ) -> tuple[DataProto, dict[str, float]]:
         """n samples of each prompt, those of one prompt adjacent, joined with the prompts' columns; rollout metrics.
 
         Prompts [B, P] give samples [B * n, T] with response_mask [B * n, R], 1 = token of the response. `overrides`
         replace entries of the meta_info that the rollout reads. Raises ValueError if the rollout returns other rows.
+
+        With `reward_fn` and agent loops, samples are graded as they finish, if the manager scores each by itself;
+        `score` then reads the results.
         """
         rollout = self.rollout_config
         sampling = rollout.val_kwargs if validate else rollout
@@ -64,7 +69,19 @@ class RolloutPhase:
         }
         n = meta["n"]
         gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # with extra_info [SPD Fix]
-        if self.agent_loops is not None:
+        stream = self._reward_stream(reward_fn)
+        if stream is not None:
+
+            def grade(index: int, row: DataProto) -> None:
+                given = {k: v[index // n : index // n + 1] for k, v in prompts.non_tensor_batch.items()}
+                stream.put(index, DataProto(row.batch, {**given, **row.non_tensor_batch}, {}))
+
+            try:
+                output = self.agent_loops.generate_sequences(gen_batch, on_finished=grade)
+            except BaseException:
+                stream.close()
+                raise
+        elif self.agent_loops is not None:
             output = self.agent_loops.generate_sequences(gen_batch)
         else:
             padded, pad = pad_dataproto_to_divisor(gen_batch, self.actor_group.world_size)
@@ -82,7 +99,15 @@ class RolloutPhase:
         if "response_mask" not in samples.batch:
             samples.batch["response_mask"] = compute_response_mask(samples)
         samples.meta_info = {"global_steps": step, "temperature": rollout.temperature}
+        if stream is not None:
+            metrics |= stream.finish(samples)
         return samples, metrics
+
+    def _reward_stream(self, reward_fn: Any) -> RewardStream | None:
+        """None unless loops of ours report finished samples and the manager can grade them one by one."""
+        if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:
+            return None
+        return RewardStream(reward_fn) if self.agent_loops.reports_finished and grades_rows(reward_fn) else None
 
     def score(self, samples: DataProto, reward_fn: Any) -> tuple[DataProto, torch.Tensor, dict[str, Any], Any]:
         """Samples that have a score, token-level scores [B, R], extras by name, and how many failed in which way.
@@ -98,7 +123,9 @@ class RolloutPhase:
             )
             padded, pad = pad_dataproto_to_divisor(sent, self.rm_group.world_size)
             samples.union(unpad_dataproto(self.rm_group.compute_rm_score(padded), pad_size=pad))
-        samples, scores, extras, failed = drop_failed(samples, *compute_reward(samples, reward_fn))
+        scored = compute_reward(samples, reward_fn)
+        samples.non_tensor_batch.pop(GRADED, None)
+        samples, scores, extras, failed = drop_failed(samples, *scored)
         if self.rollout_config.multi_turn.add_turn_rewards:
             columns = [samples.non_tensor_batch.get(name, ()) for name in ("turn_scores", "tool_rewards")]
             rows = zip(*(column for column in columns if len(column)), strict=True)

@@ -30,10 +30,14 @@ class BatchRewardManager(NaiveRewardManager):
         """The reward function's result for each row: a number, or a dict with 'score'."""
         return self.results(data, rows_of(data, self.reward_fn_key))
 
+    @property
+    def grades_rows(self) -> bool:
+        return "data_sources" not in inspect.signature(self.compute_score).parameters
+
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
-        parameters = inspect.signature(self.compute_score).parameters
-        if "data_sources" not in parameters:
+        if self.grades_rows:
             return super().results(data, rows)
+        parameters = inspect.signature(self.compute_score).parameters
         offered = {
             "prompt_ids": [row.prompt_ids for row in rows],
             "response_ids": [row.response_ids for row in rows],

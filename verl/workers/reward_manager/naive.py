@@ -10,7 +10,7 @@ from verl.grading.pool import ExternFunction, Failure, GradingPool, Together
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import Row, log_examples, parse_results, place_results, rows_of
+from verl.workers.reward_manager.reward_rows import GRADED, Row, log_examples, parse_results, place_results, rows_of
 
 _GRACE_S = 5.0  # beyond the limit of a row, for a share of coroutines that limit themselves
 _MOST_FAILURES = 8  # rows of a failed share that fail alone before the rest is given up: each may take its full limit
@@ -58,10 +58,17 @@ class NaiveRewardManager(AbstractRewardManager):
             scored = {"reward_tensor": data.batch["rm_scores"], "reward_extra_info": extras}
         else:
             rows = rows_of(data, self.reward_fn_key)
-            results = parse_results(rows, self.results(data, rows), self.config.error == "drop", self.compute_score)
+            known = data.non_tensor_batch.get(GRADED)
+            results = self.results(data, rows) if known is None else known.tolist()
+            results = parse_results(rows, results, self.config.error == "drop", self.compute_score)
             scored = place_results(data, results)
             log_examples(self.tokenizer, rows, results, self.num_examine)
         return scored if return_dict else scored["reward_tensor"]
+
+    @property
+    def grades_rows(self) -> bool:
+        """Whether a sample's result does not depend on the others of its batch."""
+        return True
 
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
         """The reward function's result for each row: a number, a dict with 'score', or a Failure."""

@@ -16,6 +16,8 @@ from verl.utils.user_code import defined_at
 
 # Column that marks rows without a usable sample: set by a rollout, or by a reward (with the kind of failure).
 LOST = "__lost__"
+# Column of results of the reward function that are known already.
+GRADED = "__graded__"
 
 
 class RewardError(RuntimeError):

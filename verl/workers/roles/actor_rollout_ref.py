@@ -2,6 +2,7 @@
 
 import functools
 import re
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -192,7 +193,9 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: DataProto) -> DataProto:
         """PPO updates on this rank's share; the weights' version becomes meta_info["global_steps"]."""
+        started = time.perf_counter()
         metrics = self.actor.update_policy(data)
+        metrics |= self.utilisation("actor", data, time.perf_counter() - started, self.actor_config.ppo_epochs)
         metrics["actor/lr"] = self.engine.lr_scheduler.get_last_lr()[0]  # the rate of this update
         self.engine.lr_scheduler_step()
         self.weights_version = int(data.meta_info["global_steps"])

@@ -1,5 +1,7 @@
 """One rank of the critic."""
 
+import time
+
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -37,7 +39,9 @@ class CriticWorker(ModelWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
     def update_critic(self, data: DataProto) -> DataProto:
         """One round of updates on this rank's share; metrics in meta_info["metrics"]."""
+        started = time.perf_counter()
         metrics = self.critic.update_critic(data)
+        metrics |= self.utilisation("critic", data, time.perf_counter() - started, self.critic_config.ppo_epochs)
         metrics["critic/lr"] = self.engine.lr_scheduler.get_last_lr()[0]
         self.engine.lr_scheduler_step()
         return DataProto(meta_info={"metrics": metrics})

@@ -3,12 +3,14 @@
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
+from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.profiler.profile import DistProfiler
 from verl.workers.engine.fsdp import FSDPEngine
@@ -40,6 +42,19 @@ class ModelWorker(Worker, DistProfilerExtension):
         initialize_global_process_group_ray(timeout_second=self.nccl_timeout)
         for mesh in meshes:
             self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)
+
+    def utilisation(self, role: str, data: DataProto, seconds: float, passes: int) -> dict[str, float]:
+        """perf/mfu/<role>: FLOPs of `passes` updates on all ranks' samples over what the GPUs could do in that time.
+
+        Empty where the device's peak or the kind of model is unknown, as on CPUs.
+        """
+        model = getattr(self.engine.module, "config", None)
+        if model is None:
+            return {}
+        lengths = data.meta_info.get("global_token_num", ())
+        reached, peak = FlopsCounter(model).estimate_flops(lengths, seconds)
+        share = passes * reached / peak / self.world_size
+        return {f"perf/mfu/{role}": share} if share > 0 else {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:

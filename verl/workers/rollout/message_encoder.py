@@ -29,11 +29,17 @@ class MessageEncoder:
         self.tokenizer, self.stop_ids, self.kwargs = tokenizer, set(stop_ids), template_kwargs
         self._systems: list[list[dict[str, Any]]] = [[SYSTEM], []]  # some templates refuse a system message
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:  # fmt: skip
         """The ids of a prompt, up to where the model continues."""
-        return self._render(messages, tools, add_generation_prompt=True)
+        return self._render(messages, tools, add_generation_prompt=add_generation_prompt)
 
-    def added(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def added(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:  # fmt: skip
         """The ids of messages after a generated turn, up to where the model continues.
 
         The messages are all of role "tool", after a turn with calls, or of another role. Raises ValueError if the
@@ -46,7 +52,7 @@ class MessageEncoder:
             base = [*system, USER, last]
             try:
                 shorter = self._render(base, tools)
-                longer = self._render([*base, *messages], tools, add_generation_prompt=True)
+                longer = self._render([*base, *messages], tools, add_generation_prompt=add_generation_prompt)
             except ChatTemplateError as raised:
                 error = raised
                 continue

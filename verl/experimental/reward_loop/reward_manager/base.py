@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl.grading.pool import Failure
 from verl.protocol import DataProto
-from verl.workers.reward_manager.reward_rows import parse_results, place_results, rows_of
+from verl.workers.reward_manager.reward_rows import GRADED, parse_results, place_results, rows_of
 
 
 class RewardManagerBase(ABC):
@@ -43,18 +43,21 @@ class RewardManagerBase(ABC):
         A row that fails raises RewardError, or is marked as lost with reward_model.error=drop.
         """
 
-        async def graded(row: DataProto) -> Any:
-            try:
-                result = await self.run_single(row)
-            except Exception as error:
-                return getattr(error, "failure", None) or Failure.of(error)
-            return {"score": result["reward_score"], **result["reward_extra_info"]}
 
         async def all_rows() -> list[Any]:
-            return list(await asyncio.gather(*(graded(data[i : i + 1]) for i in range(len(data)))))
+            return list(await asyncio.gather(*(self.graded(data[i : i + 1]) for i in range(len(data)))))
 
         rows = rows_of(data, self.reward_fn_key)
         drops = self.config.reward_model.get("error", "raise") == "drop"
-        results = parse_results(rows, asyncio.run(all_rows()), drops, self.compute_score)
-        scored = place_results(data, results)
+        known = data.non_tensor_batch.get(GRADED)
+        results = asyncio.run(all_rows()) if known is None else known.tolist()
+        scored = place_results(data, parse_results(rows, results, drops, self.compute_score))
         return scored if return_dict else scored["reward_tensor"]
+
+    async def graded(self, row: DataProto) -> Any:
+        """`run_single` as a dict with the score among its extras, or a Failure."""
+        try:
+            result = await self.run_single(row)
+        except Exception as error:
+            return getattr(error, "failure", None) or Failure.of(error)
+        return {"score": result["reward_score"], **result["reward_extra_info"]}

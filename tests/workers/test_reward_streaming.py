@@ -1,0 +1,124 @@
+"""Grading of samples that finished while others are still generated."""
+
+import threading
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from tests.workers.test_reward_managers import TOKENIZER, batch, length_score
+from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as LoopManager
+from verl.protocol import DataProto
+from verl.trainer.ppo.reward import compute_reward, drop_failed
+from verl.workers.config import RewardModelConfig
+from verl.workers.reward_manager import BatchRewardManager, DAPORewardManager, NaiveRewardManager, RewardError
+from verl.workers.reward_manager.reward_rows import GRADED
+from verl.workers.reward_manager.streaming import RewardStream, grades_rows
+
+CONFIG = OmegaConf.create({"reward_model": {"error": "raise"}, "data": {"reward_fn_key": "data_source"}})
+
+
+def loop_manager(function):
+    return LoopManager(CONFIG, TOKENIZER, function)
+
+
+def naive_manager(function):
+    return NaiveRewardManager(TOKENIZER, 0, function)
+
+
+def grade(manager, data, order, stream=None):
+    stream = stream or RewardStream(manager)
+    for index in order:
+        stream.put(index, data[index : index + 1])
+    return stream.finish(data)
+
+
+@pytest.mark.parametrize("make", [naive_manager, loop_manager])
+def test_results_are_those_of_the_batch(make):
+    def score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": len(solution_str.split()), "index": extra_info["index"]}
+
+    data = batch(("1 2", "7", "1 2 3"))
+    expected = compute_reward(batch(("1 2", "7", "1 2 3")), make(score))
+    manager = make(score)
+    metrics = grade(manager, data, [2, 0, 1])
+    assert [result["score"] for result in data.non_tensor_batch[GRADED]] == [2, 1, 3]
+    scores, extras = compute_reward(data, manager)
+    assert scores.tolist() == expected[0].tolist() == [[0, 2, 0, 0], [1, 0, 0, 0], [0, 0, 3, 0]]
+    assert extras == expected[1] and extras["index"] == [10, 11, 12]
+    assert metrics["timing_s/agent_loop/reward/busy"] > 0
+
+
+@pytest.mark.parametrize("make", [naive_manager, loop_manager])
+def test_grading_starts_before_the_last_sample_is_there(make):
+    graded = threading.Event()
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        graded.set()
+        return 1.0
+
+    data, manager = batch(), make(score)
+    stream = RewardStream(manager)
+    stream.put(0, data[:1])
+    assert graded.wait(10)  # row 1 has not been generated yet
+    grade(manager, data, [1], stream)
+    assert compute_reward(data, manager)[0].sum(-1).tolist() == [1, 1]
+
+
+def test_samples_of_the_loop_managers_are_graded_concurrently():
+    meet = threading.Barrier(2, timeout=10)  # passed by two threads at a time only
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        meet.wait()
+        return 1.0
+
+    data, manager = batch(), loop_manager(score)
+    grade(manager, data, [0, 1])
+    assert compute_reward(data, manager)[0].sum().item() == 2
+
+
+@pytest.mark.parametrize("make", [naive_manager, loop_manager])
+def test_a_failed_sample_keeps_its_rule(make):
+    def score(data_source, solution_str, ground_truth, extra_info):
+        return 1 / len(solution_str.split()[1:])  # an answer of one word has no score
+
+    data, manager = batch(), make(score)
+    grade(manager, data, [0, 1])
+    with pytest.raises(RewardError, match=r"row 1 .*index=11.*ZeroDivisionError.*1 of 2 rows have no score"):
+        compute_reward(data, manager)
+    if make is naive_manager:
+        manager.config = RewardModelConfig(error="drop")
+        kept, scores, _, failed = drop_failed(data, *compute_reward(data, manager))
+        assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
+
+
+def test_samples_that_were_lost_have_no_result():
+    data = batch()
+    grade(naive_manager(length_score), data, [1])
+    assert data.non_tensor_batch[GRADED].tolist() == [None, 1]
+
+
+def test_a_missing_column_is_reported():
+    data, manager = batch(), naive_manager(length_score)
+    stream = RewardStream(manager)
+    stream.put(0, DataProto(data[:1].batch, {"extra_info": np.array([{}], dtype=object)}, {}))
+    with pytest.raises(RewardError, match="the batch has no column 'data_source'"):
+        stream.finish(data)
+
+
+class Comparing(NaiveRewardManager):
+    def __call__(self, data, return_dict=False):
+        return super().__call__(data, return_dict)
+
+
+def by_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [0.0] * len(data_sources)
+
+
+def test_which_managers_grade_samples_singly():
+    assert grades_rows(naive_manager(length_score)) and grades_rows(loop_manager(length_score))
+    assert grades_rows(DAPORewardManager(TOKENIZER, 0, length_score))
+    assert grades_rows(BatchRewardManager(TOKENIZER, 0, length_score))
+    assert not grades_rows(BatchRewardManager(TOKENIZER, 0, by_batch))
+    assert not grades_rows(Comparing(TOKENIZER, 0, length_score))
+    assert not grades_rows(length_score)

@@ -1,0 +1,101 @@
+"""Grades samples while others are still generated."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.protocol import DataProto
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.reward_rows import GRADED, rows_of
+
+
+def grades_rows(reward_fn: Any) -> bool:
+    """Whether the manager scores each sample by itself, by its own `__call__`, so that samples can be graded early."""
+    cls = type(reward_fn)
+    if isinstance(reward_fn, RewardManagerBase):
+        return cls.__call__ is RewardManagerBase.__call__
+    ours = isinstance(reward_fn, NaiveRewardManager) and cls.__call__ is NaiveRewardManager.__call__
+    return ours and reward_fn.grades_rows
+
+
+class RewardStream:
+    """Calls a reward manager, for which `grades_rows` holds, on samples as they finish, in a thread of its own.
+
+    Managers of the reward loop grade all finished samples concurrently; the others get those that finished since their
+    last call. Results, failures included, become the column `__graded__`, which the manager's `__call__` reads: what
+    follows from a failure is decided there.
+    """
+
+    def __init__(self, reward_fn: Any) -> None:
+        self.reward_fn = reward_fn
+        self.results: dict[int, Any] = {}
+        self.busy_s = 0.0  # seconds in which at least one sample was being graded
+        self._grading, self._since = 0, 0.0
+        self._waiting: list[tuple[int, DataProto]] = []
+        self._one_call = asyncio.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward-stream")
+        self._thread.start()
+        self._calls: list[Future[None]] = []
+
+    def put(self, index: int, sample: DataProto) -> None:
+        """Grade a batch of one sample, which is row `index` of the later batch."""
+        if isinstance(self.reward_fn, RewardManagerBase):
+            call = self._timed(self._grade_one, index, sample)
+        else:
+            self._waiting.append((index, sample))
+            call = self._timed(self._grade_waiting)
+        self._calls.append(asyncio.run_coroutine_threadsafe(call, self._loop))
+
+    def finish(self, samples: DataProto) -> dict[str, float]:
+        """Wait for all grades and put them into `samples`. Returns seconds of grading, and those spent waiting here."""
+        started = time.perf_counter()
+        try:
+            for call in self._calls:
+                call.result()
+        finally:
+            self.close()
+        column = np.empty(len(samples), dtype=object)
+        for index, result in self.results.items():
+            column[index] = result
+        samples.non_tensor_batch[GRADED] = column
+        prefix = "timing_s/agent_loop/reward"
+        return {f"{prefix}/busy": self.busy_s, f"{prefix}/exposed": time.perf_counter() - started}
+
+    def close(self) -> None:
+        """End the thread; samples that are still being graded are given up."""
+        for call in self._calls:
+            call.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _timed(self, grade: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        self._grading += 1
+        if self._grading == 1:
+            self._since = time.perf_counter()
+        try:
+            await grade(*arguments)
+        finally:
+            self._grading -= 1
+            if not self._grading:
+                self.busy_s += time.perf_counter() - self._since
+
+    async def _grade_one(self, index: int, sample: DataProto) -> None:
+        self.results[index] = await self.reward_fn.graded(sample)
+
+    async def _grade_waiting(self) -> None:
+        async with self._one_call:  # samples gather meanwhile
+            if not self._waiting:
+                return
+            taken, self._waiting = self._waiting, []
+            part = DataProto.concat([sample for _, sample in taken])
+            rows = rows_of(part, self.reward_fn.reward_fn_key)
+            results = await asyncio.to_thread(self.reward_fn.results, part, rows)
+            self.results.update(zip((index for index, _ in taken), results, strict=True))
