@@ -31,7 +31,7 @@ from recipe.spd.samples import (
     judged_block,
     rank_totals,
 )
-from recipe.spd.server import LOCAL_VARIABLE, LocalVllmServer, RunningServer, server_of
+from recipe.spd.server import LOCAL_VARIABLE, server_of
 from recipe.spd.settings import SPDSettings
 from recipe.spd.store import CompletionStore
 from verl.protocol import DataProto
@@ -39,6 +39,7 @@ from verl.trainer.run.ranks import gathered
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.model import get_generation_config
 from verl.workers.rollout.base import BaseRollout, register_rollout
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer, RunningServer
 
 __all__ = ["LostCompletionsError", "SPDRollout", "VllmEngineServer"]
 

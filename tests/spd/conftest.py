@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from recipe.spd.server import LocalVllmServer
 from tests.helpers.models import save_answering_llama
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 
 @pytest.fixture(scope="session")

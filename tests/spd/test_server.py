@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from recipe.spd.client import Completer
-from recipe.spd.server import SUPERVISOR, LocalVllmServer, RunningServer, ServerError
 from recipe.spd.store import Completion, CompletionStore
+from verl.workers.rollout.vllm_rollout.openai_server import SUPERVISOR, LocalServerError, LocalVllmServer, RunningServer
 
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """
@@ -65,14 +65,14 @@ def test_another_process_gets_the_log_of_a_server_that_has_ended(tmp_path, reape
     if reaped:
         process.wait(10)
     handle = RunningServer(process.pid, "http://127.0.0.1:9", log).handle()
-    with pytest.raises(ServerError, match="has ended.*Last lines of .*a log:\nunknown model"):
+    with pytest.raises(LocalServerError, match="has ended.*Last lines of .*a log:\nunknown model"):
         RunningServer.from_handle(handle).wait_ready(60)
     process.wait(10)
 
 
 def test_the_start_timeout_counts_from_the_start_of_the_server(tmp_path):
     (tmp_path / "log").write_text("still loading\n")
-    with pytest.raises(ServerError, match="not ready after 0 s .*\nstill loading"):
+    with pytest.raises(LocalServerError, match="not ready after 0 s .*\nstill loading"):
         RunningServer(os.getpid(), "http://127.0.0.1:9", tmp_path / "log").wait_ready(0)
 
 
@@ -95,7 +95,7 @@ def test_stored_completions_do_not_wait_for_the_server(tmp_path):
 def test_a_server_that_ends_at_once_is_reported_with_its_log(tmp_path):
     server = LocalVllmServer(str(tmp_path / "no_model"), tmp_path / "log", 64, ["--no-such-option"])
     try:
-        with pytest.raises(ServerError, match="has ended.*Last lines of"):
+        with pytest.raises(LocalServerError, match="has ended.*Last lines of"):
             server.wait_ready(120)
     finally:
         server.stop()

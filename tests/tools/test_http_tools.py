@@ -18,7 +18,7 @@ from verl.tools.sandbox_fusion_tools import (
     init_execution_pool,
 )
 from verl.tools.search_tool import SearchTool
-from verl.tools.utils.http_json import post_json
+from verl.utils.http_json import post_json
 
 
 @pytest.fixture(autouse=True)

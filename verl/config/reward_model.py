@@ -7,9 +7,10 @@ from verl.base_config import BaseConfig
 from verl.config.common import BaseModelConfig, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
-from verl.config.rollout import RolloutConfig
 from verl.config.sandbox import SandboxConfig
 from verl.utils.profiler.config import ProfilerConfig
+
+_SERVERS = "A rollout of the reward model is vLLM's server; SGLang does not serve reward models here."
 
 
 @dataclass
@@ -31,6 +32,41 @@ class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     use_fused_kernels: bool = setting(False, "Use fused kernels.", unused="the model's own layers run")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.", unused="rows stay padded")
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reward model's engine.")
+
+
+@dataclass
+class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
+    """Servers of the reward model; without `name` the ranks themselves run the model, on FSDP2."""
+
+    name: str | None = setting(
+        None, "vllm serves the reward model; null runs it in the ranks.", choices=("vllm",), hint=_SERVERS
+    )
+    dtype: str = setting("bfloat16", "Type of weights and computation.")
+    gpu_memory_utilization: float = setting(0.5, "Share of the GPU's memory for a server.", above=0, high=1)
+    enforce_eager: bool = setting(True, "Run without CUDA graphs.")
+    cudagraph_capture_sizes: list[int] | None = setting(
+        None, "Sizes of CUDA graphs.", unused="engine_kwargs.vllm.compilation_config takes them"
+    )
+    free_cache_engine: bool = setting(
+        True, "Free the KV cache between scorings.", unused="a server keeps its share of the memory"
+    )
+    data_parallel_size: int = setting(1, "Copies in one engine.", low=1, unused="each group of ranks has a server")
+    expert_parallel_size: int = setting(
+        1, "Ranks that split the experts.", low=1, unused="engine_kwargs.vllm.enable_expert_parallel turns it on"
+    )
+    tensor_model_parallel_size: int = setting(1, "Ranks of one server that split each layer.", low=1)
+    max_num_batched_tokens: int = setting(8192, "Tokens that a server processes at a time.", low=1)
+    max_model_len: int | None = setting(None, "Maximum sequence length; null: prompt plus response.", low=1)
+    max_num_seqs: int = setting(1024, "Sequences that a server processes at a time.", low=1)
+    load_format: str = setting("auto", "vLLM's format of the weight files.")
+    engine_kwargs: dict[str, Any] = setting(dict, "vllm: {option: value} of vLLM's command line, with underscores.")
+    limit_images: int | None = setting(None, "Images of a prompt.", low=0, unused="conversations are text only")
+    enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.")
+    enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.")
+    disable_log_stats: bool = setting(True, "Turn vLLM's own statistics off.")
+    skip_tokenizer_init: bool = setting(False, "Serve without a tokenizer.", unused="a server takes text")
+    prompt_length: int = setting(2048, "Tokens of a prompt.", low=1)
+    response_length: int = setting(2048, "Tokens of an answer.", low=1)
 
 
 @dataclass
@@ -82,7 +118,7 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
         None, "Manager dapo's penalty near the length limit: enable, len, penalty_factor, log."
     )
     profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
-    rollout: RolloutConfig | None = None
+    rollout: RewardModelRolloutConfig = setting(RewardModelRolloutConfig, "Servers of the reward model.")
     model: RewardModelModelConfig = setting(RewardModelModelConfig, "The reward model.")
     sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
     sandbox: SandboxConfig = setting(SandboxConfig, "The local sandbox; limits of one program on one test case.")

@@ -60,6 +60,9 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     add_turn_rewards: bool = setting(
         False, "Add the rewards of tools and interactions during the conversation to its score."
     )
+    journal_tool_calls: bool = setting(
+        True, "Keep results of tool calls in tool_journal/ of the run, so that a killed run does not repeat them."
+    )
 
 
 @dataclass

@@ -21,6 +21,15 @@ class BaseTool(ABC):
     #: Whether several calls of one conversation may run at the same time; false makes them wait for each other.
     parallel_calls: bool = False
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a run that was killed and started again may take an answer from its journal instead of `execute`.
+
+        By default where the tool has no reward of an instance's state: it may then keep no state between calls. A
+        subclass sets it as a class attribute.
+        """
+        return type(self).calc_reward is BaseTool.calc_reward
+
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         self.config = config
         self.tool_schema = tool_schema  # get_openai_tool_schema returns it where it is not overridden

@@ -15,6 +15,7 @@ from referencing.jsonschema import EMPTY_REGISTRY
 
 from verl.grading.pool import FatalGradingError
 from verl.tools.base_tool import BaseTool
+from verl.tools.journal import ToolJournal
 from verl.tools.schemas import ToolResponse, decode_arguments
 from verl.utils.user_code import full_traceback
 
@@ -94,12 +95,15 @@ class ToolRunner:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._logged: set[tuple[str, str]] = set()
 
-    def conversation(self, tools_kwargs: Mapping[str, Any] | None = None) -> "ToolConversation":
+    def conversation(
+        self, tools_kwargs: Mapping[str, Any] | None = None, journal: ToolJournal | None = None
+    ) -> "ToolConversation":
         """The tools of one conversation, to be used as `async with`; ValueError for kwargs of unknown names.
 
         Args:
             tools_kwargs: the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs,
                 calc_reward_kwargs, release_kwargs}}. None, which parquet writes for absent keys, counts as absent.
+            journal: has the results of calls before the run was started again, and gets those of new ones.
         """
         kwargs = {name: given for name, given in (tools_kwargs or {}).items() if given is not None}
         for name, given in kwargs.items():
@@ -107,7 +111,7 @@ class ToolRunner:
                 raise ValueError(f"extra_info.tools_kwargs names the tool {name!r}; loaded are: {self._names()}")
             if unknown := [key for key in given if key not in KWARGS]:
                 raise ValueError(f"extra_info.tools_kwargs.{name} has {unknown[0]!r}; known are: {', '.join(KWARGS)}")
-        return ToolConversation(self, kwargs)
+        return ToolConversation(self, kwargs, journal)
 
     def check(self, name: str, arguments: str | dict[str, Any]) -> dict[str, Any] | ToolResult:
         """The arguments of a call, decoded and valid for the tool's schema, or the failure."""
@@ -195,8 +199,10 @@ class ToolConversation:
     At the end all instances are released, also after an exception or a cancellation.
     """
 
-    def __init__(self, runner: ToolRunner, kwargs: dict[str, Mapping[str, Any]]) -> None:
-        self._runner, self._kwargs = runner, kwargs
+    def __init__(
+        self, runner: ToolRunner, kwargs: dict[str, Mapping[str, Any]], journal: ToolJournal | None = None
+    ) -> None:
+        self._runner, self._kwargs, self._journal = runner, kwargs, journal
         self._instances: dict[str, _Instance] = {}
         self._closed = False
 
@@ -206,8 +212,11 @@ class ToolConversation:
     async def __aexit__(self, *raised: Any) -> None:
         await self.release()
 
-    async def call(self, name: str, arguments: str | dict[str, Any]) -> ToolResult:
-        """Run one call as the model wrote it: the tool's name and its arguments, as text or decoded."""
+    async def call(self, name: str, arguments: str | dict[str, Any], key: str | None = None) -> ToolResult:
+        """Run one call as the model wrote it: the tool's name and its arguments, as text or decoded.
+
+        `key` names the call in the journal; without it the call is made in any case.
+        """
         if self._closed:
             raise RuntimeError(f"call of {name!r} in a conversation whose tools are released")
         runner = self._runner
@@ -216,11 +225,27 @@ class ToolConversation:
         if isinstance(parameters, ToolResult):
             return parameters
         tool, instance = runner.tools[name], self._instances.setdefault(name, _Instance())
+        journal = self._journal if key is not None and tool.replayable else None
+        known = None if journal is None else journal.find(key)
+        if known is not None:
+            known = ToolResult(ToolResponse(**known["response"]), known["reward"], known["metrics"], known["failure"])
+        result = await self._result(tool, instance, parameters, known)
+        if journal is not None and known is None:
+            journal.add(key, result.response, result.reward, result.metrics, result.failure)
+        return result
+
+    async def _result(
+        self, tool: BaseTool, instance: _Instance, parameters: dict[str, Any], known: ToolResult | None
+    ) -> ToolResult:
+        """The outcome of a call with valid parameters, or the one that is known, on an instance of its own."""
+        runner, name = self._runner, tool.name
         try:
             async with instance.lock:
                 if instance.id is None:
                     async with runner._slots:
                         await self._create(tool, instance)
+                if known is not None:
+                    return known
                 if not tool.parallel_calls:
                     return await self._execute(tool, instance, parameters)
             return await self._execute(tool, instance, parameters)

@@ -6,7 +6,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.code_tool import CODE_PARAMETERS
 from verl.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.execution_pool import ExecutionWorker, PoolMode, TokenBucketWorker, init_execution_pool
-from verl.tools.utils.http_json import ServiceError, post_json
+from verl.utils.http_json import ServiceError, post_json
 
 __all__ = ["ExecutionWorker", "PoolMode", "SandboxFusionTool", "TokenBucketWorker", "init_execution_pool"]
 

@@ -12,7 +12,7 @@ from verl.tools.schemas import (
 from verl.tools.utils.execution_pool import ExecutionWorker as SearchExecutionWorker
 from verl.tools.utils.execution_pool import PoolMode, TokenBucketWorker
 from verl.tools.utils.execution_pool import init_execution_pool as init_search_execution_pool
-from verl.tools.utils.http_json import ServiceError, post_json
+from verl.utils.http_json import ServiceError, post_json
 
 __all__ = ["PoolMode", "SearchExecutionWorker", "SearchTool", "TokenBucketWorker", "init_search_execution_pool"]
 

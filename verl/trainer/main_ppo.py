@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.utils import Role, need_critic, uses_kl
+from verl.trainer.ppo.utils import Role, need_critic, serves_reward_model, uses_kl
 from verl.trainer.run.ray_session import run_here, run_until_done, started_session
 from verl.utils.config import hydra_main, validate_config
 
@@ -98,11 +98,16 @@ class TaskRunner:
             self.mapping[Role.Critic] = POOL
 
     def add_reward_model_worker(self, config: DictConfig) -> None:
-        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own."""
+        """The reward model, in the actor's processes or (reward_model.enable_resource_pool) on ranks of its own.
+
+        With reward_model.rollout.name, those ranks run servers.
+        """
         from verl.workers.fsdp_workers import RewardModelWorker
+        from verl.workers.roles.reward_server import RewardServerWorker
 
         if config.reward_model.enable:
-            self.role_worker_mapping[Role.RewardModel] = ray.remote(RewardModelWorker)
+            cls = RewardServerWorker if serves_reward_model(config) else RewardModelWorker
+            self.role_worker_mapping[Role.RewardModel] = ray.remote(cls)
             self.mapping[Role.RewardModel] = REWARD_POOL if config.reward_model.enable_resource_pool else POOL
 
     def add_ref_policy_worker(self, config: DictConfig, ref_policy_cls: Any) -> None:

@@ -41,6 +41,19 @@ class AddTool(BaseTool):
         EVENTS.append(("release", instance_id))
 
 
+class LoggedTool(BaseTool):
+    """a + b after 0.2 s; writes the begin and the end of each call to the file config["log"]. Keeps no state."""
+
+    get_openai_tool_schema = AddTool.get_openai_tool_schema
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        for word in ("begin", "end"):
+            with open(self.config["log"], "a") as log:
+                log.write(f"{word}\n")
+            await asyncio.sleep(0.2 if word == "begin" else 0)
+        return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.25, {}
+
+
 class PatientInteraction(BaseInteraction):
     """Asks "?" again until `turns` answers are there."""
 

@@ -154,7 +154,8 @@ class AgentLoopWorkerBase:
             name="agent_loop", validate=trajectory["validate"],
         ):  # fmt: skip
             try:
-                output = await loop.run(sampling_params, **{"request_id": uuid4().hex, **row})
+                given = {"request_id": uuid4().hex, "trajectory": trajectory, **row}
+                output = await loop.run(sampling_params, **given)
             except ServerUnreachable as error:
                 logger.warning(f"conversation of sample {trajectory['sample_index']} is lost: {error}")
                 return None

@@ -17,6 +17,7 @@ from verl.experimental.agent_loop.base import (
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.tools.journal import ToolJournal
 from verl.tools.runner import ToolConversation, ToolRunner
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
@@ -63,6 +64,8 @@ class AgentData:
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.user_turns = self.assistant_turns = self.tool_call_count = 0
+        self.seed: int | None = None
+        self.step = -1  # of the training
         self.tool_calls: list[FunctionCall] = []  # of the last turn
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
@@ -93,6 +96,7 @@ class AgentData:
         return AgentState.TERMINATED
 
 
+_JOURNALS: "WeakKeyDictionary[DictConfigWrap, ToolJournal]" = WeakKeyDictionary()
 _RUNNERS: "WeakKeyDictionary[DictConfigWrap, ToolRunner]" = WeakKeyDictionary()
 _INTERACTIONS: "WeakKeyDictionary[DictConfigWrap, dict[str, BaseInteraction]]" = WeakKeyDictionary()
 
@@ -116,9 +120,12 @@ class ToolAgentLoop(AgentLoopBase):
                 tools, max_tool_response_length=settings.max_tool_response_length,
                 tool_response_truncate_side=settings.tool_response_truncate_side,
             )  # fmt: skip
+            if settings.journal_tool_calls and tools:
+                _JOURNALS[trainer_config] = ToolJournal(self.config.trainer.default_local_dir, tools)
             path = settings.interaction_config_path
             _INTERACTIONS[trainer_config] = initialize_interactions_from_config(path) if path else {}
         self.runner, self.interactions = _RUNNERS[trainer_config], _INTERACTIONS[trainer_config]
+        self.journal = _JOURNALS.get(trainer_config)
         self.tool_schemas = tool_schemas(self.runner.tools.values())
         self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
 
@@ -130,7 +137,8 @@ class ToolAgentLoop(AgentLoopBase):
             interaction_kwargs=kwargs.get("interaction_kwargs"),
         )  # fmt: skip
         instance = None
-        async with self.runner.conversation(data.tools_kwargs) as data.tools:
+        data.seed, data.step = sampling_params.get("seed"), kwargs.get("trajectory", {}).get("step", -1)
+        async with self.runner.conversation(data.tools_kwargs, self.journal) as data.tools:
             try:
                 if self.interactions:
                     given = {k: v for k, v in data.interaction_kwargs.items() if k != "name"}
@@ -219,7 +227,10 @@ class ToolAgentLoop(AgentLoopBase):
         if tool_call.error is not None:
             result = self.runner.failed("malformed_arguments", tool_call.name, tool_call.error)
         else:
-            result = await agent_data.tools.call(tool_call.name, tool_call.arguments)
+            ids, number, key = agent_data.conversation.ids, agent_data.tool_call_count, None
+            if self.journal is not None:
+                key = self.journal.key(agent_data.step, agent_data.seed, ids, number)
+            result = await agent_data.tools.call(tool_call.name, tool_call.arguments, key)
         return result.response, result.reward, result.metrics
 
     async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:

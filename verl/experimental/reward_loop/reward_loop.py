@@ -3,13 +3,13 @@
 import asyncio
 from typing import Any
 
-import aiohttp
 import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
+from verl.experimental.reward_loop.reward_model import ServedRewardManager
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.fs import copy_to_local
@@ -17,7 +17,7 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, rule_reward
-from verl.workers.reward_manager.reward_rows import RewardError, place_scores, rows_of
+from verl.workers.reward_manager.reward_rows import place_scores
 
 
 class RewardLoopWorker:
@@ -62,22 +62,12 @@ class RewardLoopWorker:
     async def compute_score_disrm(self, data: DataProto) -> dict[str, Any]:
         """The score that the served reward model gives the chat of one row; its answer is the last turn.
 
-        Asks POST /classify, which vLLM and SGLang answer alike for models with one label.
+        See ServedRewardManager.
         """
-        if self.reward_router_address is None:
-            raise ValueError("reward_model.enable=true needs the address of a server with the reward model.")
-        (row,) = rows_of(data, self.config.data.get("reward_fn_key", "data_source"))
-        answer = self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
-        chat = [*data.non_tensor_batch["raw_prompt"][0], {"role": "assistant", "content": answer}]
-        text = self.reward_model_tokenizer.apply_chat_template(chat, tokenize=False)
-        body = {"model": self.config.reward_model.model.path, "input": text, "use_activation": False}
-        url = f"http://{self.reward_router_address}/classify"
-        async with aiohttp.ClientSession(trust_env=False) as session, session.post(url, json=body) as response:
-            if response.status != 200:
-                raise RewardError(f"{row}: {url} answered {response.status}: {(await response.text())[:200]}")
-            reply = await response.json()
-        score = float(reply["data"][-1]["probs"][-1])
-        return {"reward_score": score, "reward_extra_info": {"acc": score}}
+        manager = ServedRewardManager(
+            self.config, self.tokenizer, None, self.reward_router_address, self.reward_model_tokenizer
+        )
+        return await manager.run_single(data)
 
 
 class RewardLoopManager:

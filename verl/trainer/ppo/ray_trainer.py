@@ -26,7 +26,8 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughout_metrics,
     compute_timing_metrics,
     reduce_metrics,
-)
+)  # fmt: skip
+from verl.trainer.ppo.reward import load_served_reward
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes, nsight_options
@@ -126,6 +127,8 @@ class RayPPOTrainer:
         for group in (self.critic_wg, self.rm_wg, self.actor_rollout_wg):  # a rollout engine takes what memory is left
             if group is not None:
                 group.init_model()
+        if utils.serves_reward_model(self.config):
+            self.reward_fn = self.val_reward_fn = load_served_reward(self.config, self.tokenizer, self.rm_wg)
         self.ranks = self.actor_rollout_wg.world_size
         trainer, trained = self.config.trainer, {"actor": self.actor_rollout_wg}
         if self.use_critic:
@@ -230,9 +233,7 @@ class RayPPOTrainer:
     @step("gen_max")
     def _greedy_baselines(self, prompts: DataProto) -> dict[str, float]:
         """The score of each prompt's greedy answer, by uid (ReMax, arXiv 2310.10505)."""
-        answers, _ = self.rollout.generate(
-            prompts, self.global_steps, reward_fn=self.reward_fn, n=1, do_sample=False
-        )
+        answers, _ = self.rollout.generate(prompts, self.global_steps, False, self.reward_fn, n=1, do_sample=False)
         answers, lost = without_lost(answers)
         if lost:
             raise ValueError(f"{lost} greedy answers were lost; advantages need one for each prompt.")

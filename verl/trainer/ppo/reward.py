@@ -9,10 +9,14 @@ import ray
 import torch
 from omegaconf import DictConfig
 
+from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls as get_loop_manager_cls
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.experimental.reward_loop.reward_model import RewardModelManager, ServedRewardManager
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager
@@ -61,6 +65,30 @@ def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **
     if is_ours:
         manager.config = reward_config
     return manager
+
+
+def load_served_reward(config: DictConfig, tokenizer: Any, rm_group: Any) -> RewardManagerBase:
+    """The manager that scores with the reward model which the ranks of `rm_group` (RewardServerWorker) serve.
+
+    Without a custom reward function the model is a discriminative one. A custom function gets the address and the
+    reward model's tokenizer as `reward_router_address` and `reward_model_tokenizer`, from the reward loop's manager of
+    the configured name.
+    """
+    model = config.reward_model.model
+    path = copy_to_local(model.tokenizer_path or model.path)
+    reward_model_tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    custom = get_custom_reward_fn(config)
+    if custom is None:
+        manager = ServedRewardManager
+    elif config.reward_model.reward_loop_source == "importlib":
+        manager = get_manager_class(config)
+    else:
+        manager = get_loop_manager_cls(config.reward_manager.name)
+    address = RewardModelManager(config.reward_model, rm_group).get_router_address()
+    return manager(
+        config=config, tokenizer=tokenizer, compute_score=custom, reward_router_address=address,
+        reward_model_tokenizer=reward_model_tokenizer,
+    )  # fmt: skip
 
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:

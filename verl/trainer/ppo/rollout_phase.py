@@ -12,6 +12,7 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.batching import LOST, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.reward import compute_reward, drop_failed
+from verl.trainer.ppo.utils import serves_reward_model
 from verl.utils.rollout_skip import RolloutSkip
 from verl.workers.reward_manager.reward_rows import GRADED, place_scores
 from verl.workers.reward_manager.streaming import RewardStream, grades_rows
@@ -36,7 +37,7 @@ class RolloutPhase:
         self.streams_rewards = config.reward_model.use_reward_loop and not self.rollout_config.skip_rollout
         self.tokenizer = tokenizer
         self.actor_group = actor_group
-        self.rm_group = rm_group
+        self.rm_group = None if serves_reward_model(config) else rm_group  # a served one is asked over HTTP
 
     def close(self) -> None:
         """End the agent loops' workers."""

@@ -47,6 +47,11 @@ def need_reward_model(role_worker_mapping: dict[Role, WorkerType]) -> bool:
     return Role.RewardModel in role_worker_mapping
 
 
+def serves_reward_model(config: DictConfig) -> bool:
+    """Whether the reward model runs in servers (reward_model.rollout.name), not in the ranks themselves."""
+    return bool(config.reward_model.enable and config.reward_model.rollout.name)
+
+
 def need_critic(config: DictConfig) -> bool:
     """`critic.enable` where it is set, else whether the estimator learns a value function."""
     if config.critic.enable is not None:

@@ -12,7 +12,7 @@ from verl.algos.rollout_correction import use_bypass_loss
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import create_colocated_worker_cls
-from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction
+from verl.trainer.ppo.utils import Role, WorkerType, need_reference_policy, rollout_correction, serves_reward_model
 
 CLOSE_TIMEOUT_S = 20
 
@@ -94,9 +94,14 @@ def classes(
     parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), device_name=device_name)}
     for other, section in ((Role.Critic, resolved.critic), (Role.RewardModel, resolved.reward_model)):
         if other in mapping:
+            settings = {}
+            if other is Role.RewardModel and serves_reward_model(config):
+                log_dir = f"{config.trainer.default_local_dir}/servers"
+                settings = {"discriminative": config.custom_reward_function.path is None, "log_dir": log_dir}
             parts[other] = RayClassWithInitArgs(
-                mapping[other], config=section, device_name=device_name, nccl_timeout=actor_section.nccl_timeout
-            )
+                mapping[other], config=section, device_name=device_name, nccl_timeout=actor_section.nccl_timeout,
+                **settings,
+            )  # fmt: skip
     return parts
 
 
@@ -152,9 +157,9 @@ class WorkerGroups:
                 group.stop_profile()
 
     def end(self) -> None:
-        """Let the rollouts end what they started, end the ranks, then give the pools back to Ray."""
-        for role, group in self.roles.items():
-            if role in (Role.ActorRollout, Role.ActorRolloutRef):
+        """Let the ranks end servers and engines that they started, end the ranks, give the pools back to Ray."""
+        for group in self.roles.values():
+            if hasattr(group, "close_rollout"):
                 group.try_execute_all("close_rollout", CLOSE_TIMEOUT_S)
         for group in self.processes:
             group.shutdown()

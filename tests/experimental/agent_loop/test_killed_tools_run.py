@@ -1,0 +1,102 @@
+"""A run with tools that is killed at random moments resumes to the same end, without repeating calls.
+
+`python -m tests.experimental.agent_loop.test_killed_tools_run 10` does so with ten kills.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.experimental.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
+from tests.helpers.models import save_markov_llama
+from tests.helpers.rl_run import metrics_rows, overrides
+
+STEPS = 4
+
+
+def command(folder: Path, model: str) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    tool = {"class_name": f"{PARTS}.LoggedTool", "config": {"log": str(folder / "calls.log")}}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
+    rollout = {"name": "vllm", "mode": "async", "dtype": "float32", "max_num_seqs": 64, "n": 4,
+               "multi_turn__enable": "true", "multi_turn__tool_config_path": folder / "tools.yaml",
+               "agent__default_agent_loop": "tool_agent"}  # fmt: skip
+    keys = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
+    settings = overrides(
+        folder, model, trainer__local="true", trainer__total_training_steps=STEPS, trainer__save_freq=2,
+        trainer__resume_mode="auto", data__max_response_length=16, data__max_prompt_length=8, data__train_batch_size=4,
+        actor_rollout_ref__actor__ppo_mini_batch_size=4, reward_model__num_workers=0, **keys,
+    )  # fmt: skip
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
+
+
+def start(folder: Path, model: str) -> subprocess.Popen:
+    with open(folder.with_suffix(".log"), "a") as log:
+        return subprocess.Popen(command(folder, model), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def calls_of(folder: Path) -> list[str]:
+    log = folder / "calls.log"
+    return log.read_text().split() if log.exists() else []
+
+
+def outcome(folder: Path) -> dict:
+    """Metrics of each step, the last of a repeated one; the weights of the last checkpoint."""
+    rows = {row["step"]: row for row in metrics_rows(folder)}
+    actor = folder / "out" / f"global_step_{STEPS}" / "actor"
+    weights = {file.relative_to(actor): file.read_bytes() for file in actor.rglob("*.safetensors")}
+    assert weights, list(actor.rglob("*"))
+    moment = ("agent_loop/prefix_hit_rate",)  # depends on which requests ran at the same time
+    return {"weights": weights} | {n: {k: v for k, v in r.items() if k not in moment} for n, r in rows.items()}
+
+
+def kill_and_resume(folder: Path, model: str, expected: dict, calls: int, rng: random.Random) -> str:
+    """Kill a run within its calls of tools, at a random one, and start it again until it is finished."""
+    moment = rng.randrange(1, 2 * calls)
+    run = start(folder, model)
+    while len(calls_of(folder)) < moment:
+        assert run.poll() is None, folder.with_suffix(".log").read_text()[-3000:]
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    events = calls_of(folder)
+    in_flight = events.count("begin") - events.count("end")
+    run = start(folder, model)
+    assert run.wait(300) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    differing = {k: (v, expected.get(k)) for k, v in outcome(folder).items() if v != expected.get(k)}
+    assert not differing, {k: "weights" if k == "weights" else v for k, v in differing.items()}
+    repeated = calls_of(folder).count("begin") - calls
+    # A call that was running, or whose result was not yet written, is made again; every other once.
+    assert 0 <= repeated <= in_flight + 1, (repeated, in_flight)
+    return f"killed after {len(events)} of {2 * calls} events, {in_flight} calls running, {repeated} repeated, same end"
+
+
+def kills(root: Path, number: int, seed: int = 0) -> None:
+    after = dict(zip(["=", *CALL], [*CALL, "<eos>"], strict=True)) | {"7": "so", "so": "<eos>"}
+    model = save_markov_llama(root / "model", [*WORDS, "="], after, TEMPLATE)
+    undisturbed = start(root / "undisturbed", model)
+    assert undisturbed.wait(300) == 0, (root / "undisturbed.log").read_text()[-3000:]
+    expected, calls = outcome(root / "undisturbed"), calls_of(root / "undisturbed").count("begin")
+    assert calls >= 16
+    rng = random.Random(seed)
+    for i in range(number):
+        print(f"kill {i + 1}: {kill_and_resume(root / f'kill_{i}', model, expected, calls, rng)}", flush=True)
+
+
+@pytest.mark.process
+@pytest.mark.chaos
+def test_a_killed_run_resumes_to_the_same_end_without_repeating_calls(tmp_path):
+    kills(tmp_path, 2)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        kills(Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 10)

@@ -1,0 +1,163 @@
+"""Reward models on vLLM servers: scores are those of a forward by transformers; requests are spread over servers."""
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from aiohttp import ClientSession
+from transformers import AutoModelForSequenceClassification
+
+from tests.helpers.models import make_tokenizer
+from tests.helpers.rl_run import compose_run, metrics_rows
+from verl.experimental.reward_loop import RewardModelManager
+from verl.trainer.main_ppo import TaskRunner
+
+pytestmark = pytest.mark.process
+
+
+class Named(BaseHTTPRequestHandler):
+    """Answers with its server's name after its gate has opened; counts requests."""
+
+    def log_message(self, *args):
+        pass
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.seen.append(json.loads(body)["n"])
+        self.server.gate.wait(10)
+        reply = json.dumps({"server": self.server.name, "path": self.path}).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+
+@pytest.fixture
+def servers():
+    made = []
+    for name in "ab":
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Named)
+        server.name, server.seen, server.gate, server.status = name, [], threading.Event(), 200
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        made.append(server)
+    yield made
+    for server in made:
+        server.gate.set()
+        server.shutdown()
+        server.server_close()
+
+
+def group_of(addresses):
+    return SimpleNamespace(server_address=lambda: addresses, close_rollout=lambda: None)
+
+
+async def ask(address, n):
+    async with ClientSession() as session, session.post(f"http://{address}/classify?x=1", json={"n": n}) as reply:
+        return reply.status, await reply.json(content_type=None) if reply.status < 500 else await reply.text()
+
+
+def test_requests_go_to_the_least_busy_server(servers):
+    first, second = servers
+    second.gate.set()
+    manager = RewardModelManager({}, group_of([f"127.0.0.1:{s.server_port}" for s in servers] + [None]))
+    address = manager.get_router_address()
+
+    async def requests():
+        held = asyncio.create_task(ask(address, 0))
+        while not first.seen:
+            await asyncio.sleep(0.01)
+        others = [await ask(address, n) for n in (1, 2, 3)]  # the first server is busy all the time
+        first.gate.set()
+        return await held, others
+
+    held, others = asyncio.run(requests())
+    assert held == (200, {"server": "a", "path": "/classify?x=1"})
+    assert [answer["server"] for _, answer in others] == ["b"] * 3 and second.seen == [1, 2, 3]
+    first.status = 400
+    assert asyncio.run(ask(address, 4))[0] == 400  # a refusal is passed on
+    manager.close()
+
+
+def test_one_server_needs_no_router_and_a_dead_one_is_named(servers):
+    alive = f"127.0.0.1:{servers[0].server_port}"
+    assert RewardModelManager({}, group_of([None, alive])).get_router_address() == alive
+    manager = RewardModelManager({}, group_of(["127.0.0.1:9", "127.0.0.1:9"]))
+    status, text = asyncio.run(ask(manager.get_router_address(), 0))
+    assert status == 502 and text.startswith("127.0.0.1:9: ClientConnectorError")
+    manager.close()
+
+
+SERVED = {
+    "actor_rollout_ref__rollout__temperature": "1.0", "reward_model__enable": "true",
+    "reward_model__rollout__name": "vllm", "reward_model__rollout__dtype": "float32",
+    "reward_model__rollout__max_model_len": 64, "trainer__save_freq": -1, "trainer__total_training_steps": 1,
+}  # fmt: skip
+
+
+def servers_running(folder):
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+
+@pytest.mark.slow
+def test_a_discriminative_model_in_a_pool_of_its_own(ray_cluster, tiny_llama, tmp_path):
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_llama, num_labels=1, pad_token_id=0)
+    torch.nn.init.normal_(model.score.weight, std=1.0)
+    model.save_pretrained(tmp_path / "rm")
+    make_tokenizer().save_pretrained(tmp_path / "rm")
+    config = compose_run(
+        tmp_path / "run", tiny_llama, **SERVED, reward_model__model__path=tmp_path / "rm",
+        reward_model__enable_resource_pool="true", reward_model__n_gpus_per_node=1, reward_model__nnodes=1,
+        custom_reward_function__path="null", trainer__rollout_data_dir=tmp_path / "dump",
+    )  # fmt: skip
+    TaskRunner().run(config)
+    dumped = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
+    (row,) = metrics_rows(tmp_path / "run")
+    assert row["critic/score/mean"] == pytest.approx(sum(r["score"] for r in dumped) / len(dumped), rel=1e-4)
+    assert len({round(r["score"], 4) for r in dumped}) > len(dumped) / 2
+    tokenizer = make_tokenizer()
+    for sample in dumped:
+        # the prompt is rendered already; the reward model's template adds the answer and its end
+        text = f"{sample['input'].strip()} {sample['output']} <eos>"
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits[0, 0].item()
+        assert sample["score"] == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert servers_running(tmp_path) == []
+
+
+JUDGE = """
+from aiohttp import ClientSession
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address,
+                        reward_model_tokenizer):
+    prompt = reward_model_tokenizer(solution_str)["input_ids"] or [1]
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+    async with ClientSession() as session:
+        async with session.post(f"http://{reward_router_address}/v1/completions", json=body) as reply:
+            ids = (await reply.json())["choices"][0]["token_ids"]
+    return {"score": float(ids[0]), "length": len(ids)}
+"""
+
+
+@pytest.mark.slow
+def test_a_generative_model_judges_by_a_function_of_the_user(tiny_llama, tmp_path):
+    judge = tmp_path / "judge.py"
+    judge.write_text(JUDGE)
+    config = compose_run(
+        tmp_path / "run", tiny_llama, **SERVED, reward_model__model__path=tiny_llama, trainer__local="true",
+        custom_reward_function__path=judge, trainer__rollout_data_dir=tmp_path / "dump",
+    )  # fmt: skip
+    TaskRunner().run(config)
+    dumped = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
+    assert len(dumped) == 32 and all(row["length"] == 3 for row in dumped)
+    by_output = {row["output"]: row["score"] for row in dumped}
+    assert len(by_output) > 8 and all(by_output[row["output"]] == row["score"] for row in dumped)
+    assert len(set(by_output.values())) > 1
+    assert (tmp_path / "run" / "out" / "servers" / "reward_model_0.log").stat().st_size > 0
+    assert servers_running(tmp_path) == []

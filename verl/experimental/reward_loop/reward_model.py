@@ -1,0 +1,130 @@
+"""Reward models that are served: their addresses behind one, and the score of a discriminative one."""
+
+import asyncio
+import threading
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from omegaconf import DictConfig
+
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.grading.pool import Failure
+from verl.protocol import DataProto
+from verl.utils.chat_template import render_chat
+from verl.utils.http_json import post_json
+from verl.workers.reward_manager.reward_rows import RewardError, rows_of
+from verl.workers.rollout.replica import host_to_bind
+
+REQUEST_TIMEOUT_S = 600.0
+_SIZE_LIMIT = 64 << 20
+
+
+class RewardModelManager:
+    """One address for the servers of a reward model.
+
+    Several servers get a router in this process, which sends each request to the one with the fewest in flight.
+
+    Args:
+        config: the section reward_model.
+        worker_group: the ranks of RewardServerWorker.
+    """
+
+    def __init__(self, config: DictConfig, worker_group: Any) -> None:
+        self.config, self.worker_group = config, worker_group
+        self.server_addresses = [address for address in worker_group.server_address() if address is not None]
+        self._router = RequestProxy(self.server_addresses) if len(self.server_addresses) > 1 else None
+
+    def get_router_address(self) -> str:
+        """host:port that answers every request of the servers' API."""
+        return self.server_addresses[0] if self._router is None else self._router.address
+
+    def close(self) -> None:
+        """End router and servers."""
+        if self._router is not None:
+            self._router.close()
+        self.worker_group.close_rollout()
+
+
+class RequestProxy:
+    """Forwards HTTP requests to the least busy of several servers, from a thread of this process."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.in_flight = dict.fromkeys(addresses, 0)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward-router")
+        self._thread.start()
+        self.address = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+
+    async def _listen(self) -> str:
+        self._session = ClientSession(timeout=ClientTimeout(total=REQUEST_TIMEOUT_S), trust_env=False)
+        app = web.Application(client_max_size=_SIZE_LIMIT)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        host = host_to_bind()
+        site = web.TCPSite(self._runner, host, 0)
+        await site.start()
+        return f"{host}:{self._runner.addresses[0][1]}"
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        address = min(self.in_flight, key=self.in_flight.__getitem__)
+        self.in_flight[address] += 1
+        try:
+            body, kind = await request.read(), {"Content-Type": request.content_type}
+            url = f"http://{address}{request.rel_url}"
+            async with self._session.request(request.method, url, data=body, headers=kind) as reply:
+                answer = await reply.read()
+                return web.Response(status=reply.status, body=answer, content_type=reply.content_type)
+        except (ClientError, TimeoutError) as error:
+            return web.Response(status=502, text=f"{address}: {type(error).__name__}: {error}")
+        finally:
+            self.in_flight[address] -= 1
+
+    def close(self) -> None:
+        """Stop listening."""
+
+        async def end() -> None:
+            await self._runner.cleanup()
+            await self._session.close()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class ServedRewardManager(RewardManagerBase):
+    """The score that a served discriminative reward model gives a chat, whose last turn is the answer.
+
+    Asks POST /classify, which vLLM and SGLang answer alike for models with one label; a chat that is too long loses its
+    beginning. The extra acc is the score.
+    """
+
+    def __init__(
+        self, config: DictConfig, tokenizer: Any, compute_score: Any = None, reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, tokenizer)
+        if reward_router_address is None:
+            raise ValueError("reward_model.enable=true needs the address of a server with the reward model.")
+        self.url, self.reward_model_tokenizer = f"http://{reward_router_address}/classify", reward_model_tokenizer
+        self.reward_fn_key = config.data.get("reward_fn_key", "data_source")
+        self.compute_score = self.run_single
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """{"reward_score", "reward_extra_info"} of a batch with one row and its column raw_prompt."""
+        (row,) = rows_of(data, self.reward_fn_key)
+        answer = self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
+        chat = [*data.non_tensor_batch["raw_prompt"][0], {"role": "assistant", "content": answer}]
+        body = {
+            "model": self.config.reward_model.model.path, "input": render_chat(self.reward_model_tokenizer, chat),
+            "use_activation": False, "truncate_prompt_tokens": -1, "add_special_tokens": False,
+        }  # fmt: skip
+        try:
+            reply = await post_json(self.url, body, REQUEST_TIMEOUT_S)
+            score = float(reply["data"][-1]["probs"][-1])
+        except Exception as error:
+            failed = RewardError(f"{row}: {self.url}: {type(error).__name__}: {error}")
+            failed.failure = Failure("error", f"asked {self.url}: {type(error).__name__}: {error}")
+            raise failed from error
+        return {"reward_score": score, "reward_extra_info": {"acc": score}}

@@ -1,0 +1,94 @@
+"""One rank of a reward model that is served: it owns, or shares with its neighbours, a vLLM server."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import RewardModelConfig
+from verl.workers.roles.ranks import ModelWorker
+from verl.workers.rollout.replica import host_to_bind
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+
+START_TIMEOUT_S = 600.0
+_FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats")
+_VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "load_format")
+
+
+class RewardModelServer(LocalVllmServer):
+    """vLLM's server of a reward model: POST /classify for a discriminative one, else OpenAI's API."""
+
+    timeout_key = "the time for the start of a reward model"
+
+    def __init__(self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str) -> None:
+        rollout, model = config.rollout, config.model
+        settings = {name: getattr(rollout, name) for name in (*_FLAGS, *_VALUES)}
+        settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
+        settings |= {"trust_remote_code": True} if model.trust_remote_code else {}
+        settings |= {"tokenizer": os.path.expanduser(model.tokenizer_path)} if model.tokenizer_path else {}
+        settings |= {"runner": "pooling"} if discriminative else {}
+        settings |= rollout.engine_kwargs.get("vllm") or {}
+        arguments: list[str] = []
+        for name, value in settings.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                arguments += [f"--{flag}", str(value)]
+        if discriminative:
+            self.path, self.first_request = "/classify", {"input": [[0, 1]]}
+        length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        super().__init__(model.path, log_file, length, arguments, host)
+
+
+class RewardServerWorker(ModelWorker):
+    """Serves the reward model on `rollout.tensor_model_parallel_size` neighbouring ranks each, by the first of them."""
+
+    server: RewardModelServer | None = None
+
+    def __init__(
+        self, config: DictConfig, *args: Any, discriminative: bool = True, log_dir: str = ".", **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.discriminative, self.log_dir = discriminative, log_dir
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the server and wait until it answers. Raises LocalServerError with the end of its log."""
+        self.join_ranks("reward")
+        config = omega_conf_to_dataclass(self.config, RewardModelConfig)
+        size = config.rollout.tensor_model_parallel_size
+        if self.world_size % size:
+            raise ValueError(
+                f"reward_model.rollout.tensor_model_parallel_size={size} does not divide the {self.world_size} ranks "
+                "of the reward model's pool."
+            )
+        devices: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if self.rank % size == 0:
+            own, mine = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
+            log = Path(self.log_dir).expanduser() / f"reward_model_{self.rank}.log"
+            try:
+                if own is not None and size > 1:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device or "" for device in mine)
+                self.server = RewardModelServer(config, log, self.discriminative, host_to_bind())
+            finally:
+                if own is not None:
+                    os.environ["CUDA_VISIBLE_DEVICES"] = own
+            self.server.wait_ready(START_TIMEOUT_S)
+        dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def server_address(self) -> str | None:
+        """host:port of this rank's server; None for a rank without one."""
+        return None if self.server is None else self.server.url.removeprefix("http://")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_rollout(self) -> None:
+        """End the server."""
+        if self.server is not None:
+            self.server.stop()
