@@ -63,8 +63,12 @@ def save_answering_llama(directory: Path) -> str:
     return save_markov_llama(directory, [*WORDS, *ANSWERS], after)
 
 
-def save_markov_llama(directory: Path, words: list[str], after: dict[str, str], chat_template: str = "") -> str:
+def save_markov_llama(
+    directory: Path, words: list[str], after: dict[str, str], chat_template: str = "", sharpness: float = 20.0
+) -> str:
     """A Llama that writes by its last token alone: after a word that of `after`, nearly always; an end after any other.
+
+    `sharpness` is the logit of that word; the others have 0.
     """
     torch.manual_seed(0)
     tokenizer = make_tokenizer(words)
@@ -80,7 +84,7 @@ def save_markov_llama(directory: Path, words: list[str], after: dict[str, str], 
             layer.mlp.down_proj.weight.zero_()
         states = model.model.norm(model.model.embed_tokens.weight)  # [V, H]; V < H, so that the rows are independent
         wanted = torch.nn.functional.one_hot(torch.tensor(following), len(tokenizer)).float()
-        model.lm_head.weight.copy_(20.0 * (torch.linalg.pinv(states) @ wanted).T)
+        model.lm_head.weight.copy_(sharpness * (torch.linalg.pinv(states) @ wanted).T)
     model.save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))
     return str(directory)

@@ -18,15 +18,9 @@ from verl.planning.batch_arithmetic import prompts_a_step
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import limits
-from verl.trainer.ppo import batching, core_algos, utils
+from verl.trainer.ppo import batching, core_algos, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
-from verl.trainer.ppo.metric_utils import (
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    reduce_metrics,
-)  # fmt: skip
 from verl.trainer.ppo.reward import load_served_reward
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.utils import Role, WorkerType
@@ -394,7 +388,7 @@ class RayPPOTrainer:
 
     def _updated(self, method, batch: DataProto) -> Metrics:
         filled, _ = batching.fill_groups(batch, self.n)
-        return reduce_metrics(method(filled.select(non_tensor_batch_keys=[])).meta_info["metrics"])
+        return metric_utils.reduce_metrics(method(filled.select(non_tensor_batch_keys=[])).meta_info["metrics"])
 
     def _watch_nonfinite(self, metrics: Metrics) -> None:
         """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""
@@ -497,7 +491,7 @@ class RayPPOTrainer:
         metrics["training/global_step"] = self.global_steps
         metrics["perf/cpu_memory_used_gb"] = psutil.virtual_memory().used / 1024**3
         metrics |= {f"mismatch/{k[13:]}": v for k, v in metrics.items() if k.startswith("rollout_corr/")}
-        metrics |= compute_data_metrics(batch=batch, use_critic=self.use_critic)
-        metrics |= compute_timing_metrics(batch=batch, timing_raw=timing)
-        metrics |= compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
+        metrics |= metric_utils.compute_data_metrics(batch=batch, use_critic=self.use_critic)
+        metrics |= metric_utils.compute_timing_metrics(batch=batch, timing_raw=timing)
+        metrics |= metric_utils.compute_throughout_metrics(batch=batch, timing_raw=timing, n_gpus=ranks)
         self.run_log.write(self.global_steps, metrics)

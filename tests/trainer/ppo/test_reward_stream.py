@@ -10,10 +10,10 @@ from tests.workers.test_reward_managers import TOKENIZER, batch, length_score
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as LoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward, drop_failed
+from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import BatchRewardManager, DAPORewardManager, NaiveRewardManager, RewardError
 from verl.workers.reward_manager.reward_rows import GRADED
-from verl.workers.reward_manager.streaming import RewardStream, grades_rows
 
 CONFIG = OmegaConf.create({"reward_model": {"error": "raise"}, "data": {"reward_fn_key": "data_source"}})
 
