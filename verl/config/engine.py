@@ -62,6 +62,9 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     )
     offload_policy: bool = setting(False, "FSDP2's own CPU offload of weights, gradients and optimizer state.")
     reshard_after_forward: bool = setting(True, "Free gathered weights between forward and backward.")
+    defer_gradient_sync: bool = setting(
+        False, "Exchange gradients after the last micro-batch only; every rank then holds them whole, in float32."
+    )
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)

@@ -210,9 +210,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
     update_weights_bucket_megabytes: int = setting(
         512,
-        "MiB of weights sent to the engine at a time.",
+        "MiB of weights that the ranks gather at a time for the engine.",
         low=1,
-        unused=NO_ENGINE | {"vllm": "weights are sent tensor by tensor"},
+        unused=NO_ENGINE,
     )
     skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")
     skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of such generations.")

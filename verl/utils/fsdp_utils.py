@@ -10,7 +10,7 @@ from loguru import logger
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 
@@ -93,7 +93,9 @@ def apply_fsdp2(
     )
     units = shard_units(module, wrap_policy)
     for unit in units:
+        _materialize(unit, mesh.device_type)
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
+    _materialize(module, mesh.device_type)
     # None: the root stays gathered between forward and backward, where it would be gathered again at once.
     fully_shard(module, reshard_after_forward=None if reshard_after_forward else False, **options)
     if forward_prefetch:
@@ -103,6 +105,18 @@ def apply_fsdp2(
     if mesh.get_rank() == 0:
         logger.debug("{} sharded in {} groups over mesh {}", type(module).__name__, len(units) + 1, tuple(mesh.shape))
     return module
+
+
+def _materialize(unit: nn.Module, device_type: str) -> None:
+    """Gives placeholders memory, which sharding frees again; on a CPU no page of it is ever written."""
+    for parameter in unit.parameters():
+        if is_placeholder(parameter):
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device_type)
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether all entries of a plain tensor are one number in memory: a parameter whose weights are yet to be read."""
+    return not isinstance(tensor, DTensor) and tensor.numel() > 1 and not any(tensor.stride())
 
 
 def reshard(module: nn.Module) -> None:
@@ -145,6 +159,66 @@ def full_params(
     for name, param in module.named_parameters():
         if keep(name, param):
             yield name, full_tensor(param, device)
+
+
+BUCKET_BYTES = 512 << 20
+
+
+def gathered(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES, check_finite: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full tensor) of each; sharded ones travel in buckets, one collective call for about `bucket_bytes`.
+
+    With `check_finite` a bucket is checked as a whole, by one transfer to the host; FloatingPointError names the
+    weight. Every rank must walk through all of it.
+    """
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+            yield from _gather_bucket(bucket, check_finite)
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += nbytes
+    yield from _gather_bucket(bucket, check_finite)
+
+
+def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `gathered` gives for tensors of one dtype."""
+    sharded = {name: t for name, t in bucket if is_row_sharded(t)}
+    parts: dict[str, torch.Tensor] = {}
+    blocks: list[torch.Tensor] = []
+    if sharded:
+        mesh = next(iter(sharded.values())).device_mesh
+        ranks, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+        # A rank's rows of a tensor, as on the first one: the last may have fewer, or none.
+        widths = [-(-len(t) // ranks) * math.prod(t.shape[1:]) for t in sharded.values()]
+        mine = next(iter(sharded.values())).to_local().new_zeros(sum(widths))
+        for part, t in zip(mine.split(widths), sharded.values(), strict=True):
+            part[: t.to_local().numel()] = t.to_local().flatten()
+        received = mine.new_empty(ranks, len(mine))
+        dist.all_gather_single(received.view(-1), mine, group=group)
+        parts = dict(zip(sharded, received.split(widths, dim=1), strict=True))
+        blocks.append(received)
+    whole = {name: full_tensor(t) for name, t in bucket if name not in parts}
+    blocks += whole.values()
+    if check_finite and blocks:
+        largest = torch.stack([torch.linalg.vector_norm(block, math.inf) for block in blocks])  # NaN stays NaN
+        if not torch.isfinite(largest).all():
+            name, tensor = next((n, t) for n, t in (parts | whole).items() if not torch.isfinite(t).all())
+            shape = tuple(dict(bucket)[name].shape)
+            raise FloatingPointError(f"weight '{name}' {shape} is not finite as {tensor.dtype}; it is not sent.")
+    for name, t in bucket:
+        yield name, parts[name].reshape(-1, *t.shape[1:])[: len(t)] if name in parts else whole[name]
+
+
+def is_row_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold consecutive rows of a tensor, as FSDP2 shards it, and nothing else divides it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    *copies, last = tensor.placements
+    return last.is_shard(0) and type(last) is Shard and all(p.is_replicate() for p in copies)
 
 
 def grad_norm(params: Iterable[nn.Parameter], mesh: DeviceMesh) -> float:

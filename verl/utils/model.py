@@ -30,6 +30,7 @@ from verl.planning.problems import one_line
 from verl.utils.registry import Registry
 
 if TYPE_CHECKING:
+    from verl.utils.stored_weights import StoredWeights
     from verl.workers.config import HFModelConfig
 
 ModelLoader = Callable[..., nn.Module]
@@ -71,16 +72,58 @@ def _config_dir(model_config: HFModelConfig) -> str:
     return model_config.local_hf_config_path or _model_dir(model_config)
 
 
-def _load_from_auto_class(
-    auto_class: type, model_config: HFModelConfig, torch_dtype: torch.dtype, *, own: dict | None = None, **kwargs
-) -> nn.Module:
-    """`own`: config values of the loader itself, in addition to the user's override_config."""
-    directory, trust = _model_dir(model_config), model_config.trust_remote_code
-    changes = {**model_config.override_config, **(own or {})}
+# Config values of a built-in loader, in addition to the user's override_config. A critic's value must not change from
+# one forward to the next.
+_OWN_CONFIG: dict[str, dict[str, Any]] = {"auto": {}, "value_head": {"num_labels": 1, "classifier_dropout": 0.0}}
+
+
+def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, PretrainedConfig, dict[str, Any]]:
+    """The auto class of a built-in loader, the config to build from, and what else from_pretrained gets."""
+    changes = {**model_config.override_config, **_OWN_CONFIG[loader]}
     # The files' own config, not model_config.hf_config: other code may hold and change that object.
-    hf_config = get_huggingface_actor_config(_config_dir(model_config), changes, trust_remote_code=trust)
+    hf_config = get_huggingface_actor_config(
+        _config_dir(model_config), changes, trust_remote_code=model_config.trust_remote_code
+    )
+    auto_class = AutoModelForTokenClassification if loader == "value_head" else get_hf_auto_model_class(hf_config)
     key = "attn_implementation"
-    extra = {key: model_config.override_config[key]} if key in model_config.override_config else {}
+    return auto_class, hf_config, {k: v for k, v in model_config.override_config.items() if k == key}
+
+
+def load_without_weights(
+    model_config: HFModelConfig, torch_dtype: torch.dtype
+) -> tuple[PreTrainedModel, StoredWeights] | None:
+    """The module of model.loader with placeholders for its stored parameters, and where these are; see StoredWeights.
+
+    What is not stored is drawn as in a full load. None where only the loader itself can make the model: loaders of the
+    user's own, loader.kwargs, models with code of their own, folders that `StoredWeights.create` does not take.
+    """
+    from verl.utils.stored_weights import StoredWeights
+
+    name, directory = model_config.loader.name, _model_dir(model_config)
+    if name not in _OWN_CONFIG or model_config.loader.kwargs or not os.path.isdir(directory):
+        return None
+    auto_class, hf_config, extra = _prepared(name, model_config)
+    if "auto_map" in hf_config.to_dict():
+        return None
+    with torch.device("meta"):
+        meta = auto_class.from_config(hf_config, dtype=torch_dtype)
+    stored = StoredWeights.create(meta, directory)
+    if stored is None:
+        return None
+    module = type(meta).from_pretrained(
+        None, config=hf_config, state_dict=stored.placeholders(torch_dtype), dtype=torch_dtype, **extra
+    )
+    module.name_or_path = module.config.name_or_path = directory
+    if module.can_generate():
+        module.generation_config = get_generation_config(directory) or module.generation_config
+    return module, stored
+
+
+def _load_from_auto_class(
+    loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs
+) -> nn.Module:
+    directory, trust = _model_dir(model_config), model_config.trust_remote_code
+    auto_class, hf_config, extra = _prepared(loader, model_config)
     try:
         return auto_class.from_pretrained(
             directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
@@ -92,15 +135,13 @@ def _load_from_auto_class(
 @register_model_loader("auto")
 def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     """AutoModelForCausalLM (or the class its config names) with weights, on the CPU."""
-    config = AutoConfig.from_pretrained(_config_dir(model_config), trust_remote_code=model_config.trust_remote_code)
-    return _load_from_auto_class(get_hf_auto_model_class(config), model_config, torch_dtype, **kwargs)
+    return _load_from_auto_class("auto", model_config, torch_dtype, **kwargs)
 
 
 @register_model_loader("value_head")
 def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
     """AutoModelForTokenClassification with one label a token: a critic or a reward model. Logits are [B, T, 1]."""
-    own = {"num_labels": 1, "classifier_dropout": 0.0}  # a value must not change from one forward to the next
-    return _load_from_auto_class(AutoModelForTokenClassification, model_config, torch_dtype, own=own, **kwargs)
+    return _load_from_auto_class("value_head", model_config, torch_dtype, **kwargs)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.planning.problems import one_line
 
@@ -31,18 +31,33 @@ def safetensors_of(folder: str | Path) -> list[Path]:
     return sorted(Path(folder).glob("*.safetensors"))
 
 
-def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in these files; one that is missing, cut or no safetensors is refused."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file, with the format's name of its dtype."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Every tensor in these files by name; a file that is missing, cut or no safetensors is refused."""
     from safetensors import SafetensorError, safe_open
 
-    shapes = {}
+    tensors = {}
     for file in files:
         try:
             with safe_open(file, "np") as opened:
-                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})
+                parts = {name: opened.get_slice(name) for name in opened.keys()}
+                tensors |= {n: StoredTensor(file, n, p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
         except (OSError, SafetensorError) as error:
             raise WeightFileError(f"{file} is missing or torn ({one_line(error)}); copy or save it again.") from error
-    return shapes
+    return tensors
+
+
+def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in these files; raises as `stored_tensors`."""
+    return {name: tensor.shape for name, tensor in stored_tensors(files).items()}
 
 
 def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from verl.utils.fsdp_utils import BUCKET_BYTES
 from verl.utils.registry import nearest
 
 
@@ -50,7 +51,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def backward(self, loss: torch.Tensor, is_last_micro_batch: bool) -> None:
-        """Adds the gradient of the scalar `loss`; ranks exchange gradients on the last micro-batch only."""
+        """Adds the gradient of the scalar `loss`; after the last micro-batch it is the mean over the ranks."""
 
     @abstractmethod
     def optimizer_step(self) -> StepResult:
@@ -61,8 +62,14 @@ class BaseEngine(ABC):
         """Moves the schedule on by one; returns the learning rate that holds now."""
 
     @abstractmethod
-    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, adapters merged in."""
+    def get_per_tensor_param(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES, check_finite: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the model's files, full tensor in `dtype`) of every weight, adapters merged in.
+
+        None keeps the weights' dtype. `bucket_bytes` are gathered at a time. With `check_finite` a NaN or infinite
+        weight raises FloatingPointError before its bucket is handed out.
+        """
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

@@ -12,23 +12,37 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from verl.utils import lr_schedules
-from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, torch_dtype_of
+from verl.utils.fsdp_utils import is_placeholder
+from verl.utils.model import get_lora_rank_from_adapter, get_model_loader, load_without_weights, torch_dtype_of
 from verl.utils.peft_weights import adapted_layers
+from verl.utils.stored_weights import StoredWeights
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
 
-def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *, trains: bool) -> nn.Module:
-    """The whole model on the CPU, with adapters: the same on every rank, since every rank seeds alike."""
+def build_module(
+    model_config: HFModelConfig, engine_config: FSDPEngineConfig, *, trains: bool
+) -> tuple[nn.Module, StoredWeights | None]:
+    """The model with adapters, on the CPU, and where its weights are: its placeholders are filled when it is sharded.
+
+    Other parameters are the same on every rank, since every rank seeds alike. A loader of the user's own gives all
+    weights, without a second value.
+    """
     dtype = torch_dtype_of(engine_config.model_dtype, "fsdp_config.model_dtype")
-    module = get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs)
+    module, stored = load_without_weights(model_config, dtype) or (
+        get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs), None
+    )  # fmt: skip
     module = add_adapters(module, model_config, trains=trains)
     if trains and model_config.enable_gradient_checkpointing:
         for m in _outermost_pretrained(module):
             if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
                 m.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP shards one dtype a group; an adapter that peft made in float32 on a bfloat16 base follows the base.
-    return module.to(dtype)
+    # FSDP shards one dtype a group; an adapter that peft made in float32 on a bfloat16 base follows the base. Buffers
+    # keep theirs: rotary frequencies in bfloat16 would be wrong by whole turns at a position of some thousands.
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return module, stored
 
 
 def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool) -> nn.Module:
@@ -76,8 +90,8 @@ def _outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
 
 def check_same_weights(module: nn.Module) -> None:
     """Refuses ranks that start from different trained weights (a loader that draws without the common seed)."""
-    total = torch.stack([p.detach().double().sum() for p in module.parameters() if p.requires_grad] or [torch.zeros(1)])
-    mine = float(total.sum())
+    drawn = [p.detach() for p in module.parameters() if p.requires_grad and not is_placeholder(p)]
+    mine = sum(float(p.double().sum()) for p in drawn)
     sums = [0.0] * dist.get_world_size()
     dist.all_gather_object(sums, mine)
     if len(set(sums)) > 1:

@@ -76,7 +76,7 @@ class FSDPEngine(BaseEngine):
             torch.use_deterministic_algorithms(True)
 
         _seed_everything(self.engine_config.seed)
-        module = build.build_module(self.model_config, self.engine_config, trains=self._trains)
+        module, stored = build.build_module(self.model_config, self.engine_config, trains=self._trains)
         if not self._trains:
             module.requires_grad_(False)
         build.check_same_weights(module)
@@ -91,6 +91,8 @@ class FSDPEngine(BaseEngine):
             offload_policy=self.engine_config.offload_policy,
             forward_prefetch=self.engine_config.forward_prefetch,
         )
+        if stored is not None:
+            stored.fill(self.module, self.device)
         self.module.eval()
         if self._trains:
             self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config)
@@ -189,8 +191,11 @@ class FSDPEngine(BaseEngine):
         bad = ~torch.isfinite(loss.detach())
         self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
         if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(is_last_micro_batch)
-            self.module.set_is_last_backward(is_last_micro_batch)
+            exchanged = is_last_micro_batch or not self.engine_config.defer_gradient_sync
+            self.module.set_requires_gradient_sync(exchanged)
+            self.module.set_is_last_backward(exchanged)
+            # Copies of a shard (the "ddp" dimension) need the sum of all micro-batches only.
+            self.module.set_requires_all_reduce(is_last_micro_batch)
         loss.backward()
 
     def optimizer_step(self, max_grad_norm: float | None = None) -> StepResult:
@@ -214,9 +219,12 @@ class FSDPEngine(BaseEngine):
         self.lr_scheduler.step()
         return float(self.lr_scheduler.get_last_lr()[0])
 
-    def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_per_tensor_param(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = fsdp_utils.BUCKET_BYTES, check_finite: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         fsdp_utils.reshard(self.module)
-        yield from full_weights(self.module, self.device)
+        options = {"bucket_bytes": bucket_bytes, "check_finite": check_finite}
+        yield from full_weights(self.module, self.device, dtype, **options)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""

@@ -17,6 +17,7 @@ from verl.grading.pool import finished
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.model import torch_dtype_of
 from verl.utils.profiler.config import ProfilerConfig
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
@@ -114,11 +115,18 @@ class ActorRolloutRefWorker(ModelWorker):
         outdated = self.rollout_version != self.weights_version
         if outdated:
             with self.engine.eval_mode():
-                finished(self.rollout.update_weights(finite_weights(self.engine.get_per_tensor_param())))
+                finished(self.rollout.update_weights(self._weights_for_rollout()))
             self.rollout_version = self.rollout.weights_version = self.weights_version
         finished(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True
         return outdated
+
+    def _weights_for_rollout(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's weights in the rollout's type; raises FloatingPointError at a NaN or infinite one."""
+        config = self.config.rollout
+        dtype = None if config.dtype == "auto" else torch_dtype_of(config.dtype, "actor_rollout_ref.rollout.dtype")
+        bucket = config.update_weights_bucket_megabytes << 20
+        return self.engine.get_per_tensor_param(dtype, bucket, check_finite=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
@@ -213,12 +221,3 @@ class ActorRolloutRefWorker(ModelWorker):
         self.rollout_version = None
         if self.rank == 0:
             logger.debug(f"actor loaded from {local_path}: weights version {self.weights_version}")
-
-
-def finite_weights(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream of (name, tensor of any shape); raises FloatingPointError at a NaN or infinite weight."""
-    for name, tensor in weights:
-        if not torch.isfinite(tensor).all():
-            shape = tuple(tensor.shape)
-            raise FloatingPointError(f"weight '{name}' {shape} is not finite; it is not sent to the rollout.")
-        yield name, tensor

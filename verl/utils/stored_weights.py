@@ -1,0 +1,177 @@
+"""Fills a sharded model from safetensors files: a node reads each tensor once, and its ranks keep their parts of it.
+
+The model is built with parameters that take no memory (`is_placeholder`); sharding gives each rank memory for its part.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from verl.utils.peft_weights import hf_name
+from verl.utils.weight_files import DTYPES, StoredTensor, WeightFileError, safetensors_of, stored_tensors
+
+BLOCK_BYTES = 64 << 20  # of a tensor, read and sent at a time
+MAPPED_BYTES = 256 << 20  # read through one mapping of a file, whose pages count as this process's memory
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor of this shape in the memory of one number."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+@dataclass
+class _Source:
+    """Where a parameter is stored; a converter makes it of several tensors, each with the pattern of its name."""
+
+    converter: WeightConverter | None
+    tensors: list[tuple[StoredTensor, str | None]] = field(default_factory=list)
+
+
+class StoredWeights:
+    """The tensors in a model folder, by the parameter of `meta` that they belong to.
+
+    `meta` is the model on the meta device. `create` gives None for folders that need more than reading and fusing:
+    no safetensors, quantized weights, tensors that are split on loading, stored buffers, tied weights stored twice.
+    """
+
+    def __init__(self, meta: PreTrainedModel, sources: dict[str, _Source]):
+        self.meta = meta
+        self.sources = sources
+        self._opened: tuple[Path, Any] | None = None
+        self._mapped = 0
+
+    @classmethod
+    def create(cls, meta: PreTrainedModel, folder: str | Path) -> StoredWeights | None:
+        files = safetensors_of(folder)
+        if not files or meta.config.to_dict().get("quantization_config"):
+            return None
+        tensors, names = stored_tensors(files), meta.state_dict()
+        mapping = get_model_conversion_mapping(meta)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        sources: dict[str, _Source] = {}
+        unknown = []
+        for key in sorted(tensors, key=dot_natural_key):  # a converter joins tensors in this order
+            own = rename_source_key(key, [], [], meta.base_model_prefix, names)
+            name, pattern = rename_source_key(key, renamings, converters, meta.base_model_prefix, names)
+            if name not in names:
+                name, pattern = own
+            if name not in names:
+                unknown.append(key)
+                continue
+            converter = by_pattern.get(pattern)
+            sources.setdefault(name, _Source(converter)).tensors.append((tensors[key], pattern))
+        split = any(s.converter is not None and len(s.converter.target_patterns) > 1 for s in sources.values())
+        buffers = {name for name, _ in meta.named_buffers()}
+        if split or buffers & sources.keys() or meta.all_tied_weights_keys.keys() & sources.keys():
+            return None
+        if any(tensor.dtype not in DTYPES for s in sources.values() for tensor, _ in s.tensors):
+            return None
+        for name, source in sources.items():
+            shape, stored = tuple(names[name].shape), source.tensors[0][0]
+            if source.converter is None and stored.shape != shape:
+                raise WeightFileError(f"{stored.file}: {stored.name} is {stored.shape}, but the model's is {shape}.")
+        if unknown:
+            logger.debug("{} holds {} tensors that the model has no use for: {}", folder, len(unknown), unknown[:5])
+        return cls(meta, sources)
+
+    def placeholders(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """A state dict of placeholders for what is stored; its other parameters a model draws."""
+        shapes = {name: tensor.shape for name, tensor in self.meta.state_dict().items()}
+        return {name: placeholder(shapes[name], dtype) for name in self.sources}
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, device: torch.device) -> None:
+        """Write the stored weights into `module`, which is `meta` sharded, with or without adapters. Collective."""
+        ranks, group = _ranks_of_this_node()
+        for name, parameter in module.named_parameters():
+            source = self.sources.get(re.sub(r"\.modules_to_save\.[^.]+", "", hf_name(name)))
+            if source is None:
+                continue
+            local, offset = parameter, (0,) * parameter.dim()
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local()
+                _, offset = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+            reads = dist.get_rank() == ranks[0]
+            made = self._converted(source, hf_name(name)) if reads and source.converter is not None else None
+            stored = source.tensors[0][0]
+            dtype = parameter.dtype if source.converter is not None else getattr(torch, DTYPES[stored.dtype])
+            rows = max(1, BLOCK_BYTES // max(1, parameter[:1].numel() * dtype.itemsize)) if parameter.dim() else 1
+            for first in range(0, len(parameter) if parameter.dim() else 1, rows):
+                shape = (min(rows, len(parameter) - first), *parameter.shape[1:]) if parameter.dim() else ()
+                if reads:
+                    block = self._read(stored, first, rows) if made is None else made[first : first + rows]
+                    block = block.to(device=device, dtype=dtype).contiguous()
+                else:
+                    block = torch.empty(shape, dtype=dtype, device=device)
+                if len(ranks) > 1:
+                    dist.broadcast(block, src=ranks[0], group=group)
+                _copy_overlap(local, offset, block, first)
+        self._opened = None
+
+    def _read(self, stored: StoredTensor, first: int = 0, rows: int | None = None) -> torch.Tensor:
+        """Rows of a stored tensor; all by default."""
+        if self._opened is None or self._opened[0] != stored.file or self._mapped > MAPPED_BYTES:
+            self._opened, self._mapped = (stored.file, safe_open(stored.file, "pt")), 0
+        part = self._opened[1].get_slice(stored.name)
+        read = part[first : None if rows is None else first + rows] if stored.shape else part[...]
+        self._mapped += read.nbytes
+        return read
+
+    def _converted(self, source: _Source, name: str) -> torch.Tensor:
+        converter = deepcopy(source.converter)
+        for stored, pattern in source.tensors:
+            converter.add_tensor(name, stored.name, pattern, self._read(stored))
+        made = converter.convert(name, model=self.meta, config=self.meta.config)[name]
+        return made[0] if isinstance(made, list) else made
+
+
+def _copy_overlap(local: torch.Tensor, offset: tuple[int, ...], block: torch.Tensor, first: int) -> None:
+    """Copy what `block`, rows from `first` on of a tensor, shares with `local`, its part at `offset`."""
+    if local.dim() == 0:
+        local.copy_(block)
+        return
+    start, end = max(offset[0], first), min(offset[0] + len(local), first + len(block))
+    if start < end:
+        rows = block[start - first : end - first]
+        for dim in range(1, local.dim()):
+            rows = rows.narrow(dim, offset[dim], local.shape[dim])
+        local[start - offset[0] : end - offset[0]].copy_(rows)
+
+
+def _ranks_of_this_node() -> tuple[list[int], dist.ProcessGroup | None]:
+    """The ranks on this machine, the first of which reads, and their group (None: the default one)."""
+    nodes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(nodes, _boot_id())
+    mine: tuple[list[int], dist.ProcessGroup | None] = ([], None)
+    members = [[rank for rank, of in enumerate(nodes) if of == node] for node in dict.fromkeys(nodes)]
+    for ranks in members:
+        group = dist.new_group(ranks) if len(members) > 1 else None  # every rank takes part in making each
+        if dist.get_rank() in ranks:
+            mine = ranks, group
+    return mine
+
+
+def _boot_id() -> str:
+    """What ranks of one machine share and ranks of others do not."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {file.read_text().strip() if file.is_file() else ''}"
