@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,12 +16,15 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer
+from tests.helpers.ranks import run_ranks
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
-from verl.workers.config import RolloutConfig
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.reward_manager.reward_rows import RewardError
+from verl.workers.rollout.vllm_rollout import vLLMRollout
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ("trainer.device=cpu", "rollout.name=hf", "rollout.dtype=float32", "rollout.prompt_length=12",
@@ -95,6 +100,62 @@ def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_l
     assert pq.read_table(out).to_pylist() == one
     leave_group()
     assert generate(prompts, tiny_llama, tmp_path / "vllm.parquet", *settings, "rollout.name=vllm") == one
+
+
+def taken_from_the_queue(rank, world_size, together):
+    """The numbers below 50 that each `shares` of this rank gave; the last rank takes its time."""
+    taken = []
+    for share in main_generation.shares(50, 3, together):
+        taken.append(share)
+        if rank == world_size - 1:
+            time.sleep(0.5)
+    return taken
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_no_rank_waits_for_a_slow_one_and_ranks_of_one_engine_step_together():
+    quick, slow = run_ranks(taken_from_the_queue, 2, 1)
+    assert sorted(i for share in (*quick, *slow) for i in share) == list(range(50))
+    assert len(quick) > len(slow) > 0
+    pairs = run_ranks(taken_from_the_queue, 4, 2)
+    assert {i for taken in pairs for share in taken for i in share} == set(range(50))
+    for a, b in (pairs[:2], pairs[2:]):
+        assert [len(share) for share in a] == [len(share) for share in b]
+    assert len(pairs[0]) > len(pairs[2])
+
+
+@pytest.mark.parametrize(("gpus", "local_rank", "expected"), [(8, 3, 3), (1, 3, 0)])
+def test_each_ranks_engine_is_on_that_ranks_gpu(monkeypatch, tiny_llama, gpus, local_rank, expected):
+    """Without device_ids vLLM takes the first visible GPU; torchrun shows all of them, as Ray does with NOSET."""
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    rollout = vLLMRollout.__new__(vLLMRollout)
+    rollout.config, rollout.model_config = RolloutConfig(name="vllm"), HFModelConfig(path=tiny_llama)
+    rollout.on_cuda, rollout.can_sleep = True, True
+    assert rollout._engine_arguments()["device_ids"] == [expected]
+    rollout.config = RolloutConfig(name="vllm", tensor_model_parallel_size=2)
+    arguments = rollout._engine_arguments()  # its launcher takes LOCAL_RANK
+    assert "device_ids" not in arguments and arguments["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.parametrize(
+    ("noset", "visible", "ids", "expected"),
+    [("1", "4,5,6,7", ["6"], "2"), ("1", None, ["6"], "6"), ("1", "4,5", [], "0"), ("", "6", ["6"], "0"),
+     ("", None, [], "3")],
+)  # fmt: skip
+def test_a_worker_of_ray_selects_the_gpu_that_ray_gave_it(monkeypatch, noset, visible, ids, expected):
+    import ray
+
+    for name, value in {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": noset, "CUDA_VISIBLE_DEVICES": visible}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    for name, value in {"WG_BACKEND": "ray", "LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ids})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    assert Worker().local_rank == int(expected)
 
 
 def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tiny_llama, prompts, tmp_path):

@@ -1,6 +1,6 @@
 """Entry of offline generation: `python -m verl.trainer.main_generation model.path=... data.path=... key=value ...`.
 
-Under torchrun the prompts are divided among the ranks.
+Under torchrun the ranks take prompts from one queue.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed import HashStore, Store, TCPStore
 
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
@@ -68,14 +70,18 @@ def run_generation(config: DictConfig) -> None:
     prompts = read_prompts(config, model.tokenizer)
     rank, ranks = _join(trainer)
     rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
-    share = range(rank, len(prompts) + -len(prompts) % ranks, ranks)  # equal on all ranks: engines may step together
-    own = answers(rollout, prompts, [i % len(prompts) for i in share], data, model.tokenizer)
+    together = ranks if rollout_config.name in ROLLOUTS_OF_THE_ACTOR else rollout_config.tensor_model_parallel_size
+    own: dict[int, list[str]] = {}
+    rollout.resume(["weights", "kv_cache"])
+    for numbers in shares(len(prompts), data.batch_size, together):
+        own |= zip(numbers, answers(rollout, [prompts[i] for i in numbers], data, model.tokenizer), strict=True)
+        logger.info("{} of {} prompts answered on this rank", len(own), len(prompts))
     parts: list[Any] = [None] * ranks
     dist.all_gather_object(parts, own)
     rollout.close()  # vLLM ends the process group with its own
     if rank == 0:
-        in_order = [parts[i % ranks][i // ranks] for i in range(len(rows))]
-        write_responses(rows, in_order, Path(data.output_path).expanduser())
+        in_order = dict(sorted(item for part in parts for item in part.items()))
+        write_responses(rows, list(in_order.values()), Path(data.output_path).expanduser())
     destroy_global_process_group()
 
 
@@ -104,20 +110,42 @@ def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) 
     return rollout
 
 
-def answers(
-    rollout: BaseRollout, prompts: RLHFDataset, share: list[int], data: GenerationDataConfig, tokenizer: Any
-) -> list[list[str]]:
-    """data.n_samples texts for each prompt number in `share`."""
-    meta = {"n": data.n_samples, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    texts: list[str] = []
-    rollout.resume(["weights", "kv_cache"])
-    for start in range(0, len(share), data.batch_size):
-        batch = DataProto.from_single_dict(collate_fn([prompts[i] for i in share[start : start + data.batch_size]]))
-        batch.meta_info.update(meta)
-        outputs = rollout.generate_sequences(batch).batch
-        rows = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
-        texts += tokenizer.batch_decode([ids[kept] for ids, kept in rows], skip_special_tokens=True)
-        logger.info("{} of {} prompts answered on this rank", min(start + data.batch_size, len(share)), len(share))
+def shares(count: int, size: int, together: int) -> Iterator[list[int]]:
+    """At most `size` of the numbers below `count` at a time for this rank, until all are taken on some rank.
+
+    Groups of `together` neighbouring ranks, which step together, take from one queue, so that none waits for a slower
+    one. The ranks of a group get equally many; numbers from the start fill up the last share.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(range(r, r + together), backend="gloo") for r in range(0, ranks, together)]
+    group, place = groups[rank // together], rank % together
+    queue: Store = HashStore()
+    if ranks > 1:
+        host = os.environ["MASTER_ADDR"]
+        queue = TCPStore(host, 0, is_master=True) if rank == 0 else queue
+        port = [queue.port if isinstance(queue, TCPStore) else None]
+        dist.broadcast_object_list(port)
+        queue = queue if rank == 0 else TCPStore(host, port[0], is_master=False)
+    while True:
+        first = [queue.add("taken", size * together) - size * together if place == 0 else None]
+        dist.broadcast_object_list(first, src=rank - place, group=group)
+        if first[0] >= count:
+            break
+        taken = range(first[0], min(first[0] + size * together, count))
+        padded = [*taken, *range(-len(taken) % together)]
+        yield [i % count for i in padded[place::together]]
+    dist.barrier()  # the queue lives on the first rank
+
+
+def answers(rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any) -> list[list[str]]:
+    """data.n_samples texts for each prompt."""
+    batch = DataProto.from_single_dict(collate_fn(rows))
+    batch.meta_info |= {
+        "n": data.n_samples, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id
+    }  # fmt: skip
+    outputs = rollout.generate_sequences(batch).batch
+    kept = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
+    texts = tokenizer.batch_decode([ids[mask] for ids, mask in kept], skip_special_tokens=True)
     return [texts[i : i + data.n_samples] for i in range(0, len(texts), data.n_samples)]
 
 

@@ -1,5 +1,6 @@
 """Which accelerator this process has: CUDA, or none and then the CPU."""
 
+import os
 from types import ModuleType
 
 import torch
@@ -26,6 +27,11 @@ def get_torch_device() -> ModuleType:
 def get_device_id() -> int:
     """Index of the current accelerator; 0 on the CPU."""
     return torch.cuda.current_device() if get_device_name() == "cuda" else 0
+
+
+def rank_device_index() -> int:
+    """Index of this rank's GPU among the visible ones: LOCAL_RANK, or 0 where the launcher shows it no other."""
+    return 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_nccl_backend() -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from verl.utils.device import get_device_name, get_nccl_backend
+from verl.utils.device import get_device_name, get_nccl_backend, rank_device_index
 
 
 def set_numa_affinity() -> None:
@@ -40,7 +40,7 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
     """Join the torchrun job; returns (local rank, rank, world size) and selects this rank's GPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if get_device_name() == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(rank_device_index())
     if not dist.is_initialized():
         _start(timeout_second)
     return local_rank, dist.get_rank(), dist.get_world_size()

@@ -89,17 +89,21 @@ class Worker(WorkerHelper):
 
     def _choose_device(self) -> None:
         """Make LOCAL_RANK the index of this rank's own GPU, whether Ray hides the others or not."""
-        if not os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("WG_BACKEND") != "ray":
+        if os.environ.get("WG_BACKEND") != "ray":
             return
         import ray
 
         from verl.utils.ray_utils import ray_noset_visible_devices
 
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = shown.split(",") if shown else []
         if ray_noset_visible_devices():
             ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-            visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-            os.environ["LOCAL_RANK"] = str(visible.index(ids[0])) if ids and ids[0] in visible else "0"
-        elif "," not in os.environ["CUDA_VISIBLE_DEVICES"]:
+            if ids and (not visible or ids[0] in visible):
+                os.environ["LOCAL_RANK"] = str(visible.index(ids[0])) if visible else ids[0]
+            elif visible:
+                os.environ["LOCAL_RANK"] = "0"
+        elif len(visible) == 1:
             os.environ["LOCAL_RANK"] = "0"
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:

@@ -8,7 +8,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.profiler.config import ProfilerConfig
@@ -38,7 +38,7 @@ class ModelWorker(Worker, DistProfilerExtension):
     def join_ranks(self, *meshes: str) -> None:
         """Choose this rank's GPU, join the process group, and take a share of every batch sent to `meshes`."""
         if self.device_name == "cuda":
-            torch.cuda.set_device(0 if torch.cuda.device_count() == 1 else int(self.local_rank))
+            torch.cuda.set_device(rank_device_index())
         initialize_global_process_group_ray(timeout_second=self.nccl_timeout)
         for mesh in meshes:
             self._register_dispatch_collect_info(mesh_name=mesh, dp_rank=self.rank, is_collect=True)

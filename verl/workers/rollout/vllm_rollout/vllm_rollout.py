@@ -17,6 +17,7 @@ from loguru import logger
 
 from verl.planning.problems import Problem, register_check, wrong
 from verl.protocol import DataProto
+from verl.utils.device import rank_device_index
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
@@ -110,7 +111,9 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             "disable_custom_all_reduce": True,
         }  # fmt: skip
         if config.tensor_model_parallel_size > 1:
-            given["distributed_executor_backend"] = "external_launcher"
+            given["distributed_executor_backend"] = "external_launcher"  # takes LOCAL_RANK's device
+        elif self.on_cuda:
+            given["device_ids"] = [rank_device_index()]  # by default every rank's engine would be on the first device
         if config.cudagraph_capture_sizes:
             given["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
         if not self.on_cuda:
