@@ -1,7 +1,7 @@
 """The loss and the gradient of a batch are the same however it is cut: micro-batches, token budgets, ranks, packing.
 
-Not covered: clip_cov, kl_cov (they choose tokens within a micro-batch, as published), rollout_is_batch_normalize in
-bypass_mode with loss_type=reinforce (the mean weight is that of the micro-batch) and CUDA ranks.
+Not covered: rollout_is_batch_normalize in bypass_mode with loss_type=reinforce (the mean weight is that of the
+micro-batch) and CUDA ranks.
 """
 
 import dataclasses
@@ -12,11 +12,12 @@ import torch
 
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.ranks import run_ranks
-from verl.config.actor import LOSS_AGG_MODES
+from verl.config.actor import LOSS_AGG_MODES, PolicyLossConfig
 from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.actor import DataParallelPPOActor
+from verl.workers.actor.dp_actor import _token_keys
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.policy import get_policy
@@ -34,6 +35,9 @@ CUTS = {
     "rows shared": ({"ppo_micro_batch_size_per_gpu": 4}, False, True),
     "tokens shared": (BUDGET, True, True),
 }
+#: losses that choose tokens over the whole mini-batch; the others are linear in its tokens
+CHOICES = ["clip_cov", "kl_cov"]
+MODES = {"actor": [*LOSS_AGG_MODES, *CHOICES], "critic": list(LOSS_AGG_MODES)}
 OF_CRITIC = [cut for cut, (_, _, shared) in CUTS.items() if not shared]
 
 
@@ -79,9 +83,12 @@ def actor_step(engine, share, mode, cut):
     settings, packed, shared = CUTS[cut]
     policy = get_policy("causal_lm", chunk_tokens=7)
     policy.set_forward(remove_padding=packed, share_prompt=shared)
+    loss = {"policy_loss": PolicyLossConfig(
+        loss_mode=mode, clip_cov_ratio=0.1, clip_cov_lb=0.0, clip_cov_ub=9.0, kl_cov_ratio=0.1, ppo_kl_coef=5.0
+    )} if mode in CHOICES else {"loss_agg_mode": mode}  # fmt: skip
     config = FSDPActorConfig(**{
         "ppo_mini_batch_size": len(share), "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N, "grad_clip": 1e6,
-        "loss_agg_mode": mode, "entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1,
+        **loss, "entropy_coeff": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1,
         "share_prompt_forward": shared, **settings,
     })  # fmt: skip
     metrics = DataParallelPPOActor(config, engine, policy).update_policy(share)
@@ -121,7 +128,7 @@ def on_two_ranks(rank, world_size, path, folder):
     made["critic"].optimizer.seen = None
     results["poisoned"] = critic_step(made["critic"], poisoned, "token-mean", "rows")
     for role, step in (("actor", actor_step), ("critic", critic_step)):
-        for mode in LOSS_AGG_MODES:
+        for mode in MODES[role]:
             for cut in on_ranks(role, mode):
                 results[role, mode, cut], gradients = step(made[role], share, mode, cut)
                 if rank == 0:
@@ -139,7 +146,7 @@ def of_two(tiny_llama, tmp_path_factory):
 def of_one(tiny_llama):
     """Engines of one rank, with the steps on the whole padded batch that every other cut is compared with."""
     made, batch = engines(tiny_llama), ragged_batch()
-    whole = {("actor", mode): actor_step(made["actor"], batch, mode, "whole") for mode in LOSS_AGG_MODES}
+    whole = {("actor", mode): actor_step(made["actor"], batch, mode, "whole") for mode in MODES["actor"]}
     whole |= {("critic", mode): critic_step(made["critic"], batch, mode, "whole") for mode in LOSS_AGG_MODES}
     yield made, whole
     leave_group()
@@ -156,7 +163,7 @@ def same(results, expected):
         assert np.abs(a - b).max() <= 1e-5 * scale
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("mode", MODES["actor"])
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "whole"])
 def test_the_actors_step_does_not_depend_on_the_cut(of_one, mode, cut):
     made, whole = of_one
@@ -192,8 +199,7 @@ def test_the_critics_step_does_not_depend_on_the_cut(of_one, mode, cut):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize(("role", "mode"), [(role, mode) for role in MODES for mode in MODES[role]])
 def test_two_ranks_take_the_step_of_one_however_each_cuts_its_rows(of_one, of_two, role, mode):
     ranks, folder = of_two
     for cut in on_ranks(role, mode):
@@ -215,4 +221,13 @@ def test_the_modes_weigh_the_same_tokens_differently(of_one):
     """Else the comparisons above would say nothing about the mode."""
     whole = of_one[1]
     for role, name in (("actor", "actor/pg_loss"), ("critic", "critic/vf_loss")):
-        assert len({round(whole[role, mode][0][name], 4) for mode in LOSS_AGG_MODES}) == len(LOSS_AGG_MODES)
+        assert len({round(whole[role, mode][0][name], 4) for mode in MODES[role]}) == len(MODES[role])
+
+
+def test_drawn_tokens_are_spread_evenly_and_change_with_the_mini_batch():
+    ids = torch.randint(5, 99, (2000, 12), generator=torch.Generator().manual_seed(0))
+    keys = _token_keys(ids, 5, seed=42)
+    assert keys.shape == (2000, 5) and 0 <= keys.min() and keys.max() < 1
+    assert torch.histc(keys, 10, 0, 1).sub(1000).abs().max() < 150  # 5 standard deviations
+    assert torch.corrcoef(keys.T).sub(torch.eye(5)).abs().max() < 0.12
+    assert torch.corrcoef(torch.stack([keys.flatten(), _token_keys(ids, 5, seed=43).flatten()]))[0, 1].abs() < 0.05

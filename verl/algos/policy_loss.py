@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl.algos.aggregation import agg_loss
@@ -40,7 +41,8 @@ def _aggregate(losses: Tensor, response_mask: Tensor, loss_agg_mode: str, config
     """Weights the per-token losses by the rollout's importance weights, then aggregates. [B, T] -> scalar."""
     if weights is not None:
         losses = losses * weights
-    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+    counts = {name: value for name, value in config.global_batch_info.items() if name != "chosen"}
+    return agg_loss(losses, response_mask, loss_agg_mode, **counts)
 
 
 def _free_and_clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -169,10 +171,63 @@ def compute_policy_loss_cispo(
     return loss, _metrics(log_ratio, response_mask, ratio != clipped)
 
 
-def _covariances(advantages: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
-    """(A - mean A) * (log pi - mean log pi) of each token, means over counted tokens. [B, T] -> [B, T]."""
-    log_prob = log_prob.detach()
-    return (advantages - masked_mean(advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+def _clip_cov_scores(
+    config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, cov: Tensor, keys: Tensor
+) -> tuple[Tensor, float]:
+    """Random `keys` of the tokens whose covariance lies in the band and which PPO does not clip, else -inf."""
+    settings = config.policy_loss
+    ratio = _log_ratio(log_prob, old_log_prob).exp()
+    free, clipped = _free_and_clipped(ratio, advantages, *_clip_range(config))
+    candidates = (cov > settings.clip_cov_lb) & (cov < settings.clip_cov_ub) & (clipped <= free)
+    return keys.masked_fill(~candidates, -torch.inf), settings.clip_cov_ratio
+
+
+def _kl_cov_scores(
+    config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, cov: Tensor, keys: Tensor
+) -> tuple[Tensor, float]:
+    return cov, config.policy_loss.kl_cov_ratio
+
+
+# Losses that treat some tokens of a mini-batch differently -> (scores [B, T], share): those with the highest scores
+# are chosen, max(1, share * tokens) of them; -inf never is.
+TOKEN_SCORES: dict[str, Callable[..., tuple[Tensor, float]]] = {"clip_cov": _clip_cov_scores, "kl_cov": _kl_cov_scores}
+
+
+def choose_tokens(
+    name: str, config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
+    keys: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda x: x,
+    gather: Callable[[Tensor], tuple[Tensor, int]] = lambda x: (x, 0),
+) -> Tensor:
+    """The tokens [B, T], True = chosen, that the loss of this name treats differently, of a batch shared by ranks.
+
+    The covariance of a token is (A - mean A) * (log pi - mean log pi), means over counted tokens (arXiv 2505.22617).
+    `keys` [B, T] decide where the loss draws tokens; None draws them here. `total` sums a tensor over ranks, `gather`
+    concatenates theirs [K] and gives the place of this rank's own; by default the batch is all there is.
+    """
+    counted = response_mask != 0
+    log_prob, old_log_prob = log_prob.detach(), old_log_prob.detach()
+    sums = torch.stack([counted.double().sum(), *((x.double() * counted).sum() for x in (advantages, log_prob))])
+    tokens, *sums = total(sums)
+    mean_advantage, mean_log_prob = (float(x / tokens.clamp(min=1)) for x in sums)
+    cov = (advantages - mean_advantage) * (log_prob - mean_log_prob)
+    keys = torch.rand_like(cov) if keys is None else keys
+    scores, share = TOKEN_SCORES[name](config, old_log_prob, log_prob, advantages, cov, keys)
+    scores = scores.masked_fill(~counted, -torch.inf).flatten()
+    number = max(int(share * tokens), 1)
+    best = F.pad(scores, (0, max(0, number - len(scores))), value=-torch.inf).topk(number)
+    values, own = gather(best.values)
+    highest = values.topk(number).indices - own
+    mine = highest[(highest >= 0) & (highest < number)]
+    mine = best.indices[mine][best.values[mine] > -torch.inf]
+    return torch.zeros_like(counted).flatten().index_fill(0, mine, True).view_as(counted)
+
+
+def _chosen(name: str, config, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """What the actor chose over its mini-batch, or else a choice within this batch, as 0 and 1 [B, T]."""
+    chosen = config.global_batch_info.get("chosen")
+    if chosen is None:
+        chosen = choose_tokens(name, config, old_log_prob, log_prob, advantages, mask)
+    return chosen.to(log_prob.dtype)
 
 
 @register_policy_loss("clip_cov")
@@ -183,20 +238,13 @@ def compute_policy_loss_clip_cov(
     """PPO's loss, less a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> scalar, metrics.
 
     Tokens with clip_cov_lb < cov(A, log pi) < clip_cov_ub drive the entropy down; max(1, clip_cov_ratio * tokens) of
-    them, those that PPO clips already excepted, lose their gradient. Means and choice are those of the micro-batch.
+    them, those that PPO clips already excepted, lose their gradient (`choose_tokens`).
     """
-    settings = config.policy_loss
-    counted = response_mask != 0
     log_ratio = _log_ratio(log_prob, old_log_prob)
     free, clipped = _free_and_clipped(log_ratio.exp(), advantages, *_clip_range(config))
-    cov = _covariances(advantages, log_prob, response_mask)
-    between = (cov > settings.clip_cov_lb) & (cov < settings.clip_cov_ub)
-    candidates = (between & counted & (clipped <= free)).flatten().nonzero().squeeze(-1)
-    number = max(int(settings.clip_cov_ratio * counted.sum().item()), 1)
-    chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:number]]
-    keep = torch.ones_like(free).flatten().index_fill(0, chosen, 0.0).view_as(free)
-    metrics = {"actor/pg_clipfrac": _mean(keep == 0, response_mask), "actor/ppo_kl": _mean(-log_ratio, response_mask)}
-    losses = torch.maximum(free, clipped) * keep
+    chosen = _chosen("clip_cov", config, old_log_prob, log_prob, advantages, response_mask)
+    metrics = {"actor/pg_clipfrac": _mean(chosen, response_mask), "actor/ppo_kl": _mean(-log_ratio, response_mask)}
+    losses = torch.maximum(free, clipped) * (1 - chosen)
     return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), metrics
 
 
@@ -208,17 +256,11 @@ def compute_policy_loss_kl_cov(
     """Unclipped ratio loss; the tokens of highest covariance also pay |log r| (KL-Cov, arXiv 2505.22617).
 
     L = -A r, plus ppo_kl_coef * |log pi - log pi_old| on the max(1, kl_cov_ratio * tokens) counted tokens whose
-    cov(A, log pi) is highest in the micro-batch. All [B, T] -> scalar, metrics.
+    cov(A, log pi) is highest (`choose_tokens`). All [B, T] -> scalar, metrics.
     """
-    settings = config.policy_loss
     log_ratio = _log_ratio(log_prob, old_log_prob)
-    losses = -advantages * log_ratio.exp()
-    cov = _covariances(advantages, log_prob, response_mask).masked_fill(response_mask == 0, -torch.inf)
-    tokens = int((response_mask != 0).sum())
-    number = min(max(int(settings.kl_cov_ratio * tokens), 1), tokens)
-    chosen = cov.flatten().topk(number).indices
-    pays = torch.zeros_like(losses).flatten().index_fill(0, chosen, 1.0).view_as(losses)
-    losses = losses + settings.ppo_kl_coef * pays * log_ratio.abs()
+    pays = _chosen("kl_cov", config, old_log_prob, log_prob, advantages, response_mask)
+    losses = -advantages * log_ratio.exp() + config.policy_loss.ppo_kl_coef * pays * log_ratio.abs()
     loss = _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights)
     return loss, {"actor/ppo_kl": _mean(log_ratio.abs(), response_mask)}
 

@@ -4,8 +4,10 @@ import math
 from dataclasses import asdict, replace
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
+from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils.user_code import defined_at, kind
@@ -72,13 +74,39 @@ class DataParallelPPOActor(BasePPOActor):
                 f"ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, ppo_epochs={config.ppo_epochs}); "
                 "only a single step may leave them out."
             )
+        complete = self._choose_tokens if config.policy_loss.loss_mode in TOKEN_SCORES else None
         metrics = update_by_mini_batches(
             self.engine, config, data, lambda batch, counts: self._loss(batch, counts, temperature), "actor",
-            **self._cut,
+            complete, **self._cut,
         )  # fmt: skip
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
         return metrics
+
+    def _choose_tokens(self, mini: DataProto, number: int) -> None:
+        """Add the column `chosen` [b, R]: the choice is one over all micro-batches and ranks of a mini-batch.
+
+        It depends on log-probs of all of them, which a forward without gradients computes first. Drawn tokens depend on
+        the row's tokens and the mini-batch's number, not on where the row is.
+        """
+        config, columns = self.config, mini.batch
+        log_prob, _ = self.compute_log_prob(mini)
+
+        def total(sums: torch.Tensor) -> torch.Tensor:
+            sums = sums.to(self.engine.device)
+            dist.all_reduce(sums)
+            return sums.cpu()
+
+        def gather(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+            everyone = values.new_empty(self.engine.world_size * len(values), device=self.engine.device)
+            dist.all_gather_single(everyone, values.to(self.engine.device))
+            return everyone.cpu(), self.engine.rank * len(values)
+
+        keys = _token_keys(columns["input_ids"], log_prob.shape[1], config.data_loader_seed + number)
+        columns["chosen"] = choose_tokens(
+            config.policy_loss.loss_mode, config, columns["old_log_probs"] if "old_log_probs" in columns else log_prob,
+            log_prob, columns["advantages"], columns["response_mask"], keys, total, gather,
+        )  # fmt: skip
 
     def _loss(
         self, batch: TensorDict, counts: StepCounts, temperature: float
@@ -86,7 +114,8 @@ class DataParallelPPOActor(BasePPOActor):
         """`LossOf` a micro-batch with columns [b, R] and [b, P+R]; response_mask: 1 = counted."""
         # Losses take the counts from their config, as in verl.
         info = {**asdict(counts), "loss_scale_factor": self.config.loss_scale_factor}
-        config = replace(self.config, global_batch_info=info)
+        chosen = {"chosen": batch["chosen"]} if "chosen" in batch.keys() else {}
+        config = replace(self.config, global_batch_info=info | chosen)
         mask = batch["response_mask"]
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
         with self.engine.autocast():
@@ -137,6 +166,20 @@ class DataParallelPPOActor(BasePPOActor):
                 f"{type(self.policy).__name__} and the loss need them."
             )
         return data.select(batch_keys=keys, non_tensor_batch_keys=[])
+
+
+def _token_keys(input_ids: torch.Tensor, responses: int, seed: int) -> torch.Tensor:
+    """Numbers in [0, 1) for the last `responses` columns of input_ids [B, L], from the row's tokens, column and seed."""
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:  # the finalizer of MurmurHash3, in int64 that wraps around
+        for factor in (-49064778989728563, -4265267296055464877):
+            x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * factor
+        return x ^ ((x >> 33) & 0x7FFFFFFF)
+
+    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+    rows = mixed(input_ids * 1_000_003 + columns).sum(-1, keepdim=True)  # [B, 1]
+    drawn = mixed(mixed(rows + seed) + columns[-responses:])
+    return ((drawn >> 24) & 0xFFFFFF).float() / 2**24
 
 
 def _temperature(data: DataProto) -> float:

@@ -45,12 +45,14 @@ def forward_in_order(
 
 
 def update_by_mini_batches(
-    engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str, **cut: Any
-) -> dict[str, list[float]]:
+    engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str,
+    complete: Callable[[DataProto, int], None] | None = None, **cut: Any,
+) -> dict[str, list[float]]:  # fmt: skip
     """One optimizer step a mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry a step.
 
     An entry is this rank's share times the number of ranks: its mean over ranks is the value of the whole, and of names
     with "max" the maximum. `name` ("actor", "critic") begins metrics; `cut`: options of `micro_batches`.
+    `complete` adds columns to a mini-batch, given its number, that need more than one micro-batch or rank.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     budget = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
@@ -60,7 +62,7 @@ def update_by_mini_batches(
         shuffle=config.shuffle, seed=config.data_loader_seed,
     )  # fmt: skip
     with engine.train_mode():
-        for mini in minis:
+        for number, mini in enumerate(minis):
             mask = mini.batch["response_mask"]  # [b, R], 1 = counted
             sizes = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum()]).to(engine.device)
             dist.all_reduce(sizes)
@@ -68,6 +70,8 @@ def update_by_mini_batches(
             if counts.batch_num_tokens == 0:
                 logger.warning("{}: skipping a mini-batch that has no counted token on any rank", name)
                 continue
+            if complete is not None:
+                complete(mini, number)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
             step = engine.optimizer_step(max_grad_norm=config.grad_clip)
