@@ -169,7 +169,7 @@ class DataParallelPPOActor(BasePPOActor):
 
 
 def _token_keys(input_ids: torch.Tensor, responses: int, seed: int) -> torch.Tensor:
-    """Numbers in [0, 1) for the last `responses` columns of input_ids [B, L], from the row's tokens, column and seed."""
+    """Numbers in [0, 1) for the last `responses` columns of input_ids [B, L], by the row's tokens, column and seed."""
 
     def mixed(x: torch.Tensor) -> torch.Tensor:  # the finalizer of MurmurHash3, in int64 that wraps around
         for factor in (-49064778989728563, -4265267296055464877):
