@@ -19,7 +19,8 @@ from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_traine
 from verl.trainer.run.ranks import any_rank
 from verl.utils.fingerprint import model_fingerprint
 from verl.utils.peft_weights import without_adapters
-from verl.workers.policy.packing import make_packable, pack_rows
+from verl.workers.policy.attention import make_packable
+from verl.workers.policy.packing import pack_rows
 
 
 class ScoringActor(nn.Module):

@@ -231,3 +231,17 @@ def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for name, p in plain.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bfloat16_heads_gradient_is_summed_over_chunks_in_float32():
+    """512 chunks of equal tokens: in bfloat16 the sum of the weight's gradient would stop growing at 256 of them."""
+    torch.manual_seed(0)
+    head = nn.Linear(4, 6, bias=False).to(torch.bfloat16)
+    hidden, labels = torch.ones(512, 4, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int64)
+    gradients = []
+    for chunk in (1, 512):
+        head.weight.grad = None
+        chunked_log_probs(head, FinalLogits(None, 1.0), hidden, labels, chunk_tokens=chunk).log_probs.sum().backward()
+        gradients.append(head.weight.grad.float())
+    assert head.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(*gradients, rtol=2**-7, atol=0)

@@ -12,7 +12,8 @@ from verl.config.model import PluginConfig
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.policy import get_policy
-from verl.workers.policy.packing import make_packable, pack
+from verl.workers.policy.attention import make_packable
+from verl.workers.policy.packing import pack
 
 SHAPE = dict(vocab_size=40, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16)  # fmt: skip

@@ -32,6 +32,7 @@ from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
+from verl.workers.policy.packing import ON_HOST, moved
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -224,7 +225,7 @@ class FSDPSFTTrainer:
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's learned tokens of a batch [B, L], by name of the metric that is their mean."""
         micros = cut(batch, self.config.data)
-        return {"val/loss": sum(self.summed_loss(micro.to(self.engine.device)).item() for micro in micros)}
+        return {"val/loss": sum(self.summed_loss(moved(micro, self.engine.device)).item() for micro in micros)}
 
     def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
         """The metrics of the validation set from its sums over all ranks and the number of its learned tokens."""
@@ -250,7 +251,7 @@ class FSDPSFTTrainer:
                 micros = cut(batch, self.config.data)
                 for number, micro in enumerate(micros, 1):
                     tokens, is_last = int(counts["learned"]), number == len(micros)
-                    for name, value in self.backward(micro.to(self.engine.device), tokens, is_last, inputs).items():
+                    for name, value in self.backward(moved(micro, self.engine.device), tokens, is_last, inputs).items():
                         sums[name] += value
                 step = self.engine.optimizer_step()
             skipped, norm = step.skipped, step.grad_norm
@@ -278,6 +279,8 @@ class FSDPSFTTrainer:
         """Sum of the negative log-probs of a micro-batch's learned tokens, [b, T] -> []; position t predicts t + 1."""
         inputs = {key: micro[key] for key in ("input_ids", "attention_mask", "position_ids")}
         inputs |= {"responses": micro["input_ids"][:, 1:], "counted": micro["loss_mask"][:, 1:]}
+        if ON_HOST in micro.keys():
+            inputs[ON_HOST] = micro[ON_HOST]
         with self.engine.autocast():
             log_probs, _ = self.policy.log_probs(
                 self.engine.module, TensorDict(inputs, batch_size=len(micro)), temperature=1.0, with_entropy=False

@@ -16,6 +16,7 @@ from verl.utils.profiler.profile import finished_update
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import FSDPEngine
+from verl.workers.policy.packing import moved
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def forward_in_order(
     with engine.eval_mode(), engine.autocast():
         for rows, micro in micros:
             index.append(rows)
-            outputs.append([tensor.cpu() for tensor in forward(micro.to(engine.device).batch)])
+            outputs.append([tensor.cpu() for tensor in forward(moved(micro.batch, engine.device))])
     return [restore_order(list(pieces), index) for pieces in zip(*outputs, strict=True)]
 
 
@@ -97,7 +98,7 @@ def _accumulate(
     largest: dict[str, float] = defaultdict(lambda: -math.inf)
     engine.optimizer_zero_grad()
     for number, (_, micro) in enumerate(micros):
-        batch = micro.to(engine.device).batch
+        batch = moved(micro.batch, engine.device)
         loss, additive, means = loss_of(batch, counts)
         engine.backward(loss, is_last_micro_batch=number == len(micros) - 1)
         share = batch["response_mask"].sum().item() * counts.dp_size / counts.batch_num_tokens

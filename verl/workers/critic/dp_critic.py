@@ -14,7 +14,8 @@ from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, upda
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
-from verl.workers.policy.packing import make_packable, pack
+from verl.workers.policy.attention import make_packable
+from verl.workers.policy.packing import pack_batch
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
@@ -56,13 +57,12 @@ class DataParallelPPOCritic(BasePPOCritic):
     def _values(self, batch: TensorDict) -> torch.Tensor:
         """[B, R] float32; the value in front of a response token stands one position to its left."""
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        mask, length = inputs["attention_mask"], batch["responses"].shape[1]
+        length = batch["responses"].shape[1]
         with self.engine.autocast():
             if not self.packs:
                 logits = self.engine.module(**inputs, use_cache=False).logits  # [B, P+R, 1]
                 return logits[:, -length - 1 : -1, 0].float()
-            packing = pack(mask, length)
+            packing = pack_batch(batch, length)
             flat = packing.model_inputs(inputs["input_ids"], inputs["position_ids"])
             values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()  # [N]
-        attended = mask[:, -length:].bool()
-        return torch.zeros(attended.shape, device=values.device).masked_scatter(attended, values)
+        return packing.answered(values, batch["responses"].shape)

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
+from verl.workers.policy.attention import make_packable
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.workers.policy.packing import Packing, make_packable, pack
+from verl.workers.policy.packing import Packing, pack_batch
 
 
 @register_policy("causal_lm")
@@ -51,8 +52,8 @@ class CausalLMPolicy(Policy):
         self.bind(model)
         inputs: dict[str, Any] = {key: micro_batch[key] for key in type(self).required_keys}
         if self.remove_padding or self.share_prompt:
-            groups = micro_batch["group_index"] if self.share_prompt else None
-            inputs["packing"] = pack(inputs["attention_mask"], inputs["responses"].shape[1], groups)
+            responses = inputs["responses"].shape[1]
+            inputs["packing"] = pack_batch(micro_batch, responses, share_prompt=self.share_prompt)
         inputs["counted"] = micro_batch["counted"] if "counted" in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
         log_probs, entropy = call_as_forward(model, response_log_probs, **inputs, chunk_tokens=self.chunk_tokens)
@@ -68,21 +69,20 @@ def response_log_probs(
 
     counted [B, R]: 0 leaves a token out like padding.
     """
-    causal = causal_model(model)
-    length = responses.shape[1]
+    causal, length = causal_model(model), responses.shape[1]
+    head, final = causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature)
+    options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
+    if packing is not None:
+        states = causal.get_decoder()(**packing.model_inputs(input_ids, position_ids)).last_hidden_state[0]  # [T, H]
+        labels = responses.flatten()[packing.answers]
+        output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
+        return tuple(packing.answered(x.float(), responses.shape) for x in (output.log_probs, output.entropy))
     attended = attention_mask[:, -length:].bool()
     counts = attended if counted is None else attended & counted.bool()
     # The state at position t predicts token t+1: response tokens are predicted one position to their left.
-    if packing is None:
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
-    else:
-        states = causal.get_decoder()(**packing.model_inputs(input_ids, position_ids)).last_hidden_state[0]  # [T, H]
-        hidden = states[packing.predicted_from[counts[attended]]]
-    output = chunked_log_probs(
-        causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature), hidden, responses[counts],
-        with_entropy=with_entropy, chunk_tokens=chunk_tokens,
-    )  # fmt: skip
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
+    output = chunked_log_probs(head, final, hidden, responses[counts], **options)
     empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
     log_probs, entropy = output.log_probs.float(), output.entropy.float()  # [N]
     return empty.masked_scatter(counts, log_probs), empty.masked_scatter(counts, entropy)

@@ -125,7 +125,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if logits_of is None:
             logits_of = _Logits(weight, bias, ctx.final, min(ctx.chunk_tokens, len(hidden)))
         inputs = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        grad_hidden, grad_weight, grad_bias = (torch.zeros_like(x) if needed else None for x, needed in inputs)
+        grad_hidden, *of_head = (torch.zeros_like(x) if needed else None for x, needed in inputs)
+        # Sums over chunks are float32: bfloat16 would lose what is below 1/256 of a sum. Autograd casts the result.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight, grad_bias = (None if x is None else x.to(wide) for x in of_head)
         for at in reversed(_chunks(len(hidden), ctx.chunk_tokens)):
             tokens = (labels, entropy, grad_log_probs, grad_entropy)
             columns = (None if column is None else column[at, None] for column in tokens)
@@ -134,10 +137,20 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 torch.mm(grad, weight, out=grad_hidden[at])
                 grad_hidden[at].mul_(factor)
             if grad_weight is not None:
-                grad_weight.addmm_(grad.T, (hidden[at] * factor).to(grad.dtype))
+                _add_product(grad_weight, grad.T, (hidden[at] * factor).to(grad.dtype))
             if grad_bias is not None:
-                grad_bias.addmv_(grad.T, factor[:, 0].to(grad.dtype))
+                _add_product(grad_bias[:, None], grad.T, factor.to(grad.dtype))
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, summed in total's type; a CPU kernel rounds the product of bfloat16 matrices before."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:

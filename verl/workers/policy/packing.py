@@ -1,28 +1,20 @@
-"""Runs a batch without padding, optionally with a shared prompt computed once: one flat row of tokens.
+"""The layout of a batch without padding, optionally with a shared prompt computed once: one flat row of tokens.
 
-Only attention mixes tokens, so everything else runs on the flat row [1, T] directly. transformers calls
-`packed_attention` (registered under NAME), which gathers the rows from the flat row and scatters the outputs back.
+Only attention mixes tokens, so everything else runs on the flat row [1, T] directly; attention.py runs attention on it.
+The layout is computed on the host by a few operations on the whole batch, so that no kernel of a device is waited for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from loguru import logger
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from tensordict import TensorDict
 
-from verl.utils.groupwise import groups_of
-
-NAME = "verl_packed"
-Segment = tuple[torch.Tensor, torch.Tensor]
-"""Flat positions of consecutive queries [q] and of the keys they attend to [k], int64."""
+ON_HOST = "columns_on_host"
+_LAYOUT_COLUMNS = ("attention_mask", "group_index", "counted")
 
 
 class Part(NamedTuple):
@@ -36,23 +28,71 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """A batch [B, L] as one flat row of T tokens, and the positions that predict its N response tokens."""
+    """A batch [B, L] as one flat row of T tokens in S segments, and the positions that predict its N response tokens.
+
+    A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
+    query to all of them.
+    """
 
     tokens: torch.Tensor  # int64 [T]: index of each flat token in the flattened batch [B * L]
-    parts: tuple[Part, ...]
-    restore: torch.Tensor  # int64 [T]: index of each flat token's output among the S * Q rows of all parts
-    predicted_from: torch.Tensor  # int64 [N]: flat position before each attended response token, row by row
+    predicted_from: torch.Tensor  # int64 [N]: flat position before each counted response token, row by row
+    answers: torch.Tensor  # int64 [N]: index of that response token in the flattened responses [B * R]
+    lengths: torch.Tensor  # int64 [S, 2] on the host: number of queries and of keys
+    keys: torch.Tensor | None  # int64 [K] on the host: flat positions of the segments' keys; None: those of its queries
+    seen: torch.Tensor | None = None  # bool [S, 1, Q, Q] in place of causal attention, rows padded to the longest
+    in_one_part: bool = False
 
-    @classmethod
-    def of(
-        cls, tokens: torch.Tensor, parts: tuple[Part, ...], predicted_from: torch.Tensor, device: torch.device
-    ) -> Packing:
-        """The packing of these parts, on `device`; `restore` follows from the parts."""
-        order = torch.cat([part.queries[part.valid] for part in parts])
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The segments by their numbers of keys, up to a power of two each: little padding in a part."""
+        queries, keys = self.lengths.T
+        starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
+        causal = queries == keys
+        size = torch.zeros_like(keys) if self.in_one_part else _bit_length(keys - 1)
+        kinds = list(dict.fromkeys(zip(causal.tolist(), size.tolist(), strict=True)))
+        parts = []
+        for kind in sorted(kinds, key=lambda kind: not kind[0]):
+            rows = ((causal == kind[0]) & (size == kind[1])).nonzero()[:, 0]
+            parts.append(self._part(starts[rows], self.lengths[rows], kind[0]))
+        return tuple(Part(*(None if t is None else t.to(self.tokens.device) for t in part)) for part in parts)
+
+    def _part(self, starts: torch.Tensor, lengths: torch.Tensor, causal: bool) -> Part:
+        """starts, lengths: int64 [S, 2]."""
+        (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
+        column = torch.arange(most_queries)
+        valid, key_column = column < queries, torch.arange(most_keys)
+        at = ((starts[:, :1] + column) * valid, (starts[:, 1:] + key_column) * (key_column < keys))
+        positions = at[1] if self.keys is None else self.keys[at[1]] * (key_column < keys)
+        if self.seen is not None or causal:  # causal: padding comes after every token that could attend to it
+            return Part(at[0], positions, self.seen, valid)
+        last = torch.minimum(keys - queries + column, keys - 1)[..., None]  # [S, Q, 1]: the key of the query's own
+        return Part(at[0], positions, (key_column <= last).unsqueeze(1), valid)
+
+    @cached_property
+    def restore(self) -> torch.Tensor:
+        """int64 [T]: index of each flat token's output among the S * Q rows of all parts."""
+        order = torch.cat([part.queries[part.valid] for part in self.parts])
         restore = torch.empty_like(order)
-        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
-        parts = tuple(Part(*(None if t is None else t.to(device) for t in part)) for part in parts)
-        return cls(tokens.to(device), parts, restore.to(device), predicted_from.to(device))
+        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in self.parts]))[:, 0]
+        return restore
+
+    @cached_property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """0 and the ends of the segments' queries, and of their keys: int32 [S + 1] each."""
+        padded = torch.nn.functional.pad(self.lengths.cumsum(0).to(torch.int32), (0, 0, 1, 0))
+        queries, keys = padded.to(self.tokens.device).T.contiguous()
+        return queries, keys
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries, and keys, of a segment."""
+        queries, keys = self.lengths.amax(0).tolist()
+        return queries, keys
+
+    @cached_property
+    def key_index(self) -> torch.Tensor | None:
+        """`keys` on the device of the batch."""
+        return None if self.keys is None else self.keys.to(self.tokens.device, non_blocking=True)
 
     def flat(self, values: torch.Tensor) -> torch.Tensor:
         """[B, L] -> [1, T]."""
@@ -63,6 +103,10 @@ class Packing:
         empty = states.new_zeros(rows * width, states.shape[-1])
         return empty.index_copy(0, self.tokens, states[0]).view(rows, width, -1)
 
+    def answered(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Values [N] of the counted response tokens -> `shape` [B, R], 0 elsewhere."""
+        return values.new_zeros(shape.numel()).index_copy(0, self.answers, values).view(shape)
+
     def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L]."""
         # A mask with four dimensions: transformers then builds none of its own.
@@ -71,32 +115,73 @@ class Packing:
                 "packing": self, "use_cache": False}  # fmt: skip
 
 
-def pack(attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor | None = None) -> Packing:
-    """The packing of rows [B, P+R] whose last R = `responses` columns are the responses.
+def moved(batch: TensorDict, device: torch.device) -> TensorDict:
+    """The batch on `device`, with what `pack_batch` reads kept on the host; the given one stays where it is."""
+    on_device = batch.to(device)
+    if device.type != "cpu":
+        on_host = {key: batch[key] for key in _LAYOUT_COLUMNS if key in batch.keys()}
+        on_device.set_non_tensor(ON_HOST, _OnHost(on_host))
+    return on_device
 
-    attention_mask: [B, P+R], 1 = token. With group_index [B] (rows of a group adjacent), the prompt of a group's first
-    row serves all its rows. Raises ValueError if a row has an empty prompt or a group's rows are not adjacent.
+
+@dataclass(frozen=True)
+class _OnHost:
+    columns: dict[str, torch.Tensor]
+
+
+def pack_batch(batch: TensorDict, responses: int, *, share_prompt: bool = False) -> Packing:
+    """`pack` of a batch that `moved` gave, or of one on the CPU, to the batch's device."""
+    source = batch[ON_HOST].columns if ON_HOST in batch.keys() else batch
+    mask, *optional = (source[key].cpu() if key in source.keys() else None for key in _LAYOUT_COLUMNS)
+    groups, counted = optional
+    return pack(mask, responses, groups if share_prompt else None, counted, batch["input_ids"].device)
+
+
+def pack(
+    attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor | None = None,
+    counted: torch.Tensor | None = None, device: torch.device | str = "cpu",
+) -> Packing:  # fmt: skip
+    """The packing, on `device`, of rows [B, P+R] whose last R = `responses` columns are the responses.
+
+    attention_mask: [B, P+R] on the host, 1 = token. With group_index [B] (rows of a group adjacent), the prompt of a
+    group's first row serves all its rows. counted [B, R]: 0 leaves a response token out of what is predicted. Raises
+    ValueError if a row has an empty prompt or a group's rows are not adjacent.
     """
-    width = attention_mask.shape[1]
-    attended = attention_mask.bool().cpu()
-    prompts = [torch.nonzero(row[: width - responses])[:, 0] for row in attended]
-    answers = [torch.nonzero(row[width - responses :])[:, 0] + width - responses for row in attended]
-    if any(len(prompt) == 0 for prompt in prompts):
+    attended = attention_mask.bool()
+    split = attended.shape[1] - responses
+    if not attended[:, :split].any(1).all():
         raise ValueError("a row of the batch has an empty prompt: nothing predicts its first response token.")
-    if group_index is None:
-        tokens, segments, before = _separate_rows(prompts, answers, width)
-    else:
-        groups = groups_of(group_index)
-        if group_index.unique().numel() != len(groups):
+    first = torch.ones(len(attended), dtype=torch.bool)  # rows whose prompt is in the flat row
+    if group_index is not None:
+        first[1:] = group_index[1:] != group_index[:-1]
+        if group_index.unique().numel() != int(first.sum()):
             raise ValueError(f"group_index {group_index.tolist()} has a group whose rows are not adjacent.")
-        tokens, segments, before = _shared_prompts(prompts, answers, width, groups)
-    similar: dict[tuple[bool, int], list[Segment]] = {}  # by powers of two of the keys: less padding in a part
-    for causal, kind in segments:
-        for queries, keys in kind:
-            similar.setdefault((causal, (len(keys) - 1).bit_length()), []).append((queries, keys))
-    parts = tuple(_part(group, causal) for (causal, _), group in similar.items())
-    predicted_from = torch.cat(before) if before else torch.empty(0, dtype=torch.int64)
-    return Packing.of(torch.cat(tokens), parts, predicted_from, attention_mask.device)
+    kept = attended.clone()
+    kept[~first, :split] = False
+    in_prompt, in_answer = kept[:, :split].sum(1), attended[:, split:].sum(1)
+    position = (kept.flatten().cumsum(0) - 1).view(kept.shape)  # flat positions of kept tokens
+    ends = (in_prompt + in_answer).cumsum(0)
+    own = ends - in_answer  # flat position of a row's first response token
+    serves = first.cumsum(0) - 1  # which of the prompts in the flat row belongs to a row
+    prompt_length = in_prompt[first][serves]
+    prompt_end = own[first][serves]
+    before = position[:, split:] - 1
+    starts = torch.where(attended[:, split:].cumsum(1) == 1, (prompt_end - 1)[:, None], before)
+    predicted = attended[:, split:] if counted is None else attended[:, split:] & counted.bool()
+    answers = predicted.flatten().nonzero()[:, 0]
+    lengths, keys = torch.stack([in_prompt + in_answer] * 2, 1), None
+    if group_index is not None:
+        # Two segments a row, without empty ones: the prompt, then the answer with the prompt's keys before its own.
+        queries = torch.stack([in_prompt, in_answer], 1).flatten()
+        spans = torch.stack([prompt_end - prompt_length, own, prompt_length, in_answer], 1)  # [B, 4]
+        nothing = torch.zeros_like(own)
+        of_prompt = torch.stack([prompt_end - prompt_length, nothing, prompt_length, nothing], 1)
+        spans = torch.stack([of_prompt, spans], 1).flatten(0, 1)[queries > 0]  # [S, 4]
+        keys = _ranges(spans[:, :2].flatten(), spans[:, 2:].flatten())
+        lengths = torch.stack([queries[queries > 0], spans[:, 2:].sum(1)], 1)
+    tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[answers]
+    on_device = (t.to(device, non_blocking=True) for t in (tokens, predicted_from, answers))
+    return Packing(*on_device, lengths, keys)
 
 
 def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) -> Packing:
@@ -105,125 +190,32 @@ def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) ->
     attention_mask: [B, P], 1 = token, contiguous in each row. seen: bool [B, P, P], True where a query (row) attends to
     a key (column); None means causal.
     """
-    device, width = attention_mask.device, attention_mask.shape[1]
-    rows = [torch.nonzero(row)[:, 0] for row in attention_mask.bool().cpu()]
-    tokens, [(_, segments)], _ = _separate_rows(rows, [row[:0] for row in rows], width)
-    part = _part(segments, causal=True)
+    attended = attention_mask.bool().cpu()
+    lengths = attended.sum(1)
     if seen is not None:
-        columns = pad_sequence(rows, batch_first=True).to(device)  # [B, W]
-        row = torch.arange(len(rows), device=device)[:, None, None]
-        mask = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & part.valid[:, None, :]
-        mask |= torch.eye(mask.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
-        part = part._replace(mask=mask.unsqueeze(1))
-    return Packing.of(torch.cat(tokens), (part,), torch.empty(0, dtype=torch.int64), device)
+        first = attended.long().argmax(1)[:, None]
+        columns = torch.arange(int(lengths.max()))
+        valid = columns < lengths[:, None]
+        columns = ((first + columns) * valid).to(seen.device)  # [B, W]
+        row = torch.arange(len(columns), device=seen.device)[:, None, None]
+        seen = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & valid[:, None, :]
+        seen |= torch.eye(seen.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
+        seen = seen.unsqueeze(1)
+    none = torch.empty(0, dtype=torch.int64, device=attention_mask.device)
+    tokens = attended.flatten().nonzero()[:, 0].to(attention_mask.device)
+    return Packing(tokens, none, none, torch.stack([lengths, lengths], 1), None, seen, in_one_part=True)
 
 
-Layout = tuple[list[torch.Tensor], list[tuple[bool, list[Segment]]], list[torch.Tensor]]
-"""Token indices, segments of each kind (True = causal), and flat positions that predict response tokens."""
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each of consecutive ranges of these lengths [S, ...] begins."""
+    return lengths.cumsum(0) - lengths
 
 
-def _separate_rows(prompts: list[torch.Tensor], answers: list[torch.Tensor], width: int) -> Layout:
-    """One causal segment per row; prompts and answers are column indices of each row's tokens."""
-    tokens, rows, before, start = [], [], [], 0
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        tokens.append(torch.cat([prompt, answer]) + i * width)
-        positions = torch.arange(start, start + len(tokens[-1]))
-        rows.append((positions, positions))
-        before.append(positions[len(prompt) - 1 : -1] if len(answer) else positions[:0])
-        start += len(positions)
-    return tokens, [(True, rows)], before
+def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """start, start + 1, ... of each range, one range after another: int64 [S], [S] -> [sum of lengths]."""
+    return torch.repeat_interleave(starts - _starts(lengths), lengths) + torch.arange(int(lengths.sum()))
 
 
-def _shared_prompts(
-    prompts: list[torch.Tensor], answers: list[torch.Tensor], width: int, groups: list[list[int]]
-) -> Layout:
-    """A causal segment for each group's prompt; its answers attend to the prompt and to themselves."""
-    tokens, heads, tails, before, start = [], [], [], [], 0
-    for group in groups:
-        prompt = prompts[group[0]]
-        shared = torch.arange(start, start + len(prompt))
-        tokens.append(prompt + group[0] * width)
-        heads.append((shared, shared))
-        start += len(prompt)
-        for i in group:
-            own = torch.arange(start, start + len(answers[i]))
-            tokens.append(answers[i] + i * width)
-            before.append(torch.cat([shared[-1:], own])[: len(own)])
-            if len(own):
-                tails.append((own, torch.cat([shared, own])))
-            start += len(own)
-    return tokens, [(True, heads), (False, tails)], before
-
-
-def _part(segments: list[Segment], causal: bool) -> Part:
-    lengths = torch.tensor([[len(queries), len(keys)] for queries, keys in segments])  # [S, 2]
-    queries, keys = (pad_sequence(list(column), batch_first=True) for column in zip(*segments, strict=True))
-    valid = torch.arange(queries.shape[1]) < lengths[:, :1]
-    if causal:  # padding comes after every token that could attend to it
-        return Part(queries, keys, None, valid)
-    offset = lengths[:, 1:] - lengths[:, :1]  # keys before the first query
-    last = (offset + torch.arange(queries.shape[1])).unsqueeze(-1)  # [S, Q, 1]: the key at the query's own position
-    seen = torch.arange(keys.shape[1]) <= torch.minimum(last, lengths[:, 1:].unsqueeze(-1) - 1)
-    return Part(queries, keys, seen.unsqueeze(1), valid)
-
-
-def packed_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
-    packing: Packing | None = None, **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
-
-    Without `packing` it is transformers' own scaled dot-product attention. Raises ValueError for a sliding window
-    shorter than the flat row, or a soft cap.
-    """
-    if packing is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if cap is not None or (window is not None and window < query.shape[2]):
-        raise ValueError(
-            f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
-            "support; set actor_rollout_ref.model.use_remove_padding=false and "
-            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
-        )
-    outputs = []
-    for part in packing.parts:
-        q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scaling, dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-        outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
-    restored = F.embedding(packing.restore, torch.cat(outputs))
-    return restored.view(1, -1, query.shape[1], value.shape[3]), None
-
-
-def _rows(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """states [1, H, T, D] at flat positions index [S, Q] -> [S, H, Q, D].
-
-    An embedding lookup: the backward pass of plain indexing is many times slower.
-    """
-    _, heads, tokens, width = states.shape
-    flat = states.transpose(1, 2).reshape(tokens, heads * width)
-    return F.embedding(index, flat).view(*index.shape, heads, width).transpose(1, 2)
-
-
-AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def make_packable(model: PreTrainedModel) -> bool:
-    """Switch the model to `packed_attention`; False, with a warning, if its attention cannot be replaced."""
-    if model.config._attn_implementation == NAME:
-        return True
-    try:
-        model.set_attn_implementation(NAME)
-    except ValueError as error:
-        logger.debug("{}", error)
-    if model.config._attn_implementation != NAME:
-        logger.warning("the attention of {} cannot be replaced: batches keep their padding, and prompts are not shared",
-                       type(model).__name__)  # fmt: skip
-        return False
-    return True
+def _bit_length(values: torch.Tensor) -> torch.Tensor:
+    """int.bit_length of values [S], each at least 0."""
+    return torch.frexp(values.double()).exponent

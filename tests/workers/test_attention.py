@@ -1,0 +1,116 @@
+"""Attention on segments: every backend that runs here against the padded form, in float32 and bfloat16, with gradients.
+
+The CUDA kernels do not run on a CPU: what they are called with is checked by a kernel in plain PyTorch that does what
+their documentation says. `make gpu-check` compares the kernels themselves.
+"""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from transformers import LlamaForCausalLM
+
+from tests.workers.test_packing import grouped_batch, llama
+from verl.workers.policy import attention, get_policy
+from verl.workers.policy.attention import (
+    BACKENDS,
+    NAME,
+    NAME_OF_FLASH,
+    choose_backend,
+    make_packable,
+    segment_attention,
+)
+from verl.workers.policy.packing import ON_HOST, moved, pack, pack_batch
+
+
+def documented_kernel(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout):
+    """Flash attention's contract, in float32, a segment at a time: causal, aligned to the last query and key."""
+    outputs, (queries, keys) = [], (ends.tolist() for ends in (query_ends, key_ends))
+    assert max(b - a for a, b in zip(queries, queries[1:], strict=False)) == most_queries
+    assert max(b - a for a, b in zip(keys, keys[1:], strict=False)) == most_keys
+    assert (queries[-1], keys[-1]) == (len(q), len(k))
+    for i in range(len(queries) - 1):
+        own = q[queries[i] : queries[i + 1]].float()
+        seen = slice(keys[i], keys[i + 1])
+        kk, vv = (x[seen].float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", own, kk) * scale
+        late = torch.arange(len(kk)) > torch.arange(len(own))[:, None] + len(kk) - len(own)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), vv))
+    return torch.cat(outputs).to(q.dtype)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_segments_give_what_padded_classes_give(share, dtype, tolerance):
+    """4 query heads on 2 key heads. bfloat16: inputs and outputs are rounded to 8 bits."""
+    batch = grouped_batch([6, 3, 1, 5], [[5, 0, 2], [1, 4], [3], [0]])
+    packing = pack(batch["attention_mask"], 5, batch["group_index"] if share else None)
+    tokens, generator = len(packing.tokens), torch.Generator().manual_seed(0)
+    results = {}
+    for name, backend in (("sdpa", BACKENDS["sdpa"]), ("segments", segment_attention(documented_kernel))):
+        generator.manual_seed(0)
+        shapes = ((1, 4, tokens, 16), (1, 2, tokens, 16), (1, 2, tokens, 16))
+        states = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+        out = backend(*states, packing, 0.25, 0.0)
+        assert out.shape == (tokens, 4, 16) and out.dtype == dtype
+        (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results[name] = [out.detach(), *(x.grad for x in states)]
+    for a, b in zip(*results.values(), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_model_on_a_segment_kernel_gives_the_same_log_probs_and_gradients(monkeypatch, share):
+    batch, results = grouped_batch([6, 3, 1], [[5, 0, 2], [1, 4], [3]]), []
+    monkeypatch.setitem(BACKENDS, "varlen", segment_attention(documented_kernel))
+    for backend in ("sdpa", "varlen"):
+        monkeypatch.setattr(attention, "choose_backend", lambda *_, chosen=backend: chosen)
+        torch.manual_seed(0)
+        model, policy = llama(), get_policy("causal_lm")
+        policy.set_forward(remove_padding=True, share_prompt=share)
+        log_probs, _ = policy.log_probs(model, batch, temperature=1.0, with_entropy=False)
+        log_probs.mean().backward()
+        results.append([log_probs.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
+    batch = grouped_batch([6], [[5]])
+    packing = pack(batch["attention_mask"], 5)
+    half = torch.zeros(1, dtype=torch.bfloat16).as_subclass(OnCuda)
+    assert choose_backend(torch.zeros(1, dtype=torch.bfloat16), packing, 0.0) == "sdpa"
+    assert choose_backend(torch.zeros(1).as_subclass(OnCuda), packing, 0.0) == "sdpa"  # float32
+    for installed, dropout, expected in ((None, 0.0, "varlen"), (None, 0.1, "sdpa"), ("spec", 0.1, "flash_attn")):
+        monkeypatch.setattr(attention, "find_spec", lambda name, found=installed: found)
+        assert choose_backend(half, packing, dropout) == expected
+
+
+def test_a_users_flash_attention_stays_for_padded_batches():
+    model = llama()
+    model.config._attn_implementation = "flash_attention_2"  # the package is not needed to switch from it
+    assert make_packable(model) and model.config._attn_implementation == NAME_OF_FLASH
+    other = llama()
+    assert make_packable(other) and other.config._attn_implementation == NAME
+    assert isinstance(other, LlamaForCausalLM)
+
+
+def test_the_layout_is_made_without_a_look_at_the_device():
+    """Values of tensors on the meta device cannot be read at all."""
+    batch = grouped_batch([6, 3], [[5, 0, 2], [1, 4]])
+    batch["counted"] = (torch.arange(25).view(5, 5) % 3 != 0).long()
+    there = moved(batch, torch.device("meta"))
+    assert batch["input_ids"].device.type == "cpu" and there["input_ids"].is_meta and ON_HOST in there.keys()
+    for share in (False, True):
+        packing, here = (pack_batch(b, 5, share_prompt=share) for b in (there, batch))
+        assert packing.tokens.is_meta and packing.tokens.shape == here.tokens.shape
+        assert packing.ends[0].is_meta and packing.longest == here.longest
+        assert torch.equal(packing.lengths, here.lengths)
+        kept = batch["attention_mask"][:, 6:].bool() & batch["counted"].bool()
+        assert torch.equal(here.answered(torch.ones(len(here.answers)), kept.shape), kept.float())
+    assert isinstance(there, TensorDict)

@@ -1,0 +1,142 @@
+"""Attention on a batch without padding, behind transformers' attention interface.
+
+transformers calls `packed_attention`, registered under NAME, with the flat row of a `Packing`. One of BACKENDS does the
+work: "sdpa" runs everywhere and is the reference; "varlen" and "flash_attn" are CUDA kernels that take segments as they
+are, without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from loguru import logger
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
+
+from verl.workers.policy.packing import Packing
+
+NAME = "verl_packed"
+NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for flash_attention_2; also without a packing
+
+
+def sdpa_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None, dropout: float
+) -> torch.Tensor:
+    """Segments of about one length share a call, padded to the longest: query [1, H, T, D] -> [T, H, D]."""
+    outputs = []
+    for part in packing.parts:
+        q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scale, dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
+    return F.embedding(packing.restore, torch.cat(outputs)).view(-1, query.shape[1], value.shape[3])
+
+
+def _rows(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """states [1, H, T, D] at flat positions index [S, Q] -> [S, H, Q, D].
+
+    An embedding lookup: the backward pass of plain indexing is many times slower.
+    """
+    _, heads, tokens, width = states.shape
+    flat = states.transpose(1, 2).reshape(tokens, heads * width)
+    return F.embedding(index, flat).view(*index.shape, heads, width).transpose(1, 2)
+
+
+def segment_attention(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A backend from `kernel(q [T, H, D], k [K, h, D], v, ends of queries, ends of keys, most queries, most keys,
+    scale, dropout) -> [T, H, D]`, causal, where the last query of a segment attends to all its keys."""
+
+    def attend(query, key, value, packing, scale, dropout):
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        if packing.key_index is not None:
+            k, v = (F.embedding(packing.key_index, x.flatten(1)).view(-1, *x.shape[1:]) for x in (k, v))
+        return kernel(q, k, v, *packing.ends, *packing.longest, scale, dropout)
+
+    return attend
+
+
+def _varlen(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout):
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
+    return varlen_attn(q, k, v, query_ends, key_ends, most_queries, most_keys, **options)
+
+
+def _flash_attn(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout):
+    from flash_attn import flash_attn_varlen_func
+
+    options = {"softmax_scale": scale, "dropout_p": dropout, "causal": True}
+    return flash_attn_varlen_func(q, k, v, query_ends, key_ends, most_queries, most_keys, **options)
+
+
+# name -> (query [1, H, T, D], key and value [1, h, T, D], packing, scale, dropout) -> [T, H, D]
+BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
+    "sdpa": sdpa_attention, "varlen": segment_attention(_varlen), "flash_attn": segment_attention(_flash_attn)
+}  # fmt: skip
+
+
+def choose_backend(query: torch.Tensor, packing: Packing, dropout: float) -> str:
+    """Flash attention on CUDA in half precision, by flash-attn if it is installed, else by torch; "sdpa" elsewhere."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or packing.seen is not None:
+        return "sdpa"
+    if find_spec("flash_attn") is not None:
+        return "flash_attn"
+    return "varlen" if dropout == 0 else "sdpa"
+
+
+def packed_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, scaling: float | None = None, dropout: float = 0.0,
+    packing: Packing | None = None, **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
+
+    Without `packing` it is transformers' own attention. Raises ValueError for a sliding window shorter than the flat
+    row, or a soft cap.
+    """
+    if packing is None:
+        of_user = module.config._attn_implementation == NAME_OF_FLASH
+        plain = flash_attention_forward if of_user else sdpa_attention_forward
+        return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    if cap is not None or (window is not None and window < query.shape[2]):
+        raise ValueError(
+            f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
+            "support; set actor_rollout_ref.model.use_remove_padding=false and "
+            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
+        )
+    backend = BACKENDS[choose_backend(query, packing, dropout)]
+    return backend(query, key, value, packing, scaling, dropout).unsqueeze(0), None
+
+
+for _name, _mask in ((NAME, sdpa_mask), (NAME_OF_FLASH, flash_attention_mask)):
+    AttentionInterface.register(_name, packed_attention)
+    AttentionMaskInterface.register(_name, _mask)
+
+
+def make_packable(model: PreTrainedModel) -> bool:
+    """Switch the model to `packed_attention`; False, with a warning, if its attention cannot be replaced.
+
+    A model with flash_attention_2 keeps it for batches with padding.
+    """
+    names = (NAME, NAME_OF_FLASH)
+    if model.config._attn_implementation in names:
+        return True
+    wanted = NAME_OF_FLASH if model.config._attn_implementation == "flash_attention_2" else NAME
+    try:
+        model.set_attn_implementation(wanted)
+    except ValueError as error:
+        logger.debug("{}", error)
+    if model.config._attn_implementation != wanted:
+        logger.warning("the attention of {} cannot be replaced: batches keep their padding, and prompts are not shared",
+                       type(model).__name__)  # fmt: skip
+        return False
+    return True
