@@ -13,14 +13,12 @@ from verl.utils.fsdp_utils import full_tensor, local_tensor
 
 
 def bytes_of_tensors() -> int:
-    """Bytes of the storages of all tensors that Python can reach."""
+    """Bytes of the storages of all tensors that Python can reach, gradients of parameters included."""
     gc.collect()
-    storages = {}
-    for tensor in gc.get_objects():
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_meta:
-            storage = local_tensor(tensor).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors += [t.grad for t in tensors if isinstance(t, torch.nn.Parameter) and t.grad is not None]
+    storages = [local_tensor(t).untyped_storage() for t in tensors if t.layout is torch.strided and not t.is_meta]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def gradients_of_four(rank, world_size, path, settings):
@@ -31,9 +29,7 @@ def gradients_of_four(rank, world_size, path, settings):
     with engine.train_mode():
         before = bytes_of_tensors()
         engine.backward(engine.module(input_ids=ids, labels=ids).loss, is_last_micro_batch=False)
-        gradients = [p.grad for p in parameters if p.grad is not None]  # keeps what autograd holds in Python's reach
         kept = (bytes_of_tensors() - before) / sum(p.numel() for p in parameters)
-        del gradients
         engine.backward(engine.module(input_ids=ids + 2, labels=ids + 2).loss, is_last_micro_batch=True)
         return kept, [full_tensor(p.grad).tolist() for p in parameters]
 
