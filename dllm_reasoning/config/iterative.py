@@ -150,4 +150,5 @@ class IterativeRefineConfig(SFTConfig, section=""):
     optim: IterativeOptimConfig = setting(IterativeOptimConfig)
     iterative: IterativeConfig = setting(IterativeConfig, "Noise, refinement rounds and self-generated answers.")
     use_remove_padding: bool = setting(False, unused="rounds keep their padding, which is cut to the longest row")
+    ulysses_sequence_parallel_size: int = setting(1, unused="rounds keep full sequences on every rank")
     trainer: IterativeTrainerConfig = setting(IterativeTrainerConfig)

@@ -57,6 +57,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         val_dataset: Dataset | None = None,
     ) -> None:
         config.use_remove_padding = config.data.packing = False  # rounds keep their rows and padding
+        config.ulysses_sequence_parallel_size = 1
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
         self.iterative, self.val_noise = settings, replace(settings, noise_schedule="uniform")

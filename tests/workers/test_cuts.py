@@ -170,8 +170,8 @@ def test_the_actors_step_does_not_depend_on_the_cut(of_one, mode, cut):
     same(actor_step(made["actor"], ragged_batch(), mode, cut), whole["actor", mode])
 
 
-def log_probs(engine, cut):
-    """(log-probs, entropies) of the batch without an update, each [16, 5]."""
+def log_probs(engine, cut, batch=None):
+    """(log-probs, entropies) of the batch without an update, each [16, 5]; or of another one."""
     settings, packed, shared = CUTS[cut]
     policy = get_policy("causal_lm", chunk_tokens=7)
     policy.set_forward(remove_padding=packed, share_prompt=shared)
@@ -179,7 +179,9 @@ def log_probs(engine, cut):
         "ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": ROWS, "rollout_n": N,
         "share_prompt_forward": shared, **settings,
     })  # fmt: skip
-    return DataParallelPPOActor(config, engine, policy).compute_log_prob(ragged_batch(), calculate_entropy=True)
+    return DataParallelPPOActor(config, engine, policy).compute_log_prob(
+        ragged_batch() if batch is None else batch, calculate_entropy=True
+    )
 
 
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "whole"])

@@ -15,8 +15,7 @@ def _contents() -> Any:
 
 def sequence_parallel_size() -> Any:
     """The setting ulysses_sequence_parallel_size, which several roles have."""
-    unused = "each rank keeps full sequences, which takes more memory for the same loss"
-    return setting(1, "Ranks that share one sequence.", low=1, unused=unused)
+    return setting(1, "Neighbouring ranks that share each sequence; their rows are computed together.", low=1)
 
 
 def entropy_in_chunks() -> Any:

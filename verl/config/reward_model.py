@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import BaseModelConfig, sequence_parallel_size
+from verl.config.common import BaseModelConfig
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.sandbox import SandboxConfig
@@ -111,7 +111,9 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
-    ulysses_sequence_parallel_size: int = sequence_parallel_size()
+    ulysses_sequence_parallel_size: int = setting(
+        1, "Ranks that share one sequence.", low=1, unused="a reward model only runs forward, on full sequences"
+    )
     max_length: int | None = setting(None, "Maximum tokens of a sequence; null: prompt plus response.", low=1)
     reward_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the reward manager; any key.")
     overlong_buffer: dict[str, Any] | None = setting(

@@ -98,6 +98,9 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
     if use_critic:
         known_keys = {p.key.rpartition(".")[2] for p in issues}
         issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
+    used = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": use_reference_policy, "critic": use_critic}
+    for (prefix, present), role in zip(used.items(), (actor, ref, config["critic"]), strict=True):
+        issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks) if present else []
     if reward["enable"]:
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)

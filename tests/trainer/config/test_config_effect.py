@@ -27,7 +27,6 @@ def test_defaults_and_followers_are_not_reported():
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.model.use_liger=true",
         "actor_rollout_ref.model.use_fused_kernels=true",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",

@@ -71,6 +71,7 @@ def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> 
         rule = f"{key}={size} cannot be shared evenly by {ranks} ranks. Use a multiple of {ranks}."
         problems.append(wrong(key, rule))
     problems += divides_ranks("model.fsdp_config.fsdp_size", plain["model"]["fsdp_config"], ranks)
+    problems += divides_ranks("ulysses_sequence_parallel_size", plain, ranks)
     problems += resume_problems(plain["trainer"])
     try:
         import_external_libs(plain["model"]["external_lib"])

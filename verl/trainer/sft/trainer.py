@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from verl.config.sft import SFTConfig
 from verl.planning.problems import Problem
+from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.prompt_stream import PromptStream
@@ -45,7 +46,7 @@ class FSDPSFTTrainer:
     `step_inputs` and `backward` (what a micro-batch adds to the gradient), `validation_step` and `validation_means`,
     `build_dataset`, `problems`, or `config_type`. All methods are called on all ranks.
     `device_mesh` (last dimension "fsdp") shards the weights; None makes one by model.fsdp_config.fsdp_size.
-    `ulysses_device_mesh` is taken for verl's callers: every rank keeps full sequences.
+    `ulysses_device_mesh` is taken for verl's callers: ulysses_sequence_parallel_size makes the groups.
     """
 
     #: dataclass of the whole config tree, which checks keys and values
@@ -179,6 +180,10 @@ class FSDPSFTTrainer:
         self.shares.epoch = self.train_stream.epoch
         return self.train_stream.draw().batch
 
+    def _joined(self, batch: TensorDict) -> TensorDict:
+        """The rows of all ranks that share sequences with this one, itself included."""
+        return self.engine.joined(DataProto.from_tensordict(batch))[0].batch
+
     def _due(self, every: int) -> bool:
         last = self.global_steps >= self.total_training_steps
         return last or (every > 0 and self.global_steps % every == 0)
@@ -210,7 +215,7 @@ class FSDPSFTTrainer:
         sums: dict[str, float] = defaultdict(float)
         with self.engine.eval_mode():
             for rows in self.val_loader:
-                batch = TensorDict(rows, batch_size=len(rows["loss_mask"]))
+                batch = self._joined(TensorDict(rows, batch_size=len(rows["loss_mask"])))
                 sums["tokens"] += float(batch["loss_mask"][:, 1:].sum())
                 for name, value in self.validation_step(batch).items():
                     sums[name] += value
@@ -248,7 +253,7 @@ class FSDPSFTTrainer:
         else:
             with self.engine.train_mode():
                 self.engine.optimizer_zero_grad()
-                micros = cut(batch, self.config.data)
+                micros = cut(self._joined(batch), self.config.data)
                 for number, micro in enumerate(micros, 1):
                     tokens, is_last = int(counts["learned"]), number == len(micros)
                     for name, value in self.backward(moved(micro, self.engine.device), tokens, is_last, inputs).items():
@@ -258,7 +263,7 @@ class FSDPSFTTrainer:
             if skipped:
                 logger.warning(f"step {self.global_steps}: loss or gradient is not finite; the weights are unchanged")
         self.engine.lr_scheduler_step()
-        ranks = self.engine.get_data_parallel_size()
+        ranks = self.engine.world_size
         metrics = {name: value / ranks for name, value in summed(sums, self.engine.device).items()}
         metrics |= {"train/grad_norm": norm, "train/lr": rate, "train/lr(1e-3)": rate * 1e3}
         metrics |= {"train/global_tokens": counts["all"], "train/skipped_steps": float(skipped)}

@@ -50,7 +50,9 @@ class DataParallelPPOActor(BasePPOActor):
         dynamic = meta.get("use_dynamic_bsz", self.config.use_dynamic_bsz)
         rows = meta.get("micro_batch_size", self.config.ppo_micro_batch_size_per_gpu)
         tokens = meta.get("max_token_len", self.config.ppo_max_token_len_per_gpu)
-        micros = micro_batches(self._select(data, ()), rows=rows, tokens=tokens if dynamic else None, **self._cut)
+        data, own = self.engine.joined(self._select(data, ()))
+        budget = tokens * self.engine.sequence_parallel_size if dynamic else None
+        micros = micro_batches(data, rows=rows, tokens=budget, **self._cut)
 
         def forward(batch: TensorDict) -> list[torch.Tensor]:
             log_prob, entropy = self.policy.log_probs(
@@ -58,7 +60,7 @@ class DataParallelPPOActor(BasePPOActor):
             )
             return [log_prob.float(), entropy.float()] if calculate_entropy else [log_prob.float()]
 
-        log_probs, *entropys = forward_in_order(self.engine, micros, forward)
+        log_probs, *entropys = (columns[own] for columns in forward_in_order(self.engine, micros, forward))
         return log_probs, (entropys[0] if calculate_entropy else None)
 
     def update_policy(self, data: DataProto) -> dict:

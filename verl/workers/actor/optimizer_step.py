@@ -56,7 +56,7 @@ def update_by_mini_batches(
     `complete` adds columns to a mini-batch, given its number, that need more than one micro-batch or rank.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
-    budget = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
+    budget = config.ppo_max_token_len_per_gpu * engine.sequence_parallel_size if config.use_dynamic_bsz else None
     skipped = 0
     minis = mini_batches(
         data, config.ppo_mini_batch_size, whole_groups=cut["whole_groups"], epochs=config.ppo_epochs,
@@ -73,6 +73,7 @@ def update_by_mini_batches(
                 continue
             if complete is not None:
                 complete(mini, number)
+            mini, _ = engine.joined(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
             step = engine.optimizer_step(max_grad_norm=config.grad_clip)

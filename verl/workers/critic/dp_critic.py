@@ -14,7 +14,7 @@ from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, upda
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
-from verl.workers.policy.attention import make_packable
+from verl.workers.policy.attention import CANNOT_SHARE_SEQUENCES, make_packable
 from verl.workers.policy.packing import pack_batch
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
@@ -29,14 +29,19 @@ class DataParallelPPOCritic(BasePPOCritic):
     def __init__(self, config: FSDPCriticConfig, engine: FSDPEngine):
         super().__init__(config)
         self.engine = engine
-        self.packs = engine.model_config.use_remove_padding and make_packable(without_adapters(engine.module))
+        packs = engine.model_config.use_remove_padding or engine.sequence_parallel_size > 1
+        self.packs = packs and make_packable(without_adapters(engine.module))
+        if engine.sequence_parallel_size > 1 and not self.packs:
+            raise ValueError(CANNOT_SHARE_SEQUENCES.format(type(without_adapters(engine.module)).__name__))
 
     def compute_values(self, data: DataProto) -> torch.Tensor:
         rows, tokens = self.config.forward_micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu
         chosen = data.select(batch_keys=list(_FORWARD_KEYS), non_tensor_batch_keys=[])
-        budget = tokens if self.config.use_dynamic_bsz else None
+        budget = tokens * self.engine.sequence_parallel_size if self.config.use_dynamic_bsz else None
+        chosen, own = self.engine.joined(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
-        return forward_in_order(self.engine, micros, lambda batch: [self._values(batch) * batch["response_mask"]])[0]
+        (values,) = forward_in_order(self.engine, micros, lambda batch: [self._values(batch) * batch["response_mask"]])
+        return values[own]
 
     def update_critic(self, data: DataProto) -> dict:
         data = data.select(batch_keys=[*_FORWARD_KEYS, "values", "returns"], non_tensor_batch_keys=[])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from verl.protocol import DataProto
 from verl.utils.fsdp_utils import BUCKET_BYTES
 from verl.utils.registry import nearest
 
@@ -88,12 +89,16 @@ class BaseEngine(ABC):
         """Reads what save_checkpoint wrote, on any number of ranks."""
 
     def get_data_parallel_size(self) -> int:
-        """Number of ranks that see different data: all of them."""
+        """Number of shares of a batch that are computed apart: the ranks, or groups of ranks that share sequences."""
         return dist.get_world_size()
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's share among them."""
         return dist.get_rank()
+
+    def joined(self, data: DataProto) -> tuple[DataProto, slice]:
+        """The rows of all ranks that compute together, and which of them are this rank's own: by default all."""
+        return data, slice(0, len(data))
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Their process group (None: the default one)."""

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from verl.protocol import DataProto
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
-from verl.utils.peft_weights import adapted_layers, full_weights
+from verl.utils.peft_weights import adapted_layers, full_weights, without_adapters
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_group,
+    set_ulysses_sequence_parallel_group,
+    validate_ulysses_config,
+)
 from verl.workers import config as cfg
 from verl.workers.engine import build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
@@ -31,7 +38,8 @@ class FSDPEngine(BaseEngine):
 
     `mesh`: ranks to shard over, its last dimension called "fsdp"; None makes one by fsdp_size. Ranks see different
     data, and a micro-batch's loss must already be divided by the global counts and multiplied by
-    `get_data_parallel_size()`: exchanged gradients are averaged over ranks.
+    `get_data_parallel_size()`: exchanged gradients are averaged over ranks. With ulysses_sequence_parallel_size above 1
+    as many neighbouring ranks compute on the rows of all of them (`joined`), each on a part of every sequence.
     """
 
     def __init__(
@@ -62,6 +70,8 @@ class FSDPEngine(BaseEngine):
         self.is_optimizer_offload_enabled = engine_config.optimizer_offload and self._moves
         self._depth = {"train": 0, "eval": 0}
         self._loss_is_bad: torch.Tensor | None = None
+        self.sequence_parallel_size = engine_config.ulysses_sequence_parallel_size
+        self.sequence_group: dist.ProcessGroup | None = None
 
     def initialize(self) -> None:
         """Loads, wraps, shards; then optimizer and schedule unless the engine only runs forward."""
@@ -71,12 +81,16 @@ class FSDPEngine(BaseEngine):
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if self.mesh is None:
             self.mesh = fsdp_utils.create_device_mesh(self.world_size, self.engine_config.fsdp_size, self.device_type)
+        self._make_sequence_groups()
         if self.engine_config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
         _seed_everything(self.engine_config.seed)
         module, stored = build.build_module(self.model_config, self.engine_config, trains=self._trains)
+        if self.sequence_parallel_size > 1:
+            heads = without_adapters(module).config.num_attention_heads
+            validate_ulysses_config(heads, self.sequence_parallel_size)
         if not self._trains:
             module.requires_grad_(False)
         build.check_same_weights(module)
@@ -105,6 +119,37 @@ class FSDPEngine(BaseEngine):
         _seed_everything(self.engine_config.seed + 1 + self.rank)
         if self.is_param_offload_enabled:
             self.to("cpu", model=True, optimizer=False)
+
+    def _make_sequence_groups(self) -> None:
+        size = self.sequence_parallel_size
+        if self.world_size % size:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={size} does not divide the {self.world_size} ranks; use a divisor."
+            )
+        if size > 1:
+            groups = [dist.new_group(range(first, first + size)) for first in range(0, self.world_size, size)]
+            self.sequence_group = groups[self.rank // size]
+
+    def get_data_parallel_size(self) -> int:
+        return self.world_size // self.sequence_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank // self.sequence_parallel_size
+
+    def joined(self, data: DataProto) -> tuple[DataProto, slice]:
+        if self.sequence_group is None:
+            return data, slice(0, len(data))
+        parts: list[Any] = [None] * self.sequence_parallel_size
+        dist.all_gather_object(parts, data, group=self.sequence_group)
+        if "group_index" in data.batch.keys():  # numbers of different ranks' groups may be the same
+            seen = 0
+            for part in parts:
+                numbers = torch.unique_consecutive(part.batch["group_index"], return_inverse=True)[1]
+                part.batch["group_index"] = numbers + seen
+                seen += int(numbers.max()) + 1
+        place = self.rank % self.sequence_parallel_size
+        first = sum(len(part) for part in parts[:place])
+        return DataProto.concat(parts), slice(first, first + len(data))
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Moves parameters (with gradients) and optimizer state to "cpu" or back to the accelerator."""
@@ -141,10 +186,13 @@ class FSDPEngine(BaseEngine):
             self.to(self.device_type, model=False, optimizer=True)
         self._depth[mode] += 1
         self.module.train(mode == "train")
+        group = get_ulysses_sequence_parallel_group()
+        set_ulysses_sequence_parallel_group(self.sequence_group)
         try:
             yield self
         finally:
             self._depth[mode] -= 1
+            set_ulysses_sequence_parallel_group(group)
             self.module.train(was_training)
             # A forward without backward leaves the root gathered; weights changed afterwards would not be seen there.
             fsdp_utils.reshard(self.module)

@@ -7,10 +7,12 @@ are, without padding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from loguru import logger
 from torch import nn
@@ -19,10 +21,17 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
+from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 from verl.workers.policy.packing import Packing
 
 NAME = "verl_packed"
 NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for flash_attention_2; also without a packing
+
+
+CANNOT_SHARE_SEQUENCES = (
+    "ulysses_sequence_parallel_size is above 1, but the attention of {} cannot be replaced by one that ranks share; "
+    "set it to 1."
+)
 
 
 def sdpa_attention(
@@ -99,22 +108,30 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, h, T, D] -> [1, T, H, D].
 
-    Without `packing` it is transformers' own attention. Raises ValueError for a sliding window shorter than the flat
-    row, or a soft cap.
+    Without `packing` it is transformers' own attention. Where ranks share the flat row, T is this rank's part of it,
+    and each rank runs attention for some of the heads (DeepSpeed Ulysses, arXiv 2309.14509). Raises ValueError for a
+    sliding window shorter than the flat row, or a soft cap.
     """
     if packing is None:
         of_user = module.config._attn_implementation == NAME_OF_FLASH
         plain = flash_attention_forward if of_user else sdpa_attention_forward
         return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if cap is not None or (window is not None and window < query.shape[2]):
+    if cap is not None or (window is not None and window < packing.length):
         raise ValueError(
             f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
             "support; set actor_rollout_ref.model.use_remove_padding=false and "
             "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
         )
-    backend = BACKENDS[choose_backend(query, packing, dropout)]
-    return backend(query, key, value, packing, scaling, dropout).unsqueeze(0), None
+    backend, group = BACKENDS[choose_backend(query, packing, dropout)], packing.group
+    if group is None:
+        return backend(query, key, value, packing, scaling, dropout).unsqueeze(0), None
+    ranks = dist.get_world_size(group)
+    copies = ranks // math.gcd(key.shape[1], ranks)  # ranks with query heads of one key head each get it
+    key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
+    heads = (gather_seq_scatter_heads(x, 2, 1, packing.length, group) for x in (query, key, value))
+    output = backend(*heads, packing, scaling, dropout).unsqueeze(0)  # [1, length, H / ranks, D]
+    return gather_heads_scatter_seq(output, 2, 1, group), None
 
 
 for _name, _mask in ((NAME, sdpa_mask), (NAME_OF_FLASH, flash_attention_mask)):

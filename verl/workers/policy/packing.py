@@ -11,7 +11,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict
+
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group
 
 ON_HOST = "columns_on_host"
 _LAYOUT_COLUMNS = ("attention_mask", "group_index", "counted")
@@ -31,7 +35,8 @@ class Packing:
     """A batch [B, L] as one flat row of T tokens in S segments, and the positions that predict its N response tokens.
 
     A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
-    query to all of them.
+    query to all of them. With a `group` of ranks that share the row, `tokens`, `predicted_from` and `answers` are those
+    of this rank's part of it, and positions are counted from its start; the segments are those of the full row.
     """
 
     tokens: torch.Tensor  # int64 [T]: index of each flat token in the flattened batch [B * L]
@@ -41,6 +46,12 @@ class Packing:
     keys: torch.Tensor | None  # int64 [K] on the host: flat positions of the segments' keys; None: those of its queries
     seen: torch.Tensor | None = None  # bool [S, 1, Q, Q] in place of causal attention, rows padded to the longest
     in_one_part: bool = False
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the full flat row."""
+        return int(self.lengths[:, 0].sum())
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
@@ -79,7 +90,7 @@ class Packing:
     @cached_property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
         """0 and the ends of the segments' queries, and of their keys: int32 [S + 1] each."""
-        padded = torch.nn.functional.pad(self.lengths.cumsum(0).to(torch.int32), (0, 0, 1, 0))
+        padded = F.pad(self.lengths.cumsum(0).to(torch.int32), (0, 0, 1, 0))
         queries, keys = padded.to(self.tokens.device).T.contiguous()
         return queries, keys
 
@@ -105,7 +116,8 @@ class Packing:
 
     def answered(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Values [N] of the counted response tokens -> `shape` [B, R], 0 elsewhere."""
-        return values.new_zeros(shape.numel()).index_copy(0, self.answers, values).view(shape)
+        placed = values.new_zeros(shape.numel()).index_copy(0, self.answers, values).view(shape)
+        return placed if self.group is None else _SumOfParts.apply(placed, self.group)
 
     def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L]."""
@@ -130,22 +142,24 @@ class _OnHost:
 
 
 def pack_batch(batch: TensorDict, responses: int, *, share_prompt: bool = False) -> Packing:
-    """`pack` of a batch that `moved` gave, or of one on the CPU, to the batch's device."""
+    """`pack`, for the default Ulysses group, of a batch that `moved` gave or of one on the CPU."""
     source = batch[ON_HOST].columns if ON_HOST in batch.keys() else batch
     mask, *optional = (source[key].cpu() if key in source.keys() else None for key in _LAYOUT_COLUMNS)
     groups, counted = optional
-    return pack(mask, responses, groups if share_prompt else None, counted, batch["input_ids"].device)
+    sharing = get_ulysses_sequence_parallel_group()
+    return pack(mask, responses, groups if share_prompt else None, counted, batch["input_ids"].device, sharing)
 
 
 def pack(
     attention_mask: torch.Tensor, responses: int, group_index: torch.Tensor | None = None,
-    counted: torch.Tensor | None = None, device: torch.device | str = "cpu",
+    counted: torch.Tensor | None = None, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None,
 ) -> Packing:  # fmt: skip
     """The packing, on `device`, of rows [B, P+R] whose last R = `responses` columns are the responses.
 
     attention_mask: [B, P+R] on the host, 1 = token. With group_index [B] (rows of a group adjacent), the prompt of a
-    group's first row serves all its rows. counted [B, R]: 0 leaves a response token out of what is predicted. Raises
-    ValueError if a row has an empty prompt or a group's rows are not adjacent.
+    group's first row serves all its rows. counted [B, R]: 0 leaves a response token out of what is predicted. `group`:
+    ranks that have the same rows and share the flat row. Raises ValueError if a row has an empty prompt or a group's
+    rows are not adjacent.
     """
     attended = attention_mask.bool()
     split = attended.shape[1] - responses
@@ -180,8 +194,14 @@ def pack(
         keys = _ranges(spans[:, :2].flatten(), spans[:, 2:].flatten())
         lengths = torch.stack([queries[queries > 0], spans[:, 2:].sum(1)], 1)
     tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[answers]
+    if group is not None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        share = -(-len(tokens) // ranks)
+        tokens = F.pad(tokens, (0, share * ranks - len(tokens)))[rank * share : (rank + 1) * share]
+        here = predicted_from // share == rank
+        predicted_from, answers = predicted_from[here] - rank * share, answers[here]
     on_device = (t.to(device, non_blocking=True) for t in (tokens, predicted_from, answers))
-    return Packing(*on_device, lengths, keys)
+    return Packing(*on_device, lengths, keys, group=group)
 
 
 def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) -> Packing:
@@ -204,6 +224,24 @@ def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) ->
     none = torch.empty(0, dtype=torch.int64, device=attention_mask.device)
     tokens = attended.flatten().nonzero()[:, 0].to(attention_mask.device)
     return Packing(tokens, none, none, torch.stack([lengths, lengths], 1), None, seen, in_one_part=True)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum of what ranks computed of one tensor; each gets its gradient as often as there are ranks.
+
+    Every rank computes the loss of the full rows, and gradients are averaged over ranks later.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.ranks = dist.get_world_size(group)
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient[0] * ctx.ranks, None
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:

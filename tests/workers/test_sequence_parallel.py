@@ -1,0 +1,72 @@
+"""Ulysses sequence parallelism: the steps, log-probs and values of one rank, on ranks that share every sequence."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.models import make_tokenizer
+from tests.helpers.ranks import run_ranks
+from tests.workers.test_cuts import ROWS, actor_step, critic_step, log_probs, ragged_batch, recording, same
+from verl.config.model import PluginConfig
+
+#: 4 query heads; 2 ranks have a key head each, and of 4 ranks two share one
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+STEPS = {
+    "rows": ("actor", "token-mean", "rows"), "packed": ("actor", "seq-mean-token-mean", "tokens packed"),
+    "shared": ("actor", "token-mean", "rows shared"), "shared by tokens": ("actor", "token-mean", "tokens shared"),
+    "chosen tokens": ("actor", "kl_cov", "rows"), "critic": ("critic", "token-mean", "rows packed"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gqa(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("gqa"))
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    LlamaForCausalLM(LlamaConfig(**sizes, **HEADS, pad_token_id=0)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def results_of(rank, world_size, path, size):
+    """{step: (metrics, gradients)}, log-probs of this rank's rows, tokens that its forwards for them read."""
+    settings = {"engine": {"ulysses_sequence_parallel_size": size}}
+    made = {"actor": recording(make_engine(path, **settings)),
+            "critic": recording(make_engine(path, loader=PluginConfig(name="value_head"), **settings))}  # fmt: skip
+    own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    share, results = ragged_batch()[own], {}
+    for name, (role, mode, cut) in STEPS.items():
+        step = actor_step if role == "actor" else critic_step
+        results[name] = step(made[role], share, mode, cut)
+    seen = []
+    embedding = made["actor"].module.model.embed_tokens
+    embedding.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
+    scored = [x.numpy() for x in log_probs(made["actor"], "rows shared", share)]
+    return results, scored, sum(seen)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_ranks_that_share_sequences_take_the_step_of_one_rank(gqa, ranks, size):
+    expected, scored, tokens = results_of(0, 1, gqa, 1)
+    leave_group()
+    by_rank = run_ranks(results_of, ranks, gqa, size)
+    for name in STEPS:
+        every = [results[name][0] for results, *_ in by_rank]
+        metrics = {key: (max if "max" in key else np.mean)([m[key] for m in every]) for key in every[0]}
+        same((metrics, by_rank[0][0][name][1]), expected[name])
+    for column, one in enumerate(scored):
+        np.testing.assert_allclose(np.concatenate([s[column] for _, s, _ in by_rank]), one, rtol=0, atol=1e-5)
+
+
+    for *_, read in by_rank:  # a rank reads its part of each forward's flat row, padded to an even share
+        assert tokens / ranks <= read <= tokens / ranks + 4 * ROWS / size
+
+
+def test_heads_that_ranks_cannot_share_are_refused(gqa):
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 1 ranks"):
+        make_engine(gqa, engine={"ulysses_sequence_parallel_size": 3})
+    leave_group()
