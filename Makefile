@@ -12,6 +12,7 @@
 #   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
+#   make gpu-check                every CUDA path against the CPU reference, throughput, MFU and memory; a list without a GPU
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
@@ -26,7 +27,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo demo-grpo demo-dllm demo-tools frontier test test-quick test-all bench chaos audit docs lint clean
+.PHONY: env demo demo-grpo demo-dllm demo-tools frontier test test-quick test-all bench chaos gpu-check audit docs lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -68,6 +69,10 @@ bench: env
 chaos: env
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 	@$(PY) -m tests.chaos
+
+gpu-check: env
+	@mkdir -p outputs
+	@$(PY) -m scripts.gpu_check --json outputs/gpu_check.json
 
 audit: env
 	@mkdir -p outputs/audit

@@ -6,7 +6,7 @@ import sys
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 
-NAMES = ("spd", "rl", "rewards", "sft", "dllm")
+NAMES = ("spd", "rl", "rewards", "sft", "dllm", "scale")
 LONG = ("grpo_demo", "dllm_demo")  # half an hour and more: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -35,6 +35,11 @@ WANTED: dict[str, Bound] = {
     "lossless_wall_speedup": ("at least", 1),
     "lossless_wall_same_tokens": ("at least", 1),
     "sft_packing_loss_difference": ("at most", 1e-5),
+    "grad_bytes_per_parameter_4_ranks": ("at most", 1.1),
+    "load_peak_over_shard": ("at most", 1.3),
+    "weight_sync_speedup": ("at least", 1.5),
+    "sequence_parallel_gradient_difference": ("at most", 1e-5),
+    "rotary_cosine_error": ("at most", 4e-3),
     **{f"dllm_demo_{name}": ("at least", least) for name, (least, _) in MINIMUM.items()},
 }
 

@@ -20,10 +20,10 @@ from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from dllm_reasoning.utils.attention import rolling_problem
 from verl.grading.pool import ExternFunction, Failure, GradingPool
 from verl.planning.problems import one_line
-from verl.trainer.run.ranks import barrier, gathered
+from verl.trainer.run.ranks import gathered
 from verl.utils.dataset.sft_dataset import encode_segments
 from verl.utils.device import get_device_id
-from verl.utils.distributed import initialize_global_process_group
+from verl.utils.distributed import host_barrier, initialize_global_process_group
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.fs import copy_to_local
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
@@ -67,7 +67,7 @@ def own_answers(config: DictConfig, dataset: IterativeSFTDataset) -> Path:
         _write(file, dataset, rows)
         logger.info("own answers: {} of {} kept{}, in {}", len(rows), len(items), f" ({dropped})" if dropped else "",
                     file)  # fmt: skip
-    barrier()
+    host_barrier()
     return file
 
 

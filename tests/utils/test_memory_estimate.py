@@ -4,7 +4,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from tests.helpers.rl_run import compose_run
-from verl.planning.memory_estimate import LOGITS_CHUNK, estimate_memory, measure_model
+from verl.planning.memory_estimate import LOGITS_CHUNK, estimate_memory, measure_model, training_memory
 from verl.workers.policy import get_policy
 
 
@@ -21,3 +21,14 @@ def test_no_more_logits_are_counted_than_the_policy_holds_at_once(tiny_llama, tm
     assert logits_of(tiny_llama, tmp_path, 4, 100) == 400
     assert logits_of(tiny_llama, tmp_path, 4, 1000) == 896
     assert logits_of(tiny_llama, tmp_path, 4, 1000, chunk_tokens=64) == 64
+
+
+def test_gradients_are_counted_as_the_engine_keeps_them(tiny_llama):
+    """4 ranks: a quarter of float32 gradients; with defer_gradient_sync also all of them whole."""
+    size = measure_model(AutoConfig.from_pretrained(tiny_llama))
+    engine = {"model_dtype": "fp32", "dtype": "bfloat16"}
+    parts = [training_memory(size, engine, 4, 100, 10, False, deferred) for deferred in (False, True)]
+    assert parts[0]["gradients"] == size.parameters and parts[1]["gradients"] == 5 * size.parameters
+    assert {name for name in parts[0] if parts[0][name] != parts[1][name]} == {"gradients"}
+    alone = training_memory(size, engine, 1, 100, 10, False, True)
+    assert alone["gradients"] == 4 * size.parameters  # nothing is exchanged

@@ -70,19 +70,23 @@ def measure_model(hf_config: Any, lora_rank: int = 0, with_lm_head: bool = True)
 
 
 def training_memory(
-    size: ModelSize, engine: Mapping[str, Any], shards: int, tokens: int, logits: int, checkpointed: bool
-) -> dict[str, int]:
+    size: ModelSize, engine: Mapping[str, Any], shards: int, tokens: int, logits: int, checkpointed: bool,
+    deferred: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """Bytes of one rank by part for a micro-batch of `tokens`, of which `logits` need the vocabulary at once.
 
-    `engine` has model_dtype and dtype; weights are shared by `shards` ranks.
+    `engine` has model_dtype and dtype; weights are shared by `shards` ranks. `deferred`: gradients are exchanged after
+    the last micro-batch only, and kept whole in float32 until then.
     """
     master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
     # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
     # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
     kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
+    gathered = size.parameters // max(1, size.layers) if shards > 1 else 0
     return {
         "weights": size.parameters * master // shards,
-        "gradients": size.trainable * master // shards,
+        "gradients": size.trainable * master // shards + (4 * size.trainable if deferred and shards > 1 else 0),
+        "a gathered layer, the next one, a layer's gradient": gathered * (2 * compute + 4),
         "optimizer (two moments)": 2 * size.trainable * master // shards,
         "activations of a micro-batch": tokens * size.hidden * kept * compute,
         "logits of a micro-batch": logits * size.vocabulary * 4 * LOSS_COPIES,
@@ -98,10 +102,12 @@ def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micr
     compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
     tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
+    tokens = -(-tokens // engine["ulysses_sequence_parallel_size"])
     chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
     logits = min(micro * data["max_response_length"], chunk)
     checkpointed = roles["model"]["enable_gradient_checkpointing"]
-    parts = training_memory(size, engine, shards, tokens, logits, checkpointed)
+    deferred = engine["defer_gradient_sync"]
+    parts = training_memory(size, engine, shards, tokens, logits, checkpointed, deferred)
     if (config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]) and roles["model"]["lora_rank"] == 0:
         parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
     shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR

@@ -59,10 +59,16 @@ def ensure_process_group(device_type: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
+def host_barrier() -> None:
+    """Wait for all ranks by gloo: the wait may be long, where NCCL would occupy the devices and time out."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))  # of a CPU tensor: every process group that verl starts has gloo for these
+
+
 def destroy_global_process_group() -> None:
     """Leave the process group, if there is one, after every rank has come this far."""
     if dist.is_initialized():
-        dist.barrier()
+        host_barrier()
         dist.destroy_process_group()
 
 

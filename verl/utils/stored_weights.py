@@ -26,8 +26,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from verl.utils.peft_weights import hf_name
 from verl.utils.weight_files import DTYPES, StoredTensor, WeightFileError, safetensors_of, stored_tensors
 
-BLOCK_BYTES = 64 << 20  # of a tensor, read and sent at a time
-MAPPED_BYTES = 256 << 20  # read through one mapping of a file, whose pages count as this process's memory
+BLOCK_BYTES = 16 << 20  # of a tensor, read and sent at a time
+MAPPED_BYTES = 32 << 20  # read through one mapping of a file, whose pages count as this process's memory
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from verl.planning.problems import one_line
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.trainer.run.ranks import barrier, from_first_rank, is_first_rank
+from verl.trainer.run.ranks import from_first_rank, is_first_rank
 from verl.utils.checkpoint import rng, should_save_ckpt_esi
 from verl.utils.checkpoint.publish import (
     CheckpointCorruptError,
@@ -28,6 +28,7 @@ from verl.utils.checkpoint.publish import (
     find_valid_checkpoint,
     verify_manifest,
 )
+from verl.utils.distributed import host_barrier
 
 STATE_FILE = "trainer_state.json"
 DATA_FILE = "data.pt"
@@ -56,6 +57,8 @@ class Saveable(Protocol):
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> Any: ...
 
+    def nodes_that_see(self, path: str) -> Any: ...
+
 
 class Checkpoints:
     """The checkpoints of one run: published complete or not at all, rotated, and resumed from.
@@ -81,6 +84,29 @@ class Checkpoints:
         self.pending: tuple[int, ExitStack] | None = None  # step and writer of a checkpoint that is being written
         self.publishing: Future | None = None
         self.publisher = ThreadPoolExecutor(1)
+        of_torchrun = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+        if trainer.save_freq != 0 and (trainer.nnodes > 1 or of_torchrun):
+            self._refuse_separate_folders()
+
+    def _refuse_separate_folders(self) -> None:
+        """Raise, before anything is trained, if some node does not see what another writes into the run's folder."""
+        root = Path(self.trainer.default_local_dir)
+        mark = root / ".seen_by_all_nodes"
+        if is_first_rank():
+            root.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        host_barrier()
+        try:
+            seen = [node for part in self.parts.values() for node in _flat(part.nodes_that_see(str(mark)))]
+        finally:
+            host_barrier()
+            if is_first_rank():
+                mark.unlink(missing_ok=True)
+        if blind := sorted({node for node, sees in seen if not sees}):
+            raise ValueError(
+                f"trainer.default_local_dir={str(root)!r} is not the same folder on every node: {', '.join(blind)} "
+                "cannot see a file that was just written there. Name a folder of a shared file system."
+            )
 
     def is_due(self, step: int, last: bool, step_seconds: float = 0.0) -> bool:
         """By trainer.save_freq, or because a rented instance expires before another step of that length is done."""
@@ -98,14 +124,14 @@ class Checkpoints:
         with ExitStack() as stack:
             if is_first_rank():
                 stack.enter_context(writer)
-            barrier()
+            host_barrier()
             for name, part in self.parts.items():
                 part.save_checkpoint(str(writer.path / name), None, step, None)
             if is_first_rank():
                 position = self.stream.position()
                 saved = TrainerState(global_step=step, position=position, data=self.fingerprint, **state)
                 write_trainer_state(writer.path, saved, self.stream.loader.state_dict())
-            barrier()
+            host_barrier()
             self.pending = step, stack.pop_all()
         if self._is_written():
             self.complete()
@@ -130,7 +156,7 @@ class Checkpoints:
                 wait([self.publishing])
             elif self.pending is not None:
                 time.sleep(0.05)
-        barrier()
+        host_barrier()
 
     def _is_written(self) -> bool:
         """Whether all parts have written their files; raises, and removes the folder, if one could not."""
@@ -161,6 +187,11 @@ class Checkpoints:
             part.load_checkpoint(str(path / name), None, self.delete_after_load)
         self.saved_step = state.global_step
         return state, same_data
+
+
+def _flat(answers: list) -> list[tuple[str, bool]]:
+    """An engine's pairs, or those of every worker in a group."""
+    return [pair for answer in answers for pair in (answer if isinstance(answer, list) else [answer])]
 
 
 def write_trainer_state(directory: str | os.PathLike, state: TrainerState, loader_state: dict[str, Any]) -> None:

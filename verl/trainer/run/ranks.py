@@ -14,12 +14,6 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def summed(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
     """Sum over ranks of each number, in float64; every rank brings the same names in the same order."""
     total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)

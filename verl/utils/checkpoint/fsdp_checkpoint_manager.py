@@ -26,6 +26,7 @@ from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
+from verl.utils.distributed import host_barrier
 from verl.utils.fsdp_utils import full_params, local_tensor
 from verl.utils.peft_weights import full_weights, peft_models, without_adapters
 
@@ -75,7 +76,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         writes = self._prepare(folder, model, optim, global_step)
         if self.background is None:
             self._write(folder, writes, needed)
-            dist.barrier()
+            host_barrier()
         else:
             self.writing = self.background.submit(self._write_together, folder, writes, needed)
 
@@ -249,7 +250,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             self._load_optimizer(folder, extra)
         if self.should_load_extra:
             self._load_extra(folder, extra)
-        dist.barrier()
+        host_barrier()
         if del_local_after_load and dist.get_rank() == 0:
             shutil.rmtree(folder)
 

@@ -1,5 +1,7 @@
 """The interface of a training engine."""
 
+import os
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -83,6 +85,12 @@ class BaseEngine(ABC):
     def save_is_finished(self) -> bool:
         """Whether the files of the last save_checkpoint are written; raises what went wrong in the background."""
         return True
+
+    def nodes_that_see(self, path: str) -> list[tuple[str, bool]]:
+        """(node, whether a file of this path exists there) for every rank."""
+        everyone: list = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (platform.node(), os.path.exists(path)))
+        return everyone
 
     @abstractmethod
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:

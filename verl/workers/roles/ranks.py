@@ -67,6 +67,11 @@ class ModelWorker(Worker, DistProfilerExtension):
         return self.engine.save_is_finished()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def nodes_that_see(self, path: str) -> list[tuple[str, bool]]:
+        """(node, whether a file of this path exists there) for every rank."""
+        return self.engine.nodes_that_see(path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False) -> None:
         """Read the model's part, written on any number of ranks."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)

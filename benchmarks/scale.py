@@ -1,0 +1,191 @@
+"""What ranks keep, load and send, and what sharing sequences costs: gloo ranks on one machine."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.harness import Row, exact_peaks, ratios, resident_bytes, restart_peak, row, say
+from tests.helpers.ranks import run_ranks
+from verl.utils.fsdp_utils import full_tensor, local_tensor
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import FSDPEngine
+from verl.workers.policy import get_policy
+
+WIDE: dict[str, int] = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=8192)
+DEEP: dict[str, int] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1024)
+REPETITIONS = 5
+SEQUENCE = 4096
+FAR = (1_000, 8_191, 32_767)  # positions
+
+
+def save_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype) -> str:
+    """A random Llama with half as many key heads as query heads, in several files; gives the folder."""
+    torch.manual_seed(0)
+    heads = sizes["hidden_size"] // 64
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads // 2,
+                         max_position_embeddings=2 * max(FAR), pad_token_id=0)  # fmt: skip
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder, max_shard_size="100MB")
+    return str(folder)
+
+
+def make_engine(path: str, **engine: Any) -> FSDPEngine:
+    """A float32 engine with SGD, which keeps no state."""
+    model = HFModelConfig(path=path, load_tokenizer=False, enable_gradient_checkpointing=False)
+    settings = FSDPEngineConfig(**{"dtype": "float32", **engine})
+    made = FSDPEngine(model, settings, FSDPOptimizerConfig(optimizer="SGD"), CheckpointConfig(), device="cpu")
+    made.initialize()
+    return made
+
+
+def on_rank_loading(rank: int, world_size: int, warm_up: str, path: str) -> dict[str, float]:
+    """Bytes of this rank: its shard, the largest layer, the peak while loading above what the imports hold."""
+    make_engine(warm_up)  # imports, and buffers that every engine has
+    with exact_peaks():
+        restart_peak()
+        before = resident_bytes()
+        engine = make_engine(path)
+        peak = resident_bytes(peak=True) - before
+    parameters = list(engine.module.parameters())
+    layer = sum(p.numel() * p.element_size() for p in engine.module.model.layers[0].parameters())
+    shard = sum(local_tensor(p).numel() * p.element_size() for p in parameters)
+    return {"peak": peak, "layer": layer, "shard": shard}
+
+
+def on_rank_gradients(rank: int, world_size: int, path: str, deferred: bool) -> float:
+    """Bytes per parameter by which this rank has grown after a micro-batch that is not the last one."""
+    engine = make_engine(path, defer_gradient_sync=deferred)
+    ids = torch.randint(5, 1000, (1, 16), generator=torch.Generator().manual_seed(rank))
+    count = sum(p.numel() for p in engine.module.parameters())
+    with engine.train_mode(), exact_peaks():
+        for last in (False, True):  # the first step makes what later ones reuse
+            engine.backward(engine.module(input_ids=ids, labels=ids).loss, is_last_micro_batch=last)
+        engine.optimizer_zero_grad()
+        restart_peak()
+        before = resident_bytes()
+        engine.backward(engine.module(input_ids=ids, labels=ids).loss, is_last_micro_batch=False)
+        restart_peak()
+        return (resident_bytes() - before) / count
+
+
+def one_by_one(engine: FSDPEngine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights as they were sent before buckets: each gathered in float32, checked, then cast by the receiver."""
+    for name, parameter in engine.module.named_parameters():
+        full = full_tensor(parameter)
+        if not torch.isfinite(full).all():
+            raise FloatingPointError(name)
+        yield name, full.to(torch.bfloat16)
+
+
+def on_rank_sync(rank: int, world_size: int, path: str, repetitions: int) -> dict[str, list[float]]:
+    """Seconds per GB of bfloat16 weights of each way to send them, in turn."""
+    engine = make_engine(path)
+    ways = {"one by one": lambda: one_by_one(engine),
+            "buckets": lambda: engine.get_per_tensor_param(torch.bfloat16, check_finite=True)}  # fmt: skip
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    gigabytes = 2 * sum(p.numel() for p in engine.module.parameters()) / 1e9
+    for repetition in range(repetitions + 1):
+        for name, weights in ways.items():
+            dist.barrier()
+            started = time.perf_counter()
+            for _ in weights():
+                pass
+            if repetition:
+                seconds[name].append((time.perf_counter() - started) / gigabytes)
+    return seconds
+
+
+def on_rank_sequence(
+    rank: int, world_size: int, path: str, length: int, repetitions: int
+) -> tuple[dict[int, list[float]], dict[int, list[torch.Tensor]]]:
+    """Seconds of an update with 1 and 2 ranks to a sequence, in turn, and this rank's part of the gradients."""
+    engines = {size: make_engine(path, ulysses_sequence_parallel_size=size) for size in (1, 2)}
+    policy = get_policy("causal_lm")
+    policy.set_forward(remove_padding=True, share_prompt=False)
+    seconds: dict[int, list[float]] = {size: [] for size in engines}
+    for repetition in range(repetitions + 1):
+        for size, engine in engines.items():
+            rows = [torch.randint(5, 1000, (1, length), generator=torch.Generator().manual_seed(r))
+                    for r in range(rank - rank % size, rank - rank % size + size)]  # fmt: skip
+            dist.barrier()
+            started = time.perf_counter()
+            with engine.train_mode():
+                engine.optimizer_zero_grad()
+                for number, ids in enumerate(rows):
+                    mask = torch.ones_like(ids)
+                    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
+                    batch = TensorDict({**columns, "responses": ids[:, length // 2 :]}, batch_size=1)
+                    log_probs, _ = policy.log_probs(engine.module, batch, temperature=1.0, with_entropy=False)
+                    loss = -log_probs.mean() / len(rows)
+                    engine.backward(loss, is_last_micro_batch=number == len(rows) - 1)
+            if repetition:
+                seconds[size].append(time.perf_counter() - started)
+    set_ulysses_sequence_parallel_group(None)
+    gradients = {size: [local_tensor(p.grad).tolist() for p in e.module.parameters()] for size, e in engines.items()}
+    return seconds, gradients
+
+
+def rotary_error() -> tuple[float, float]:
+    """Largest error of cosines at FAR positions with an engine's buffers, and with buffers cast to bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = make_engine(save_model(Path(folder), DEEP, torch.bfloat16), model_dtype="bfloat16")
+    frequencies = engine.module.model.rotary_emb.inv_freq
+    width = 2 * len(frequencies)
+    exact = torch.tensor(FAR).double()[:, None] / 10000 ** (torch.arange(0, width, 2).double() / width)
+    dist.destroy_process_group()
+
+    def error(cast: torch.Tensor) -> float:
+        cosines = (torch.tensor(FAR).float()[:, None] * cast.float()).cos().double()
+        return float((cosines - exact.cos()).abs().max())
+
+    return error(frequencies), error(frequencies.bfloat16())
+
+
+def difference(one: list, other: list) -> float:
+    """Largest difference of two lists of gradients, relative to the largest entry of all."""
+    pairs = [(torch.tensor(a), torch.tensor(b)) for a, b in zip(one, other, strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel()) / max(
+        float(a.abs().max()) for a, _ in pairs if a.numel()
+    )
+
+
+def run() -> list[Row]:
+    """Gradient bytes, loading peaks, weight sync and sequence parallelism on 2 and 4 ranks."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        wide = save_model(Path(folder) / "wide", WIDE, torch.bfloat16)
+        deep = save_model(Path(folder) / "deep", DEEP, torch.float32)
+        say("loading on 4 ranks")
+        loads = run_ranks(on_rank_loading, 4, deep, wide)
+        say("gradients of micro-batches on 4 ranks")
+        gradients = {deferred: run_ranks(on_rank_gradients, 4, wide, deferred) for deferred in (False, True)}
+        say("weight sync on 2 ranks")
+        sync = run_ranks(on_rank_sync, 2, wide, REPETITIONS)[0]
+        say(f"sequences of {SEQUENCE} on 4 ranks")
+        sequence = run_ranks(on_rank_sequence, 4, deep, SEQUENCE, max(1, REPETITIONS // 2))
+    kept, cast = rotary_error()
+    seconds = sequence[0][0]
+    return [
+        row("grad_bytes_per_parameter_4_ranks", gradients[False], "bytes"),
+        row("grad_bytes_per_parameter_4_ranks_deferred", gradients[True], "bytes"),
+        row("load_peak_over_shard", [(r["peak"] - r["layer"]) / r["shard"] for r in loads],
+            "times a rank's shard, above one layer"),
+        row("load_peak", [r["peak"] / 2**20 for r in loads], "MiB"),
+        row("load_shard", [r["shard"] / 2**20 for r in loads], "MiB"),
+        row("weight_sync_speedup", ratios(sync["one by one"], sync["buckets"]), "times, one by one / buckets"),
+        row("weight_sync", sync["buckets"], "s per GB of bfloat16"),
+        row("weight_sync_one_by_one", sync["one by one"], "s per GB of bfloat16"),
+        row("sequence_parallel_step_ratio", ratios(seconds[2], seconds[1]), "times, 2 ranks a sequence / 1"),
+        row("sequence_parallel_step", seconds[2], "s"),
+        row("sequence_parallel_gradient_difference", [difference(g[2], g[1]) for _, g in sequence], "relative"),
+        row("rotary_cosine_error", [kept], f"at most, at position {max(FAR):,}"),
+        row("rotary_cosine_error_bfloat16", [cast], f"at most, at position {max(FAR):,}"),
+    ]  # fmt: skip
