@@ -237,7 +237,7 @@ def test_additions_have_a_place_and_what_is_left_out_is_not_there(tmp_path):
         "## Left out on purpose\n\nMegatron, `here`, `gone`.\n"
     )
     assert changes.unfounded(tmp_path / "CHANGES.md", set(), tmp_path) == [
-        "`here` is left out, and the code has it", "'b' is not found: name its file or folder",
+        "`here` is left out, and the code has it", "'b' does not exist: name its file or folder",
     ]  # fmt: skip
 
 

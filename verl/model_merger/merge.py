@@ -135,10 +135,10 @@ class MergedWeights(TensorSource):
 
     def _check_shapes(self) -> None:
         for name, wanted in self.described.items():
-            found = self.trained.described[self.plain[name]] if name in self.plain else self.base.described[name]
-            if found.shape != wanted.shape:
+            tensor = self.trained.described[self.plain[name]] if name in self.plain else self.base.described[name]
+            if tensor.shape != wanted.shape:
                 raise MergeError(
-                    f"{name} has shape {tuple(found.shape)}, but the config describes {tuple(wanted.shape)}; "
+                    f"{name} has shape {tuple(tensor.shape)}, but the config describes {tuple(wanted.shape)}; "
                     "checkpoint and config.json are of two models."
                 )
 

@@ -45,7 +45,7 @@ def function_schema(function: Callable) -> OpenAIFunctionToolSchema:
         schema = TypeAdapter(function).json_schema()
     except Exception as error:
         raise ValueError(f"{where}: its type hints have no JSON schema: {error}") from error
-    described = {name: " ".join(text.split()) for found in (_ARGUMENT, _PARAM) for name, text in found.findall(doc)}
+    described = {name: " ".join(text.split()) for form in (_ARGUMENT, _PARAM) for name, text in form.findall(doc)}
     for name, prop in schema.get("properties", {}).items():
         if name in described:
             prop.setdefault("description", described[name])

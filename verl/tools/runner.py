@@ -300,7 +300,7 @@ class ToolConversation:
         """Release every instance, each within the time limit; failures are counted. A second call does nothing."""
         self._closed = True
         instances, self._instances = self._instances, {}
-        # Shielded: a conversation that is cancelled a second time leaves no instance behind either.
+        # Shielded: a conversation that is cancelled a second time leaves no instance running either.
         await asyncio.shield(asyncio.gather(*(self._release(*item) for item in instances.items())))
 
     async def _release(self, name: str, instance: _Instance) -> None:

@@ -69,11 +69,11 @@ class SearchTool(BaseTool):
         body = {"queries": query_list, "topk": topk, "return_scores": True}
         reply = await post_json(retrieval_service_url, body, timeout)
         try:
-            found = [[passage["document"]["contents"] for passage in passages] for passages in reply["result"]]
+            results = [[passage["document"]["contents"] for passage in passages] for passages in reply["result"]]
         except (KeyError, TypeError) as error:
             raise ServiceError(f"{retrieval_service_url} answered in another format: {str(reply)[:200]}") from error
-        metrics = {"query_count": len(query_list), "total_results": sum(map(len, found))}
-        return "\n---\n".join(_shown(contents) for contents in found) or "No results.", metrics
+        metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
+        return "\n---\n".join(_shown(contents) for contents in results) or "No results.", metrics
 
 
 def _shown(contents: list[str]) -> str:

@@ -273,7 +273,7 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
 
 
 def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Names as they stand in the model's own checkpoint files, for models that rename weights when loading."""
+    """The tensors, of any shape, by their names in the model's checkpoint files, for models that rename on loading."""
     reverse = {new: old for old, new in (model._checkpoint_conversion_mapping or {}).items()}
     if not reverse:
         return state_dict

@@ -50,7 +50,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 def unwrap(cls: Any) -> type:
-    """The user's own class behind an actor class."""
+    """The user's own class that an actor class wraps."""
     return cls.__ray_metadata__.modified_class if isinstance(cls, ActorClass) else cls
 
 

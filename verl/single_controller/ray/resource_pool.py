@@ -91,8 +91,8 @@ class RayResourcePool(ResourcePool):
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
         """For every rank: placement group, bundle, local rank, local world size."""
         groups = self.get_placement_groups(strategy=strategy, device_name=device_name)
-        places = zip(groups, self.store, strict=True)
-        return [(group, local, local, count) for group, count in places for local in range(count)]
+        slots = zip(groups, self.store, strict=True)
+        return [(group, local, local, count) for group, count in slots for local in range(count)]
 
     def release(self) -> None:
         """Release the reserved resources; actors that still run there are ended by Ray."""
@@ -120,8 +120,8 @@ class SubRayResourcePool(RayResourcePool):
         self.store = [count for count in counts if count]
 
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
-        places = zip(self._own, self.local_rank_list(), self.local_world_size_list(), strict=True)
-        return [(group, bundle, local, count) for (group, bundle), local, count in places]
+        slots = zip(self._own, self.local_rank_list(), self.local_world_size_list(), strict=True)
+        return [(group, bundle, local, count) for (group, bundle), local, count in slots]
 
     def release(self) -> None:
         raise ValueError("a sub-pool does not own its resources; release the pool it was split from")

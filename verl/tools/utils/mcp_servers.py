@@ -13,7 +13,7 @@ from typing import Any
 from verl.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
 
 _CONNECT_S = 60.0
-# JSON-RPC: no such method, wrong parameters, internal error. The server has refused this request; it goes on.
+# JSON-RPC: unknown method, wrong parameters, internal error. The server refused this request and still runs.
 _ANSWERED = (-32601, -32602, -32603)
 
 

@@ -82,7 +82,7 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
 def save_tensors(
     tensors: dict[str, torch.Tensor], folder: str | os.PathLike, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Writes tensors, sharded or alike on all ranks, as one distributed checkpoint. All ranks call it.
+    """Writes tensors of any shape, sharded or the same on all ranks, as one distributed checkpoint. All ranks call it.
 
     `group` coordinates the ranks; None is the default group. Raises OSError when a file could not be written.
     """
@@ -94,7 +94,7 @@ def save_tensors(
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
-    """Fills the given tensors in place, each sharded in its own way. All ranks call it.
+    """Fills the given tensors, of the saved (global) shapes and each sharded in its own way, in place; on all ranks.
 
     Raises CheckpointCorruptError when a file does not hold the tensors that the metadata tells.
     """

@@ -35,7 +35,7 @@ _FORMAT = 1
 
 @runtime_checkable
 class SavesPretrained(Protocol):
-    """A model of a loader's own that writes itself: config, and the weights it is given."""
+    """A model of a loader's own that writes itself: config and the weights given, of their shapes in the module."""
 
     def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
 
@@ -292,7 +292,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         file = folder / f"rng_rank_{dist.get_rank()}.safetensors"
         if not file.is_file():
             raise CheckpointCorruptError(
-                f"{file} is missing; take 'extra' out of checkpoint.load_contents to go on without it."
+                f"{file} is missing; remove 'extra' from checkpoint.load_contents to resume without it."
             )
         try:
             state = load_file(file)
