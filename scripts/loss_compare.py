@@ -206,7 +206,8 @@ def compare(name: str, old: Path, new: Path, work: Path) -> bool:
         step, metric = positions[0]
         values = " and ".join(f"{side[positions[0]]!r}" for side in metrics)
         names = sorted({metric for _, metric in positions})
-        print(f"  first at step {step}: {metric} is {values}; {len(positions)} values differ, of {', '.join(names[:10])}")
+        print(f"  first at step {step}: {metric} is {values}; "
+              f"{len(positions)} values differ, of {', '.join(names[:10])}")
     if one_sided:
         print(f"  only in one version: {', '.join(one_sided)}")
     return not positions and count > 0

@@ -152,7 +152,7 @@ class DataProto:
         cls, tensors: dict[str, torch.Tensor] | None = None, non_tensors: dict[str, Any] | None = None,
         meta_info: dict | None = None, num_batch_dims: int = 1, auto_padding: bool = False,
     ) -> DataProto:
-        """Build from columns [B, ...] whose first `num_batch_dims` dimensions agree; a list becomes an object array [B]."""
+        """From columns [B, ...] whose first `num_batch_dims` dimensions agree; a list becomes an object array [B]."""
         if num_batch_dims < 1:
             raise DataProtoError(f"num_batch_dims={num_batch_dims} must be at least 1")
         tensors, non_tensors = tensors or {}, non_tensors or {}
@@ -364,7 +364,7 @@ class DataProto:
         """Row i repeated repeat_times[i] times, in place of the row; repeat_times has len(self) entries."""
         times = np.asarray(repeat_times)
         if times.shape != (len(self),):
-            raise DataProtoError(f"repeat_times has shape {times.shape}; expected one count a row, {len(self)}")
+            raise DataProtoError(f"repeat_times has shape {times.shape}; expected one count per row, {len(self)}")
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def get_data_info(self) -> str:

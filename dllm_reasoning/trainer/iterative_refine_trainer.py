@@ -1,4 +1,4 @@
-"""IterativeRefineTrainer: verl's SFT trainer with noised responses and several rounds a step."""
+"""IterativeRefineTrainer: verl's SFT trainer with noised responses and several rounds per step."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def compute_offpolicy_metrics(
     """How far the log-probs [B, R] are apart on sequences with a counted token; perplexities are means over sequences.
 
     kl: mean of log pi_rollout - log pi_old, an estimate of KL(rollout || old); k3_kl: mean of r - 1 - log r with
-    r = pi_old / pi_rollout (Schulman 2020); chi2: mean of r^2 less 1, of tokens and of sequences.
+    r = pi_old / pi_rollout (Schulman 2020); chi2: mean of r^2 minus 1, of tokens and of sequences.
     """
     kept = response_mask.sum(-1) > 0
     if not kept.any():
@@ -172,7 +172,7 @@ def compute_offpolicy_metrics(
     if rollout_log_prob is not None:
         theirs = mean_log_prob(rollout_log_prob)
         log_ratio = (old_log_prob - rollout_log_prob).detach()[kept]
-        gap = theirs - ours  # log perplexity of the trained model less the rollout's
+        gap = theirs - ours  # log perplexity of the trained model minus the rollout's
         bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         total = masked_sum(log_ratio, mask, axis=-1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measures |= {

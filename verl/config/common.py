@@ -100,7 +100,7 @@ class RewardManagerConfig(BaseConfig, section="reward_manager"):
 
 @dataclass
 class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
-    """Seconds that ranks may take for one call of a phase before the run ends; None waits for ever."""
+    """Seconds that ranks may take for one call of a phase before the run ends; None waits forever."""
 
     init: float | None = setting(1800.0, "Loading the models.", above=0)
     generate: float | None = setting(3600.0, "One batch of generation.", above=0)

@@ -162,7 +162,7 @@ def merge(options: MergeOptions, target_dir: Path) -> None:
         partial.rmdir()
         raise disk_full(target_dir, needed)
     try:
-        _copy_beside(options, partial)
+        _copy_other_files(options, partial)
         weights.config.save_pretrained(partial)
         _write_weights(weights, partial, options.max_shard_size)
         if target_dir.exists():
@@ -173,7 +173,7 @@ def merge(options: MergeOptions, target_dir: Path) -> None:
     logger.info("{} weights, {:.1f} MiB, written to {}", len(weights.described), needed / 2**20, target_dir)
 
 
-def _copy_beside(options: MergeOptions, target: Path) -> None:
+def _copy_other_files(options: MergeOptions, target: Path) -> None:
     """Tokenizer, generation config, the model's own code: the checkpoint's, else those of hf_model_path."""
     folders = [folder for folder in (options.hf_model_path, options.local_dir / "huggingface") if folder is not None]
     for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):

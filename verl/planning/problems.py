@@ -1,4 +1,4 @@
-"""What is wrong with a run, said before it starts."""
+"""Problems of a run, reported before it starts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

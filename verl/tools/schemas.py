@@ -88,7 +88,7 @@ class OpenAIFunctionCallSchema(BaseModel):
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; ValueError, with the reason, where the text is no JSON object."""
+    """The arguments of a call; ValueError, with the reason, where the text is not a JSON object."""
     try:
         arguments = json.loads(text)
     except RecursionError:

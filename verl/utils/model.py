@@ -98,7 +98,7 @@ def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwar
 
 @register_model_loader("value_head")
 def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
-    """AutoModelForTokenClassification with one label a token: a critic or a reward model. Logits are [B, T, 1]."""
+    """AutoModelForTokenClassification with one label per token: a critic or a reward model. Logits are [B, T, 1]."""
     own = {"num_labels": 1, "classifier_dropout": 0.0}  # a value must not change from one forward to the next
     return _load_from_auto_class(AutoModelForTokenClassification, model_config, torch_dtype, own=own, **kwargs)
 

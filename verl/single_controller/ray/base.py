@@ -198,7 +198,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_async(self, method_name: str, *args, **kwargs) -> list[ray.ObjectRef]:
         """Call every rank; references in rank order.
 
-        When every argument is a list with one entry a rank, each rank gets its entry; else all get all arguments.
+        When every argument is a list with one entry per rank, each rank gets its entry; else all get all arguments.
         """
         ranks = range(len(self._workers))
         values = [*args, *kwargs.values()]

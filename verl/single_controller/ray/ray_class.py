@@ -1,4 +1,4 @@
-"""Actor classes with their constructors' arguments: one role a process, or several roles that share one."""
+"""Actor classes with their constructors' arguments: one role per process, or several roles that share one."""
 
 import inspect
 from typing import Any

@@ -44,7 +44,7 @@ class SavesPretrained(Protocol):
 class CompletesAdapters(Protocol):
     """A model around an adapted one that trains more than adapters, and writes its other weights next to them."""
 
-    def save_beside_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
+    def save_with_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
@@ -201,7 +201,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             rest = full_params(self.model, lambda n, p: p.requires_grad and not n.startswith(adapted), self.device)
             state = {name: self._on_cpu(tensor) for name, tensor in rest}  # gathered by all ranks together
             if dist.get_rank() == 0:
-                writes.append(partial(self.model.save_beside_adapters, str(folder), state_dict=state))
+                writes.append(partial(self.model.save_with_adapters, str(folder), state_dict=state))
         return writes
 
     def _huggingface_writes(self, folder: Path) -> list[Callable[[], Any]]:

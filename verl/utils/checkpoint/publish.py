@@ -118,7 +118,7 @@ def published_steps(root: str | os.PathLike) -> list[int]:
 
 
 def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
-    """Removes all but the `max_to_keep` newest steps on the disk; `keep` stays always. Returns what went."""
+    """Removes all but the `max_to_keep` newest steps on the disk; `keep` always stays. Returns the removed steps."""
     root = Path(root)
     gone = []
     steps = published_steps(root)
@@ -152,7 +152,7 @@ def write_manifest(folder: str | os.PathLike) -> None:
 
 
 def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> None:
-    """Raises CheckpointCorruptError that names the first missing, torn, altered or unlisted file.
+    """Raises CheckpointCorruptError that names the first missing, incomplete, altered or unlisted file.
 
     `parts`: the beginnings of the files' names (from the folder on) to look at; all by default.
     """
@@ -174,7 +174,7 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
     for name, (size, _) in listed.items():
         actual = present[name].stat().st_size
         if actual != size:
-            raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: torn file.")
+            raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: incomplete.")
     names = list(listed)
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, digest in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
