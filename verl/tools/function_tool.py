@@ -10,12 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, validate_call
 
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import (
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionSchema,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
-)
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.threads import in_thread
 from verl.utils.import_utils import load_module
 from verl.utils.user_code import defined_at
@@ -50,9 +45,7 @@ def function_schema(function: Callable) -> OpenAIFunctionToolSchema:
         if name in described:
             prop.setdefault("description", described[name])
     summary = " ".join(_SECTION.split(f"\n{doc}")[0].split())
-    parameters = OpenAIFunctionParametersSchema.from_json_schema(schema)
-    function_part = OpenAIFunctionSchema(name=function.__name__, description=summary, parameters=parameters)
-    return OpenAIFunctionToolSchema(type="function", function=function_part)
+    return OpenAIFunctionToolSchema.of(function.__name__, summary, schema)
 
 
 class FunctionTool(BaseTool):

@@ -61,6 +61,13 @@ class OpenAIFunctionToolSchema(BaseModel):
     type: str
     function: OpenAIFunctionSchema
 
+    @classmethod
+    def of(cls, name: str, description: str, parameters: dict[str, Any]) -> "OpenAIFunctionToolSchema":
+        """The entry of a function; `parameters` is any JSON schema of an object."""
+        schema = OpenAIFunctionParametersSchema.from_json_schema(parameters)
+        function = OpenAIFunctionSchema(name=name, description=description, parameters=schema)
+        return cls(type="function", function=function)
+
 
 class OpenAIFunctionParsedSchema(BaseModel):
     """A call as the model wrote it; `arguments` is the text of a JSON object."""
