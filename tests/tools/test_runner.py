@@ -245,7 +245,7 @@ def test_what_concerns_every_call_ends_the_run():
     assert tool.log[-1] == ("release", {})
 
 
-def test_a_call_behind_the_end_is_refused():
+def test_a_call_after_the_end_is_refused():
     async def run():
         async with runner_of(Counter()).conversation() as tools:
             pass

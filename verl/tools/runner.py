@@ -132,7 +132,7 @@ class ToolRunner:
         return decoded
 
     def failed(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
-        """Count a failure; the result that tells the model. An exception's traceback is logged once per tool."""
+        """Count a failure; the result that the model reads. An exception's traceback is logged once per tool."""
         self.counts[kind] += 1
         if error is not None and (kind, name) not in self._logged:
             self._logged.add((kind, name))
