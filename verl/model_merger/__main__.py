@@ -33,7 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 when merged or equal, 1 with one sentence otherwise."""
+    """0 when merged or equal, 1 with one message otherwise."""
     args = parse_args(argv)
     if args.backend == "megatron":
         sys.exit("--backend megatron is not supported: this package trains with FSDP2 only.")

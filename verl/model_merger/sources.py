@@ -143,7 +143,7 @@ def _rank_file(file: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _named_in_errors(file: Path) -> Iterator[None]:
-    """Whatever an incomplete or hostile file makes its reader raise, in one sentence that names the file."""
+    """Whatever an incomplete or hostile file makes its reader raise, in one message that names the file."""
     try:
         yield
     except pickle.UnpicklingError as error:
