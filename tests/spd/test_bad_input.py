@@ -247,7 +247,7 @@ def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp
     model = shutil.copytree(bed.target, tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert f"{weights} is missing or torn" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
+    assert f"{weights} is missing or incomplete" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
     weights.unlink()
     assert "the folder holds no weights" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
 
@@ -255,9 +255,9 @@ def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp
 @pytest.mark.parametrize(
     "file, change, message",
     [
-        ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or torn"),
-        ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or torn"),
-        ("score_head.safetensors", None, "score_head.safetensors is missing or torn"),
+        ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or incomplete"),
+        ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or incomplete"),
+        ("score_head.safetensors", None, "score_head.safetensors is missing or incomplete"),
         ("spd_config.json", lambda data: data[:40], "spd_config.json is damaged"),
         ("spd_config.json", None, "holds no spd_config.json: it is not a saved scorer."),
         ("spd_config.json", lambda data: data.replace(b'"target"', b'"own"'), "holds a scorer with backbone='own'"),
@@ -314,7 +314,7 @@ def test_a_lora_adapter_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_pat
     assert f"{key}={tmp_path} cannot be loaded: " in error and "adapter_config.json" in error
     (tmp_path / "adapter_config.json").write_text("{}")
     error = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
-    assert f"{tmp_path}/adapter_model.safetensors is missing or torn" in error
+    assert f"{tmp_path}/adapter_model.safetensors is missing or incomplete" in error
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def test_a_completion_cut_by_the_server_s_context_length_is_refused():
             c.complete([[53]])
 
 
-def test_an_address_that_lists_no_models_is_told():
+def test_an_address_that_lists_no_models_is_reported():
     class Other(FakeServer):
         async def models(self, request):
             return web.Response(text="<html>hello</html>")

@@ -252,7 +252,7 @@ def test_wrong_input_is_named():
         speculative_generate(target, draft, [[3]], lambda b: b.mismatch.float(), max_new_tokens=2, eos_token_id=None)
 
 
-def test_a_finished_batch_leaves_no_cache_behind(monkeypatch):
+def test_a_finished_batch_leaves_no_cache(monkeypatch):
     made = []
 
     class Watched(decode.RowCache):

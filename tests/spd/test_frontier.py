@@ -44,7 +44,7 @@ def test_speed_at_a_drop_lies_on_the_straight_line_between_thresholds():
     assert speed_at(bent, 0.004)[0] == 5.0 and speed_at(bent, 0.0)[0] == 2.0
 
 
-def test_the_best_rule_is_named_beside_the_scorer():
+def test_the_best_rule_is_named_next_to_the_scorer():
     rows = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005, 2.5), row("typical", 0.09, 0.005, 3.0),
             row("scorer_sweep", 0.0, 0.005, 4.5)]
     at = {entry["drop"]: entry for entry in compare(rows)}

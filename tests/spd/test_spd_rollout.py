@@ -223,7 +223,7 @@ def test_answers_in_the_question_are_not_read(tiny_llama, tmp_path):
     assert verdicts == {None: {1}, 3: {0}}
 
 
-def test_the_store_tells_its_size_and_how_often_it_knew(tiny_llama, tmp_path):
+def test_the_store_reports_its_size_and_its_hits(tiny_llama, tmp_path):
     with AnsweringServer().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
         first, second = (made.generate_sequences(prompts()).meta_info["metrics"] for _ in range(2))
     assert first["spd/completions/hit_rate"] == 0 and second["spd/completions/hit_rate"] == 1

@@ -176,7 +176,7 @@ def test_hugging_face_export_gives_the_same_logits(tmp_path):
     torch.testing.assert_close(loaded(input_ids=ids).logits, model(ids), atol=1e-5, rtol=1e-5)
 
 
-def test_kept_places_have_the_hidden_states_of_the_whole():
+def test_kept_positions_have_the_hidden_states_of_the_full_forward():
     torch.manual_seed(0)
     model = SmallLlama(Shape(vocab=20, dim=64, layers=2, heads=2, ff=96))
     ids, keep = torch.randint(0, 20, (3, 40)), torch.rand(3, 40) < 0.4
@@ -247,7 +247,7 @@ def test_gsm8k_file_is_read_and_split(tmp_path):
         questions.read_gsm8k(path, {"train": 6, "val": 2, "test": 3}, 0, build_tokenizer())
 
 
-def test_a_draft_is_cut_behind_its_end_token():
+def test_a_draft_is_cut_after_its_end_token():
     assert pair.cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
     assert pair.cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
 

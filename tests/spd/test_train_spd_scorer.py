@@ -54,7 +54,7 @@ def test_prepared_rows_are_what_the_dataset_reads(tmp_path):
         ({"context_ids": [5, 999]}, "row 1: context_ids must be a list of token ids from 0 to"),
     ],
 )
-def test_bad_blocks_are_refused_with_one_sentence(tmp_path, changes, message):
+def test_bad_blocks_are_refused_with_one_message(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         prepare(tmp_path, [BLOCK, {**BLOCK, **changes}])
     assert "\n" not in str(caught.value)

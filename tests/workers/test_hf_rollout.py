@@ -108,7 +108,7 @@ def test_samples_of_a_prompt_are_adjacent_and_differ(tiny_llama):
     assert len(set(rows[:3])) == 3
 
 
-def test_a_sample_does_not_depend_on_the_rows_beside_it(tiny_llama):
+def test_a_sample_does_not_depend_on_the_other_rows(tiny_llama):
     made = rollout(tiny_llama, calculate_log_probs=True)
     batch = prompts(n=2)
     together = made.generate_sequences(batch).batch
@@ -288,6 +288,6 @@ def gathered_while_it_generates(rank, world_size, path):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_weights_are_gathered_once_for_all_tokens_and_shared_again_behind_them(tiny_llama):
+def test_weights_are_gathered_once_for_all_tokens_and_resharded_after_them(tiny_llama):
     for gathers in run_ranks(gathered_while_it_generates, 2, tiny_llama):
         assert gathers[0] > 1 and gathers == [gathers[0]] * 3

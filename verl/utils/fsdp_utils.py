@@ -126,12 +126,12 @@ def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[No
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
+    """This rank's part [n / ranks, ...] of a sharded tensor [n, ...]; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """The full tensor on every rank, by a collective call where it is sharded; moved to `device` before that."""
+    """The full tensor, of its global shape, on every rank: a collective call if sharded; moved to `device` first."""
     tensor = tensor.detach()
     if device is not None:
         tensor = tensor.to(device)

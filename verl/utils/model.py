@@ -98,7 +98,7 @@ def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwar
 
 @register_model_loader("value_head")
 def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
-    """AutoModelForTokenClassification with one label a token: a critic or a reward model. Logits are [B, T, 1]."""
+    """AutoModelForTokenClassification with one label per token: a critic or a reward model. Logits are [B, T, 1]."""
     own = {"num_labels": 1, "classifier_dropout": 0.0}  # a value must not change from one forward to the next
     return _load_from_auto_class(AutoModelForTokenClassification, model_config, torch_dtype, own=own, **kwargs)
 
@@ -273,7 +273,7 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
 
 
 def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Names as they stand in the model's own checkpoint files, for models that rename weights when loading."""
+    """The tensors, of any shape, by their names in the model's checkpoint files, for models that rename on loading."""
     reverse = {new: old for old, new in (model._checkpoint_conversion_mapping or {}).items()}
     if not reverse:
         return state_dict

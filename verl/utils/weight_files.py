@@ -20,7 +20,7 @@ DTYPES = {
 
 
 class WeightFileError(ValueError):
-    """A weight file is missing or torn; the text names it."""
+    """A weight file is missing or incomplete; the text names it."""
 
 
 def safetensors_of(folder: str | Path) -> list[Path]:
@@ -41,7 +41,7 @@ def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
             with safe_open(file, "np") as opened:
                 shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})
         except (OSError, SafetensorError) as error:
-            raise WeightFileError(f"{file} is missing or torn ({one_line(error)}); copy or save it again.") from error
+            raise WeightFileError(f"{file} is missing or incomplete ({one_line(error)}); copy it again.") from error
     return shapes
 
 

@@ -17,7 +17,7 @@ METRICS: dict[str, str] = {
     "actor/reward_kl_penalty": "KL of old and reference policy that lowered the reward, before its coefficient.",
     "actor/reward_kl_penalty_coeff": "Coefficient of that penalty.",
     "critic/score/*": "Score of the samples as the reward gave it (mean, max, min).",
-    "critic/rewards/*": "Sum of token rewards of a sample, less the KL penalty.",
+    "critic/rewards/*": "Sum of token rewards of a sample, minus the KL penalty.",
     "critic/advantages/*": "Advantages of counted tokens.",
     "critic/returns/*": "Returns of counted tokens.",
     "critic/values/*": "Values of counted tokens.",

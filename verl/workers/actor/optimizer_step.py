@@ -47,7 +47,7 @@ def forward_in_order(
 def update_by_mini_batches(
     engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str, **cut: Any
 ) -> dict[str, list[float]]:
-    """One optimizer step a mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry a step.
+    """One optimizer step per mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry per step.
 
     An entry is this rank's share times the number of ranks: its mean over ranks is the value of the whole, and of names
     with "max" the maximum. `name` ("actor", "critic") begins metrics; `cut`: options of `micro_batches`.

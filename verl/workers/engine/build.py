@@ -27,7 +27,7 @@ def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *
         for m in _outermost_pretrained(module):
             if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
                 m.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP shards one dtype a group; an adapter that peft made in float32 on a bfloat16 base follows the base.
+    # FSDP shards one dtype per group; an adapter that peft made in float32 on a bfloat16 base follows the base.
     return module.to(dtype)
 
 
