@@ -1,14 +1,12 @@
 """The rollout over the actor's own module, against slow generation without a cache."""
 
-from contextlib import contextmanager, nullcontext
-
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import FakeEngine, leave_group, make_engine
 from tests.helpers.ranks import run_ranks
 from verl.config.rollout import SamplingConfig
 from verl.protocol import DataProto
@@ -19,22 +17,6 @@ from verl.workers.rollout.hf_rollout import HFRollout, choose
 from verl.workers.rollout.sampling import GenerationRequest, Sampling
 
 PAD, EOS = 0, 2
-
-
-class FakeEngine:
-    """An engine that is only its module."""
-
-    def __init__(self, module):
-        self.module = module.eval()
-
-    @contextmanager
-    def eval_mode(self):
-        yield self
-
-    def autocast(self):
-        return nullcontext()
-
-    gathered = autocast
 
 
 def rollout(path, engine=None, **changes):

@@ -10,7 +10,8 @@ from verl.config.common import ModuleConfig
 from verl.config.fields import setting
 from verl.utils.profiler.config import ProfilerConfig
 
-ROLLOUTS_OF_THE_ACTOR = ("hf", "spd")  # these generate with the actor's own module: no second engine, no second weights
+# These generate with the actor's own module: no second engine, no second weights.
+ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
 NO_PARALLEL = NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"}
@@ -122,7 +123,9 @@ class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
 class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
     """How completions are generated; prompt_length and response_length are in tokens."""
 
-    name: str | None = setting(MISSING, "Registered name of the rollout: hf (transformers' generate), vllm, spd.")
+    name: str | None = setting(
+        MISSING, "Registered name of the rollout: hf and refine (the actor's own module), vllm, spd."
+    )
     mode: str = setting(
         "sync",
         "sync: the ranks answer batches of prompts; async: agent loops hold conversations against the ranks' servers.",

@@ -68,6 +68,7 @@ _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry
 )
 _ROLLOUT_REGISTRY |= {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
+    ("refine", "sync"): "dllm_reasoning.rollout.RefineRollout",
     ("spd", "sync"): "recipe.spd.rollout.SPDRollout",
     ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMAsyncRollout",
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout.vLLMRollout",
