@@ -27,6 +27,7 @@ METRICS: dict[str, str] = {
     "critic/vpred_mean": "Mean value in the update.",
     "critic/grad_norm": "Norm of the critic's gradient before clipping.",
     "critic/lr": "Learning rate of the critic's update.",
+    "actor/refine_loss": "Cross-entropy of the refinement loss per label and round (actor.refine_loss_coef).",
     "critic/nonfinite_steps": "Mini-batches whose value update was skipped.",
     "response_length/*": "Tokens of an answer: mean, max, min, and the share cut at the limit (clip_ratio).",
     "response_length_non_aborted/*": "The same without empty answers.",

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.batch_cuts import micro_batches
@@ -34,6 +35,10 @@ class DataParallelPPOActor(BasePPOActor):
         self.policy = policy
         self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
         shared = config.share_prompt_forward
+        self.refine_loss = None
+        if config.refine_loss_coef:
+            refine_loss = load_class_from_fqn("dllm_reasoning.losses.refine_loss.RefineLoss", "actor.refine_loss")
+            self.refine_loss = refine_loss(config, engine)
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         policy.bind(engine.module)
 
@@ -74,7 +79,7 @@ class DataParallelPPOActor(BasePPOActor):
             )
         metrics = update_by_mini_batches(
             self.engine, config, data, lambda batch, counts: self._loss(batch, counts, temperature), "actor",
-            **self._cut,
+            begin=None if self.refine_loss is None else self.refine_loss.begin, **self._cut,
         )  # fmt: skip
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
@@ -89,6 +94,7 @@ class DataParallelPPOActor(BasePPOActor):
         config = replace(self.config, global_batch_info=info)
         mask = batch["response_mask"]
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        additive = {} if self.refine_loss is None else self.refine_loss.backward(batch)
         with self.engine.autocast():
             log_prob, entropy = self.policy.log_probs(
                 self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy
@@ -109,7 +115,7 @@ class DataParallelPPOActor(BasePPOActor):
                 f"policy loss {defined_at(self.loss_fn)} returned {kind(result)}; expected (loss, metrics): a tensor "
                 "of shape () and a dict of numbers."
             )
-        additive = {"actor/pg_loss": loss.item()}
+        additive["actor/pg_loss"] = loss.item()
         if wants_entropy:
             entropy_agg = agg_loss(entropy, mask, config.loss_agg_mode, **info)
             additive["actor/entropy"] = entropy_agg.item()

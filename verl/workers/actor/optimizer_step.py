@@ -45,12 +45,14 @@ def forward_in_order(
 
 
 def update_by_mini_batches(
-    engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str, **cut: Any
-) -> dict[str, list[float]]:
+    engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str,
+    begin: Callable[[DataProto], None] | None = None, **cut: Any,
+) -> dict[str, list[float]]:  # fmt: skip
     """One optimizer step per mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry per step.
 
     An entry is this rank's share times the number of ranks: its mean over ranks is the value of the whole, and of names
-    with "max" the maximum. `name` ("actor", "critic") begins metrics; `cut`: options of `micro_batches`.
+    with "max" the maximum. `name` ("actor", "critic") begins metrics; `begin` is called with each mini-batch first;
+    `cut`: options of `micro_batches`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     budget = config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None
@@ -68,6 +70,8 @@ def update_by_mini_batches(
             if counts.batch_num_tokens == 0:
                 logger.warning("{}: skipping a mini-batch that has no counted token on any rank", name)
                 continue
+            if begin is not None:
+                begin(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
             step = engine.optimizer_step(max_grad_norm=config.grad_clip)
