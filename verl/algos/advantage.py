@@ -281,3 +281,19 @@ def compute_remax_outcome_advantage(
     mask = response_mask.to(token_level_rewards.dtype)
     returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
     return (returns - reward_baselines.unsqueeze(-1)) * mask, returns
+
+
+@register_adv_est(AdvantageEstimator.OPD)
+@torch.no_grad()
+def compute_on_policy_distillation_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, config=None,
+    **kwargs,
+) -> Estimate:
+    """log teacher - log student of each sampled token, on that token alone; rewards are ignored. [B, T] -> [B, T] x2.
+
+    Its policy gradient is that of the reverse KL(student || teacher) of the next-token distributions at the student's
+    own prefixes, estimated from the sampled token (on-policy distillation, GKD with student samples, arXiv 2306.13649).
+    The reference policy is the teacher (`actor_rollout_ref.ref.model_path`).
+    """
+    advantages = torch.where(response_mask != 0, ref_log_prob - old_log_probs, 0.0)
+    return advantages, advantages

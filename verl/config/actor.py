@@ -125,6 +125,9 @@ class FSDPActorConfig(ActorConfig):
 class FSDPRefConfig(BaseConfig, section="ref"):
     """The reference policy: a forward only."""
 
+    model_path: str | None = setting(
+        None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
+    )
     rollout_n: int = setting(1, "Samples of each prompt.", low=1, unused="rows are scored as they come")
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     use_torch_compile: bool = torch_compile()
