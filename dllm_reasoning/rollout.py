@@ -7,6 +7,7 @@ import torch
 from dllm_reasoning.inference.adaptive import AdaptiveWindows, ForwardCosts, windows_of
 from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.inference.generator import decode
+from dllm_reasoning.inference.lenient import LenientDraws
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
 from verl.protocol import DataProto
@@ -24,7 +25,8 @@ class RefineRollout(HFRollout):
     Tokens and log-probs are those of rollout `hf` with the same seeds up to rounding: a token is kept only if the
     forward that predicted it had read the final tokens before it. `rollout.custom`: `mode` (auto, plain, slide,
     verify; default auto, which chooses by measured costs), `window` and `noise_token_id` (default: those in the model's
-    config.json). Raises ValueError for a model without a window if none is set. Metrics: rollout/tokens_per_forward,
+    config.json), and `lenience` (LenientAcceptance): with it samples are not those of the policy, but their log-probs
+    are known. Raises ValueError for a model without a window if none is set. Metrics: rollout/tokens_per_forward,
     tokens of all rows over the forwards that each of them took part in, and rollout/forwards, those of the batches.
     """
 
@@ -66,6 +68,15 @@ class RefineRollout(HFRollout):
         runner = ModelRunner(module, len(request.prompt_ids), slots, pad, use_cache=True)
         runner.prefill(rows, n)
         ends = frozenset(() if self.config.ignore_eos else request.eos_ids)
+        lenience, sampling = (self.config.custom or {}).get("lenience"), request.sampling
+        if lenience is not None and not sampling.greedy:
+            if sampling.top_k > 0 or sampling.top_p < 1:
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.custom.lenience={lenience} needs top_k=-1 and top_p=1, not top_k="
+                    f"{sampling.top_k} and top_p={sampling.top_p}: set those, or leave lenience out."
+                )
+            seeds = [seed for seeds in request.seeds for seed in seeds]
+            choose_tokens = LenientDraws(self.rule, lenience, sampling.temperature, seeds)
         self.forwards += 1 + decode(runner, rows, self.rule, ends, choose_tokens)
         self.row_forwards += sum(row.forwards for row in rows)
         answers = [row.tokens[row.prompt_length :] for row in rows]

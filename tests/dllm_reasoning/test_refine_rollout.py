@@ -10,6 +10,7 @@ from dllm_reasoning.rollout import RefineRollout
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny
 from tests.helpers.engines import FakeEngine, make_engine
 from tests.helpers.ranks import run_ranks
+from verl.algos.acceptance import LenientAcceptance
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
@@ -82,6 +83,39 @@ def test_ranks_of_a_sharded_model_do_not_wait_for_each_other(tmp_path):
         assert lengths.tolist() == [1 if rank else LIMIT] * 6
         length = 1 if rank else LIMIT
         assert (responses[:, :length] == expected[6 * rank : 6 * rank + 6, :length].numpy()).all()
+
+
+def test_lenient_samples_have_the_distribution_that_their_log_probs_state():
+    """The first token is the policy's; the second was drafted after a noise token, then verified."""
+    lenience, n = 2.5, 4000
+    made = rollout(RefineRollout, custom={"mode": "verify", "window": 2, "lenience": lenience}, response_length=3)
+    model = made.engine.module
+    model.lm_head.weight.data *= 0.2  # flatter, so that every token occurs
+    batch = prompts(n=n, eos_token_id=None)[:1]
+    out = made.generate_sequences(batch).batch
+    prompt = batch.batch["input_ids"][0]
+    with torch.no_grad():
+        first = model(input_ids=prompt[None]).logits[0, -1].softmax(-1)
+        draft = model(input_ids=torch.cat([prompt, torch.tensor([3])])[None]).logits[0, -1].softmax(-1)
+        after = torch.stack([torch.cat([prompt, torch.tensor([token])]) for token in range(VOCABULARY)])
+        target = model(input_ids=after).logits[:, -1].softmax(-1)  # [first token, second token]
+    behaviour = LenientAcceptance.of(target, draft.expand_as(target), lenience).behaviour
+    behaviour[3] = target[3]  # after the noise token itself the second token was drawn with the right context
+    one, two, _ = out["responses"].T
+    expected = torch.stack([first[one].log(), behaviour[one, two].log()], 1)
+    torch.testing.assert_close(out["rollout_log_probs"][:, :2], expected, atol=1e-4, rtol=0)
+    mean, counts = n * (first[:, None] * behaviour).sum(0), torch.bincount(two, minlength=VOCABULARY)
+    assert mean.min() > 5
+    chi_squared = ((counts - mean) ** 2 / mean).sum()
+    assert chi_squared < 82.7  # the 99.9 % quantile for 47 degrees of freedom
+    unlike = n * (first[:, None] * target).sum(0)  # the policy's own second tokens
+    assert ((counts - unlike) ** 2 / unlike).sum() > 200
+
+
+def test_lenience_is_refused_with_filters():
+    made = rollout(RefineRollout, custom={"lenience": 2.0}, top_p=0.9)
+    with pytest.raises(ValueError, match=r"custom.lenience=2.0 needs top_k=-1 and top_p=1, not top_k=-1 and top_p=0.9"):
+        made.generate_sequences(prompts())
 
 
 def test_a_batch_in_parts_draws_the_same():
