@@ -76,10 +76,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     options = {name: options[name] for name in ("model", "worker_cls", "speculative_config", "additional_config")}
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     middleware = ["--middleware", "recipe.spd.vllm_plugin.http.CountsMiddleware"]
-    command = [*server, *flags_of(options), *middleware, *rest]
-    if args.print:
+    serve(options, [*middleware, *rest], only_print=args.print)
+
+
+def serve(options: dict[str, Any], rest: Sequence[str], *, only_print: bool) -> None:
+    """Become vLLM's server with these engine arguments, and `rest` as it is; or print the command."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options), *rest]
+    if only_print:
         print(shlex.join(command))
         return
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # vLLM imports the plugin by name
