@@ -54,8 +54,10 @@ class EngineProcess:
         self._answer()
         return self
 
-    def generate(self, prompts: list[list[int]], batch: int, *, max_tokens: int = 128, **xargs: float) -> Generated:
-        """Greedy answers, at most `batch` requests at a time."""
+    def generate(
+        self, prompts: list[list[int]], batch: int, *, max_tokens: int = 128, **xargs: float | list[float]
+    ) -> Generated:  # fmt: skip
+        """Greedy answers, at most `batch` requests at a time; a list in `xargs` has a value for each prompt."""
         asked = {"prompts": prompts, "batch": batch, "max_tokens": max_tokens, "xargs": xargs}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
@@ -76,6 +78,8 @@ class EngineProcess:
 def time_judge(llm: Any) -> list[float]:
     """A list whose only entry grows by the CPU seconds spent in the engine's judge."""
     spent = [0.0]
+    if llm.llm_engine.vllm_config.parallel_config.world_size > 1:  # in other processes: not timed
+        return spent
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
     def timed(work: Any) -> Any:
@@ -105,12 +109,16 @@ def main() -> None:
         asked = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
         settings = {"temperature": 0.0, "max_tokens": asked["max_tokens"], "detokenize": False}
-        params = SamplingParams(**settings, extra_args=asked["xargs"] or None)
+        each = [
+            {name: value[i] if isinstance(value, list) else value for name, value in asked["xargs"].items()}
+            for i in range(len(prompts))
+        ]
+        params = [SamplingParams(**settings, extra_args=xargs or None) for xargs in each]
         cpu, wall, judging, outputs = time.process_time(), time.perf_counter(), spent[0], []
         # A full batch stays full: the scheduler starts the next request as soon as one ends.
         step = len(prompts) if asked["batch"] == options["max_num_seqs"] else asked["batch"]
         for first in range(0, len(prompts), step):
-            outputs += llm.generate(prompts[first : first + step], params, use_tqdm=False)
+            outputs += llm.generate(prompts[first : first + step], params[first : first + step], use_tqdm=False)
         reply = {
             "tokens": [list(o.outputs[0].token_ids) for o in outputs], "cpu": time.process_time() - cpu,
             "wall": time.perf_counter() - wall, "judging": spent[0] - judging,

@@ -33,6 +33,7 @@ CANDIDATES = (-1.0, 0.0, 0.5, 1.0, 1.5, 2.0)
 REPETITIONS = 5
 ALONE, TOGETHER = 8, 48  # questions of a repetition, one at a time and 16 at a time
 OFFSETS = range(6)
+FEW = 60  # questions of each set-up
 SAME = 200  # questions of the refined model's comparison
 
 
@@ -220,6 +221,35 @@ def same_rows() -> list[Row]:
     return [row("served_same_tokens", [min(same)], f"share of {len(prompts)} questions, least of three thresholds")]
 
 
+def variant_rows() -> list[Row]:
+    """The same answers from engines set up otherwise, and with mixed thresholds in one batch."""
+    target = str(DEMO / "testbed" / "target")
+    prompts = [q.prompt_ids for q in questions("test")[:FEW]]
+    variants = {
+        "prefix cache": {"enable_prefix_caching": True}, "chunked prefill": {"max_num_batched_tokens": 192},
+        "compiled": {"enforce_eager": False}, "two tensor-parallel ranks": {"tensor_parallel_size": 2},
+    }  # fmt: skip
+    options = {"as above": scorer_options(target), **{n: scorer_options(target, **v) for n, v in variants.items()}}
+    same = {}
+    for name, chosen in options.items():
+        with Engines({name.replace(" ", "_"): chosen}) as engines:
+            (engine,) = engines.values()
+            made = [engine.generate(prompts, 16, max_tokens=LIMIT, spd_threshold=t).tokens for t in THRESHOLDS]
+            if name == "as above":
+                expected = made
+                cycle = [THRESHOLDS[i % len(THRESHOLDS)] for i in range(FEW)]
+                mixed = engine.generate(prompts, 16, max_tokens=LIMIT, spd_threshold=cycle).tokens
+                right = [expected[THRESHOLDS.index(t)][i] for i, t in enumerate(cycle)]
+                same["mixed"] = sum(a == b for a, b in zip(mixed, right, strict=True)) / FEW
+            elif name == "prefix cache":  # the answers of the first pass are cached prefixes now
+                made = [engine.generate(prompts, 16, max_tokens=LIMIT, spd_threshold=t).tokens for t in THRESHOLDS]
+        pairs = [(a, b) for t, u in zip(made, expected, strict=True) for a, b in zip(t, u, strict=True)]
+        same[name] = sum(a == b for a, b in pairs) / len(pairs)
+    say(", ".join(f"{name} {share:.3f}" for name, share in same.items()))
+    unit = f"share of {FEW} questions and three thresholds, worst of {len(same)} set-ups"
+    return [row("served_same_tokens_variants", [min(same.values())], unit)]
+
+
 def refined_rows() -> list[Row]:
     """A refined model as its own drafter, the demo's as it is: batch 1 and 16, and the tokens against plain."""
     from transformers import AutoTokenizer
@@ -248,7 +278,8 @@ def refined_rows() -> list[Row]:
 
 
 PIECES: dict[str, Callable[[], list[Row]]] = {
-    "speed": speed_rows, "demo": demo_rows, "accuracy": accuracy_rows, "same": same_rows, "refined": refined_rows,
+    "speed": speed_rows, "demo": demo_rows, "accuracy": accuracy_rows, "same": same_rows,
+    "variants": variant_rows, "refined": refined_rows,
 }  # fmt: skip
 
 
