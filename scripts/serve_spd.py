@@ -4,8 +4,9 @@
     python scripts/serve_spd.py --target DIR --scorer DIR --print \\
         --speculative-config '{"method": "eagle", "model": "HEAD", "num_speculative_tokens": 5}'
 
-Scorer, target and drafter are checked first. Options that are not listed below go to vLLM as they are. A request sets
-its own threshold by "vllm_xargs": {"spd_threshold": 0.5}, and exact acceptance by {"spd": 0}.
+Scorer, target and drafter are checked first. Options that are not listed below, such as --tensor-parallel-size, go to
+vLLM as they are. A request sets its own threshold by "vllm_xargs": {"spd_threshold": 0.5}, and exact acceptance by
+{"spd": 0}.
 """
 
 import argparse
