@@ -80,6 +80,18 @@ def test_forbidden_tokens_are_never_let_through(served):
         assert forbidden in free and forbidden not in limited
 
 
+def test_a_grammar_holds(served):
+    """The tokenizer's words are letters and figures: their texts in a row must match."""
+    _, url = served
+    words = set()
+    for prompt in make_prompts(8):
+        grammar = {"structured_outputs": {"regex": "[a-e]{7}"}, "vllm_xargs": {"spd_threshold": -1e9}}
+        text = ask(url, prompt, **grammar)["choices"][0]["text"].split()
+        assert len(text) == 7 and set(text) <= set("abcde")
+        words |= set(text)
+    assert len(words) > 1
+
+
 def test_a_minimum_of_tokens_holds(served):
     _, url = served
     for prompt in make_prompts(8):
@@ -117,18 +129,18 @@ def test_counts_are_on_the_metrics_page_and_by_request(served):
 
 
 def test_exact_sampled_requests_follow_the_targets_distribution(served):
-    """Without repair_expand_kernel the second token would be drawn at uninitialised temperatures."""
+    """Without repair_expand_kernel tokens after the first would be drawn at uninitialised temperatures."""
     pair, url = served
-    prompt, count = make_prompts(1)[0], 4000
-    settings = {"temperature": 1.0, "max_tokens": 2, "n": count // 4, "vllm_xargs": {"spd": 0}, "ignore_eos": True}
-    replies = [ask(url, prompt, seed=seed, **settings) for seed in range(4)]
-    drawn = [tuple(choice["token_ids"]) for reply in replies for choice in reply["choices"]]
-    first = max({a for a, _ in drawn}, key=[a for a, _ in drawn].count)
-    seconds = torch.tensor([b for a, b in drawn if a == first])
+    prompt = make_prompts(1)[0]
+    settings = {"temperature": 1.0, "max_tokens": 4, "n": 1000, "vllm_xargs": {"spd": 0}, "ignore_eos": True}
+    replies = [ask(url, prompt, seed=seed, **settings) for seed in range(3)]
+    drawn = torch.tensor([choice["token_ids"][:2] for reply in replies for choice in reply["choices"]])
+    firsts, which = drawn[:, 0].unique(return_inverse=True)
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     with torch.no_grad():
-        expected = target(torch.tensor([[*prompt, first]])).logits[0, -1].softmax(-1)
-    frequencies = torch.bincount(seconds, minlength=len(expected)) / len(seconds)
-    distance = (frequencies - expected).abs().sum() / 2
-    noise = (expected * (1 - expected) / len(seconds)).sqrt().sum() / 2  # about the expected distance of such a sample
-    assert len(seconds) > 300 and distance < 1.5 * noise
+        texts = torch.tensor([[*prompt, first] for first in firsts.tolist()])
+        each = target(texts).logits[:, -1].softmax(-1)[which]  # of the second token, given each first one
+    frequencies = torch.bincount(drawn[:, 1], minlength=each.shape[1]) / len(drawn)
+    distance = (frequencies - each.mean(0)).abs().sum() / 2
+    noise = (each * (1 - each)).mean(0).div(len(drawn)).sqrt().sum() / 2  # about that of a fair sample
+    assert len(firsts) > 3 and distance < 1.5 * noise
