@@ -41,6 +41,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--tokenizer": ("actor_rollout_ref.model.tokenizer_path", {"help": "default: the model's"}),
     "--adapter": ("spd.adapter_path", {"help": "saved scorer to start from"}),
     "--target": ("spd.target_path", {"help": "the target that completes, where --model is another model"}),
+    "--draft": ("spd.rollout.draft_path", {"help": "draft model of the blocks: a server of the scorer checks it"}),
     "--store": ("spd.rollout.store_path", {"help": "file of completions, may be shared between runs"}),
     "--backbone": ("spd.backbone", {"choices": ("target", "own")}),
     "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid")}),
@@ -167,7 +168,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("name the target model: --model DIR or MODEL_PATH")
     if args.val_metadata and not args.val_blocks:
         parser.error("--val-metadata is given without --val-blocks")
-    for name in ("output_dir", "store", "adapter", "target", "model", "tokenizer"):
+    for name in ("output_dir", "store", "adapter", "target", "draft", "model", "tokenizer"):
         value = getattr(args, name)
         if value is not None and (name in ("output_dir", "store") or Path(value).expanduser().exists()):
             setattr(args, name, str(Path(value).expanduser().resolve()))

@@ -48,9 +48,14 @@ class OwnPath:
     tokens_per_forward: float
 
 
-def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress) -> OwnPath:
-    """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met."""
-    decoding = pair.speculative(questions, exact, progress)
+def own_path(
+    pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress, offsets: int = 0
+) -> OwnPath:  # fmt: skip
+    """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met.
+
+    `offsets`: see drawn_offsets.
+    """
+    decoding = pair.speculative(questions, exact, progress, drawn_offsets(len(questions), offsets, seed))
     if count and not decoding.blocks:
         raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
                          "nothing to judge; use another draft")
@@ -65,12 +70,22 @@ def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, p
 
 
 def drifted_blocks(pair: Pair, questions: Sequence[Question], rule: Rule, count: int, seed: int,
-                   progress: Progress) -> list[DraftedBlock]:
+                   progress: Progress, offsets: int = 0) -> list[DraftedBlock]:
     """A sample of `count` blocks on the path of a lenient rule, with baselines from completions."""
-    sampled = sample(pair.speculative(questions, rule, progress).blocks, count, seed)
+    starts = drawn_offsets(len(questions), offsets, seed + 1)
+    sampled = sample(pair.speculative(questions, rule, progress, starts).blocks, count, seed)
     completed = pair.greedy("target", [c for _, c, _, _ in sampled], progress)
     return [_block(q, c, d, t, pair.is_right(c[len(q.prompt_ids) :] + more, q), pair.spoken(more), "drifted")
             for (q, c, d, t), more in zip(sampled, completed, strict=True)]
+
+
+def drawn_offsets(count: int, largest: int, seed: int) -> list[int]:
+    """For each of `count` answers where its first block starts, from 0 to `largest` tokens.
+
+    Other decoders start elsewhere than after the prompt: vLLM's prefill always emits a token of the target.
+    """
+    draw = random.Random(f"offsets {seed}")
+    return [draw.randint(0, largest) for _ in range(count)]
 
 
 def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool, length: int,

@@ -31,7 +31,7 @@ OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
     """Training of a scorer on a test bed's blocks, saved at its last step."""
     command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
-    command += ["--blocks", str(testbed / "blocks_train.parquet")]
+    command += ["--draft", str(testbed / "draft"), "--blocks", str(testbed / "blocks_train.parquet")]
     command += ["--metadata", str(testbed / "metadata_train.parquet")]
     command += ["--store", str(store), "--steps", str(steps), "--seed", str(seed), "--save-freq", str(steps)]
     command += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT)]

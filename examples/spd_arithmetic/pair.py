@@ -67,9 +67,15 @@ class Pair:
         """Greedy continuation of every prompt by `target` or `draft`."""
         return list(chain(*self._map(partial(_complete, self.files, role), prompts, progress)))
 
-    def speculative(self, questions: Sequence[Question], rule: Rule, progress: Progress) -> Decoding:
-        """Speculative decoding of every question under a rule's judge."""
-        parts = self._map(partial(_decode, self.files, rule), questions, progress)
+    def speculative(
+        self, questions: Sequence[Question], rule: Rule, progress: Progress, offsets: Sequence[int] | None = None
+    ) -> Decoding:  # fmt: skip
+        """Speculative decoding of every question under a rule's judge.
+
+        `offsets`: the first block of each answer starts after so many of the target's own tokens (default: none).
+        """
+        rows = list(zip(questions, offsets or [0] * len(questions), strict=True))
+        parts = self._map(partial(_decode, self.files, rule), rows, progress)
         return Decoding(*(list(chain(*(getattr(part, name) for part in parts)))
                           for name in Decoding.__dataclass_fields__))
 
@@ -118,8 +124,15 @@ def _complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list
                            batch_size=files.batch_size).tokens
 
 
-def _decode(files: PairFiles, rule: Rule, questions: Sequence[Question]) -> Decoding:
+def _decode(files: PairFiles, rule: Rule, rows: Sequence[tuple[Question, int]]) -> Decoding:
     loaded = _load(files)
+    questions, offsets = zip(*rows, strict=True)
+    limits = {"eos_token_id": loaded.ends, "batch_size": files.batch_size}
+    begun = [[] for _ in rows]
+    if longest := max(offsets):
+        own = greedy_generate(loaded.target, [q.prompt_ids for q in questions], max_new_tokens=longest, **limits)
+        begun = [ids[:offset] for ids, offset in zip(own.tokens, offsets, strict=True)]
+        begun = [[] if loaded.ends.intersection(ids) else ids for ids in begun]  # a short answer starts at its begin
     blocks: list[Recorded] = []
 
     def keep(block: Block, accepted: torch.Tensor) -> None:
@@ -130,6 +143,7 @@ def _decode(files: PairFiles, rule: Rule, questions: Sequence[Question]) -> Deco
                 blocks.append((questions[row], list(context), draft, target))
 
     result = speculative_generate(
-        loaded.target, loaded.draft, [q.prompt_ids for q in questions], rule(), gamma=files.gamma,
-        max_new_tokens=files.max_new_tokens, eos_token_id=loaded.ends, batch_size=files.batch_size, on_block=keep)
-    return Decoding(result.tokens, result.rounds, result.accepted, blocks)
+        loaded.target, loaded.draft, [q.prompt_ids + ids for q, ids in zip(questions, begun, strict=True)], rule(),
+        gamma=files.gamma, max_new_tokens=files.max_new_tokens, on_block=keep, **limits)
+    tokens = [(ids + more)[: files.max_new_tokens] for ids, more in zip(begun, result.tokens, strict=True)]
+    return Decoding(tokens, result.rounds, result.accepted, blocks)

@@ -121,7 +121,8 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
         return
     settings = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     adapter = settings.pop("adapter_path", None)
-    settings.pop("feature_store", None)
+    for name in ("feature_store", "draft_path"):
+        settings.pop(name, None)
     try:
         scorer = ScoringModelConfig(base_model_path=model.path, **settings)
     except (TypeError, ValueError) as e:

@@ -33,7 +33,9 @@ class SPDRolloutSettings:
         0.05, "Share of a step's samples without completion that ends the run.", low=0, high=1
     )
     rounds: int = setting(1, "Judged blocks before the target completes the answer; the first is trained.", low=1)
-    draft_path: str | None = setting(None, "Draft model, for rounds above 1.")
+    draft_path: str | None = setting(
+        None, "Draft model of the blocks: needed for rounds above 1, and recorded in the scorer, which a server checks."
+    )
     max_tokens: int = setting(256, "Maximum tokens of a completion; one that reaches it counts as wrong.", low=1)
     timeout_s: float = setting(120.0, "Seconds of one request.", above=0)
     attempts: int = setting(4, "Attempts of one request, each on the next server.", low=1)

@@ -372,6 +372,29 @@ def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
         assert block.context_ids == prompts[block.question_id] + said[block.question_id][:behind]
 
 
+def test_blocks_start_anywhere_in_the_answer_and_stay_on_the_same_text(tiny_testbed, shared_work, asked):
+    both = tiny_pair(tiny_testbed[0], shared_work)
+    at_zero = both.speculative(asked, exact, quiet)
+    offsets = [3, 0, 1, 2, 5]
+    moved = both.speculative(asked, exact, quiet, offsets)
+    assert moved.tokens == at_zero.tokens
+    first = {}
+    for question, context, _, _ in moved.blocks:
+        first.setdefault(question.question_id, len(context) - len(question.prompt_ids))
+    least = {q.question_id: offset for q, offset in zip(asked, offsets, strict=True)}
+    assert all(first[name] >= least[name] for name in first) and moved.blocks != at_zero.blocks
+    everything = both.speculative(asked, accept_all, quiet, offsets).blocks  # a round is 4 drafted tokens and one more
+    for question, context, _, _ in everything:
+        assert (len(context) - len(question.prompt_ids) - least[question.question_id]) % 5 == 0
+
+
+def test_offsets_are_drawn_evenly_from_the_seed():
+    drawn = blocks.drawn_offsets(9000, 8, 0)
+    assert drawn == blocks.drawn_offsets(9000, 8, 0) != blocks.drawn_offsets(9000, 8, 1)
+    assert all(900 < drawn.count(offset) < 1100 for offset in range(9))
+    assert blocks.drawn_offsets(3, 0, 0) == [0, 0, 0]
+
+
 def test_half_of_the_train_blocks_are_drifted(tiny_testbed):
     rows = pd.read_parquet(tiny_testbed[0] / "blocks_train.parquet")
     assert rows.block_id.str.split("/").str[1].value_counts().to_dict() == {"own": 10, "drifted": 10}
