@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
-from recipe.spd.answers import extract_answer
+from recipe.spd.answers import is_correct
 from recipe.spd.dataset import cut_at_end
 from recipe.spd.decoder import Block, Judge, end_ids, greedy_generate, speculative_generate
 
@@ -57,7 +57,7 @@ class Pair:
     def is_right(self, answer_ids: Sequence[int], question: Question) -> bool:
         """Whether an ended answer names the right number; one cut at the limit is wrong."""
         ended = bool(answer_ids) and answer_ids[-1] in self.ends
-        return ended and extract_answer(self.decode(answer_ids)) == question.ground_truth
+        return ended and is_correct(self.decode(answer_ids), question.ground_truth)
 
     def spoken(self, ids: Sequence[int]) -> int:
         """Number of tokens before the end token."""
