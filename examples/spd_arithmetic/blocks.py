@@ -74,9 +74,9 @@ def drifted_blocks(pair: Pair, questions: Sequence[Question], rule: Rule, count:
     """A sample of `count` blocks on the path of a lenient rule, with baselines from completions."""
     starts = drawn_offsets(len(questions), offsets, seed + 1)
     sampled = sample(pair.speculative(questions, rule, progress, starts).blocks, count, seed)
-    completed = pair.greedy("target", [c for _, c, _, _ in sampled], progress)
-    return [_block(q, c, d, t, pair.is_right(c[len(q.prompt_ids) :] + more, q), pair.spoken(more), "drifted")
-            for (q, c, d, t), more in zip(sampled, completed, strict=True)]
+    answers = pair.answers([q for q, *_ in sampled], [c for _, c, _, _ in sampled], progress)
+    return [_block(q, c, d, t, pair.is_right(ids, q), len(q.prompt_ids) + pair.spoken(ids) - len(c), "drifted")
+            for (q, c, d, t), ids in zip(sampled, answers, strict=True)]
 
 
 def drawn_offsets(count: int, largest: int, seed: int) -> list[int]:
@@ -101,16 +101,12 @@ def harm_labels(pair: Pair, blocks: Sequence[DraftedBlock], questions: dict[str,
     Counterfactual: the target completes the context with the draft up to and including the mismatch.
     """
     places = [(b, i) for b in blocks if b.is_correct_baseline for i in mismatches(b)]
-    hybrids = [b.context_ids + b.draft_ids[: i + 1] for b, i in places]
-    running = [k for k, hybrid in enumerate(hybrids) if hybrid[-1] not in pair.ends]
-    completed = pair.greedy("target", [hybrids[k] for k in running], progress)
-    for k, more in zip(running, completed, strict=True):
-        hybrids[k] = hybrids[k] + more
+    asked = [questions[b.question_id] for b, _ in places]
+    answers = pair.answers(asked, [b.context_ids + b.draft_ids[: i + 1] for b, i in places], progress)
     labels: list[HarmLabel] = []
     broken: set[str] = set()
-    for (block, position), hybrid in zip(places, hybrids, strict=True):
-        question = questions[block.question_id]
-        harmful = not pair.is_right(hybrid[len(question.prompt_ids) :], question)
+    for (block, position), question, ids in zip(places, asked, answers, strict=True):
+        harmful = not pair.is_right(ids, question)
         labels.append(HarmLabel(block.question_id, block.block_id, position, block.context_ids, block.draft_ids,
                                 block.target_ids, harmful, block.block_id in broken))
         if harmful:

@@ -67,6 +67,14 @@ class Pair:
         """Greedy continuation of every prompt by `target` or `draft`."""
         return list(chain(*self._map(partial(_complete, self.files, role), prompts, progress)))
 
+    def answers(self, questions: Sequence[Question], contexts: Sequence[list[int]], progress: Progress
+                ) -> list[list[int]]:
+        """The target's answer to each question whose context has begun it; together they have the usual limit."""
+        running = [k for k, context in enumerate(contexts) if context[-1] not in self.ends]
+        completed = dict(zip(running, self.greedy("target", [contexts[k] for k in running], progress), strict=True))
+        whole = zip(questions, (context + completed.get(k, []) for k, context in enumerate(contexts)), strict=True)
+        return [ids[len(q.prompt_ids) :][: self.files.max_new_tokens] for q, ids in whole]
+
     def speculative(
         self, questions: Sequence[Question], rule: Rule, progress: Progress, offsets: Sequence[int] | None = None
     ) -> Decoding:  # fmt: skip

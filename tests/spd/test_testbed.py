@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pandas as pd
@@ -311,7 +312,8 @@ def test_harm_is_counterfactual():
     encoder = Encoder()
     end = encoder.encode(["answer", "is"])
     question = questions.Question("q", "", [10], "3")
-    scripted = pair.Pair(None, encoder.decode, frozenset([EOS_ID]), None)
+    files = pair.PairFiles(None, "cpu", 1, 4, max_new_tokens=8, batch_size=2)
+    scripted = pair.Pair(files, encoder.decode, frozenset([EOS_ID]), None)
     calls = []
 
     def complete(role, prompts, progress):
@@ -328,6 +330,12 @@ def test_harm_is_counterfactual():
     assert calls == [[10, *draft[:1]], [10, *draft[:3]]]
     assert [(x.block_id, x.position, x.harmful, x.already_broken) for x in labels] == [
         ("b", 0, False, False), ("b", 2, True, False)]
+    # With 6 tokens from the end of the question the four that the target writes do not fit after three of the draft.
+    tight = pair.Pair(replace(files, max_new_tokens=6), encoder.decode, frozenset([EOS_ID]), None)
+    object.__setattr__(tight, "greedy", complete)
+    answers = tight.answers([question] * 2, [[10, *draft[:1]], [10, *draft[:3]]], quiet)
+    assert [len(ids) for ids in answers] == [5, 6]
+    assert tight.is_right(answers[0], question) and not tight.is_right(answers[1], question)
 
 
 @pytest.fixture(scope="module")
