@@ -98,7 +98,7 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
 
 
 PUBLIC = """backbone attention context_tokens head_inputs head_size feature_store adapter_path sample_temperature
-loss_positions seed target_path reward.alpha reward.penalty_break reward.useless reward.correct_base reward.length
+loss_positions truncated seed target_path reward.alpha reward.penalty_break reward.useless reward.correct_base reward.length
 reward.zero_length reward.length_penalty rollout.servers rollout.served_model rollout.server_args rollout.server_log
 rollout.start_timeout_s rollout.max_model_len rollout.store_path rollout.lost_share_max rollout.rounds
 rollout.draft_path rollout.max_tokens rollout.timeout_s rollout.attempts rollout.prompts_per_request
