@@ -186,6 +186,7 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
         FileNotFoundError(f"{option} {path}: the file does not exist.")
         for option, path in given.items() if path and not Path(path).is_file()
     ]  # fmt: skip
+    backbone = _given(args.overrides, "spd.backbone") or args.backbone or "target"
     option, tokenizer = "--tokenizer" if args.tokenizer else "--model", None
     try:
         tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
@@ -200,7 +201,8 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
         if tokenizer is None or not blocks or not (Path(blocks).is_file() and Path(metadata).is_file()):
             continue
         try:
-            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, folder / f"{split}.parquet", tokenizer)
+            output = folder / f"{split}.parquet"
+            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, output, tokenizer, backbone)
         except (ValueError, OSError) as error:
             errors.append(error)
     return prepared, errors
@@ -252,9 +254,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _plans_only(overrides: Sequence[str]) -> bool:
     """Whether trainer.dry_run is set to one of yaml's spellings of true."""
+    return _given(overrides, "trainer.dry_run").lower() in ("true", "yes", "on", "1")
+
+
+def _given(overrides: Sequence[str], key: str) -> str:
+    """The value of a key among key=value settings; empty without one."""
     pairs = (text.lstrip("+").partition("=") for text in overrides)
-    values = [value for key, _, value in pairs if key == "trainer.dry_run"]
-    return bool(values) and values[-1].lower() in ("true", "yes", "on", "1")
+    return ([""] + [value for name, _, value in pairs if name == key])[-1]
 
 
 if __name__ == "__main__":

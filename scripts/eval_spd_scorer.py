@@ -176,8 +176,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--scorer-thresholds", type=float, nargs="+", default=[-1.0, 0.0, 0.5, 1.0, 2.0])
     add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0])
-    add("--max-val-drop", type=float, default=0.005,
-        help="of the scorer's thresholds, the fastest within this validation drop wins; if none is, the least drop")
+    add("--max-val-drop", type=float, default=0.01,
+        help="of the scorer's thresholds, the fastest whose validation drop is at most this at the upper end of its "
+        "95 %% interval wins; if none is, that of the lowest end")
     add("--all-rules", action="store_true", help="sweep typical acceptance and divergence as well")
     add("--seed", type=int, default=0)
     add("--processes", type=int, help="runs at a time, each with its own models (default: cores; on a GPU 1)")
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     record = {"questions": questions, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
-    choice = {"rule": f"fastest with a drop of at most {args.max_val_drop}, else least drop", "chosen": chosen,
+    choice = {"rule": f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval", "chosen": chosen,
               "rows": [asdict(row) for row in validation]}
     (args.out / "validation.json").write_text(json.dumps(choice, indent=1) + "\n")
     save_plot(rows, questions, args.out / "evaluation.png")

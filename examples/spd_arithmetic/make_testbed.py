@@ -208,11 +208,9 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
         figures = measure(pair, splits, paths, report)
     reached = [label for label in labels if not label.already_broken]
     figures |= written | {
-        "mismatches_labelled": len(labels),
-        "mismatches_harmful": sum(label.harmful for label in labels) / max(1, len(labels)),
-        "mismatches_harmful_first": sum(label.harmful for label in reached) / max(1, len(reached)),
+        "mismatches_labelled": len(labels), "mismatches_reachable": len(reached),
+        "mismatches_harmful": sum(label.harmful for label in reached) / max(1, len(reached)),
     }
-    figures["mismatches_harmless"] = 1.0 - figures["mismatches_harmful"]
     record = {
         "fingerprint": key, "seed": args.seed, "softness": args.softness, "gamma": args.gamma,
         "max_new_tokens": args.max_new_tokens, "source": "corpus" if args.questions is None else str(args.questions),

@@ -15,7 +15,7 @@ from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
 from recipe.spd.answers import is_correct
 from recipe.spd.dataset import cut_at_end
-from recipe.spd.decoder import Block, Judge, end_ids, greedy_generate, speculative_generate
+from recipe.spd.decoder import Block, Judge, check_tokenizers, end_ids, greedy_generate, speculative_generate
 
 Rule = Callable[[], Judge]
 """Makes a judge in the worker that needs it; picklable."""
@@ -112,12 +112,9 @@ def _load(files: PairFiles) -> _Loaded:
     dtype = torch.float32 if files.device == "cpu" else torch.bfloat16
     target, draft = (AutoModelForCausalLM.from_pretrained(files.folder / name, dtype=dtype).to(files.device).eval()
                      for name in ("target", "draft"))
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise ValueError(f"target has {target.config.vocab_size} tokens and draft {draft.config.vocab_size}; "
-                         "speculative decoding needs one vocabulary")
-    ends = end_ids(target.generation_config.eos_token_id)
-    if not ends:
-        ends = end_ids(AutoTokenizer.from_pretrained(files.folder / "target").eos_token_id)
+    tokenizer, other = (AutoTokenizer.from_pretrained(files.folder / name) for name in ("target", "draft"))
+    check_tokenizers(tokenizer, other, "the draft")
+    ends = end_ids(target.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
     return _Loaded(target, draft, ends)
 
 

@@ -119,7 +119,7 @@ class SPDRollout(BaseRollout):
         )
         return FurtherRounds(
             target, draft, blocks=options.rounds - 1, gamma=self.config.response_length, eos=self.eos,
-            sep_token_id=resolve_sep_token_id(self.tokenizer), gather=gathered,
+            sep_token_id=resolve_sep_token_id(self.tokenizer, read=self.settings.backbone == "own"), gather=gathered,
             rows_per_forward=self.config.log_prob_micro_batch_size_per_gpu or 256,
         )  # fmt: skip
 

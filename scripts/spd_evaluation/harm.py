@@ -19,11 +19,19 @@ COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
 @dataclass(frozen=True)
 class LabelledBlock:
-    """One drafted block; `harmful[i]`: the right answer becomes wrong if the mismatches up to i are accepted."""
+    """One drafted block; `harmful[i]`: the right answer becomes wrong if the mismatches up to i are accepted.
+
+    What follows a harmful mismatch counts nowhere: the answer is broken there already, whatever the next mismatch does.
+    """
 
     context_ids: list[int]
     draft_ids: list[int]
     harmful: dict[int, bool]
+
+    def reachable(self) -> dict[int, bool]:
+        """The labels up to and including the first harmful one."""
+        first = min((position for position, harmful in self.harmful.items() if harmful), default=len(self.draft_ids))
+        return {position: harmful for position, harmful in self.harmful.items() if position <= first}
 
 
 def harm_shares(
@@ -31,7 +39,7 @@ def harm_shares(
 ) -> list[tuple[float | None, float | None]]:
     """For each judge: (share of the harmless, share of the harmful) mismatches it accepts; None where there are none.
 
-    Each mismatch is judged as if everything before it in its block had been accepted.
+    Each reachable mismatch is judged as if everything before it in its block had been accepted.
     """
     from recipe.spd.decoder import replay_blocks  # seconds of imports that read_labels does without
 
@@ -41,7 +49,7 @@ def harm_shares(
     for view in replay_blocks(target, draft, contexts, drafts):
         verdicts = [judge(view).tolist() for judge in judges]
         for k, place in enumerate(view.rows.tolist()):
-            for position, harmful in blocks[place].harmful.items():
+            for position, harmful in blocks[place].reachable().items():
                 total[harmful] += 1
                 for count, verdict in zip(passed, verdicts, strict=True):
                     count[harmful] += verdict[k][position]

@@ -87,16 +87,18 @@ def accepted_share(result: SpecResult) -> float:
 
 
 def choose_threshold(rows: Sequence[EvaluationRow], max_drop: float) -> EvaluationRow:
-    """The fastest row whose drop is at most `max_drop`; if there is none, the row of least drop.
+    """The fastest row whose drop is at most `max_drop` at the upper end of its 95 % interval; without one, that of the
+    lowest end.
 
-    To be called with rows of the validation split.
+    To be called with rows of the validation split. Drops are paired with exact match on the same questions.
     """
     if not rows:
         raise ValueError("no validation rows to choose a threshold from; give at least one scorer threshold")
-    good = [row for row in rows if row.drop <= max_drop]
+    highest = {id(row): row.drop + 1.96 * row.drop_se for row in rows}
+    good = [row for row in rows if highest[id(row)] <= max_drop]
     if good:
         return max(good, key=lambda row: (row.accepted_per_forward, -row.drop))
-    return min(rows, key=lambda row: (row.drop, -row.accepted_per_forward))
+    return min(rows, key=lambda row: (highest[id(row)], -row.accepted_per_forward))
 
 
 def accuracy_on_curve(rows: Sequence[EvaluationRow], accepted_per_forward: float) -> float | None:

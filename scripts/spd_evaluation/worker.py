@@ -10,7 +10,15 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from recipe.spd.answers import is_correct
-from recipe.spd.decoder import Block, Judge, SpecResult, end_ids, greedy_generate, speculative_generate
+from recipe.spd.decoder import (
+    Block,
+    Judge,
+    SpecResult,
+    check_tokenizers,
+    end_ids,
+    greedy_generate,
+    speculative_generate,
+)
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
@@ -34,6 +42,7 @@ class Worker:
         transformers.logging.disable_progress_bar()
         self.job, self.args = job, job.args
         self.tokenizer = hf_tokenizer(self.args.target)
+        check_tokenizers(self.tokenizer, hf_tokenizer(self.args.draft), f"--draft {self.args.draft}")
         self.target = load_model(self.args.target, self.args.device)
         self.draft = load_model(self.args.draft, self.args.device)
         ends = self.target.generation_config.eos_token_id  # chat models have several
@@ -91,8 +100,8 @@ class Worker:
         return is_correct(self.tokenizer.decode(list(tokens), skip_special_tokens=True), question["ground_truth"])
 
     def _scored(self, model: torch.nn.Module) -> Callable[[float], Judge]:
-        pad, sep = self.tokenizer.pad_token_id, resolve_sep_token_id(self.tokenizer)
-        ends = end_ids(self.eos)
+        sep = resolve_sep_token_id(self.tokenizer, read=model.config.backbone == "own")
+        pad, ends = self.tokenizer.pad_token_id, end_ids(self.eos)
         return lambda z: rules.scorer(model, z, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
 
     def _load_scorers(self) -> tuple[torch.nn.Module, torch.nn.Module]:

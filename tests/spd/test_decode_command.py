@@ -189,7 +189,7 @@ def test_a_mistake_ends_with_one_message(house, tmp_path):
         (["--target", str(tmp_path / "stranger"), "--scorer", str(house / "scorer_target"), "--prompt", "a"],
          "belongs to the target .*target' .*; the target here, .*stranger'"),
         (["--draft", str(tmp_path / "shifted"), "--prompt", "a"],
-         r"another vocabulary than .* \(58 and 59 tokens; '\*' is id 52 and 53\)"),
+         r"--draft .*shifted has another vocabulary than the target \(58 and 59 tokens; '\*' is id 52 and 53\)"),
         (["--prompt", "a", "  "], "prompt 2 is empty"),
         (["--prompt", long], "prompt 1 has 500 tokens; with --max-new-tokens 24 it does not fit into the 512 positi"),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: the file does not exist"),

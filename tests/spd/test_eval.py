@@ -52,8 +52,8 @@ def test_unequal_lists_are_named():
         measures.measure("margin", 1.0, result, [True], exact_correct=[True, True], target_tokens=2)
 
 
-def row_of(threshold, drop, speed, accuracy=0.9):
-    return EvaluationRow("scorer", threshold, accuracy, 0.0, drop, 0.0, speed, speed + 1, 1.0, 0.0, None, None, 0.0)
+def row_of(threshold, drop, speed, accuracy=0.9, error=0.0):
+    return EvaluationRow("scorer", threshold, accuracy, 0.0, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 0.0)
 
 
 def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
@@ -62,6 +62,10 @@ def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
     assert measures.choose_threshold(rows, 0.03).threshold == 0
     assert measures.choose_threshold(rows, 0.02).threshold == 0  # "within" takes the limit in
     assert measures.choose_threshold(rows, -0.02).threshold == 4
+    # The interval decides, not the point: 0.004 + 1.96 * 0.004 = 0.0118, 0.006 + 1.96 * 0.001 = 0.008
+    noisy = [row_of(0, 0.004, 5.9, error=0.004), row_of(2, 0.006, 5.6, error=0.001), row_of(4, 0.0, 4.8)]
+    assert measures.choose_threshold(noisy, 0.01).threshold == 2
+    assert measures.choose_threshold(noisy[:2], 0.001).threshold == 2
     with pytest.raises(ValueError, match="at least one scorer threshold"):
         measures.choose_threshold([], 0.0)
 
@@ -113,13 +117,18 @@ def test_harm_shares_by_hand(house):
     blocks = harm.read_labels(house / "labels.jsonl")
     assert [block.harmful for block in blocks] == [{0: False, 2: True}, {1: True, 2: False}]
 
-    def second_only(block):
-        verdict = torch.zeros_like(block.mismatch)
-        verdict[:, 1] = True
-        return verdict
+    def only(position):
+        def judge(block):
+            verdict = torch.zeros_like(block.mismatch)
+            verdict[:, position] = True
+            return verdict
 
-    shares = harm.harm_shares([rules.exact(), rules.accept_all(), second_only], target, draft, blocks)
-    assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5)]
+        return judge
+
+    shares = harm.harm_shares([rules.exact(), rules.accept_all(), only(1), only(2)], target, draft, blocks)
+    # The last label of the second block stands after a harmful one and counts nowhere: one harmless, two harmful.
+    assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.0, 0.5)]
+    assert [block.reachable() for block in blocks] == [{0: False, 2: True}, {1: True}]
 
 
 def test_labels_that_do_not_fit_are_named(house, tmp_path):
