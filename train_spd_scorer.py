@@ -159,6 +159,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (_, settings) in OPTIONS.items():
         parser.add_argument(name, **settings)
     parser.set_defaults(**{name: os.environ.get(variable) for name, variable in defaults.items()})
+    parser.add_argument("--supervised", action="store_true", help="no GRPO: cross-entropy on labels of single "
+        "mismatches, into OUTPUT_DIR/supervised, which --adapter starts GRPO from")
+    parser.add_argument("--label-budget", type=int, help="completions that these labels may use (default: no limit)")
     args, overrides = parser.parse_known_args(argv)
     for text in overrides:
         if text.startswith("-") or "=" not in text:
@@ -166,6 +169,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.overrides = overrides
     if not args.model:
         parser.error("name the target model: --model DIR or MODEL_PATH")
+    if args.label_budget is not None and not args.supervised:
+        parser.error("--label-budget is for --supervised")
     if args.val_metadata and not args.val_blocks:
         parser.error("--val-metadata is given without --val-blocks")
     for name in ("output_dir", "store", "adapter", "target", "draft", "model", "tokenizer"):
@@ -248,7 +253,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(str(error))
     os.environ.update(_create_training_env(args))
     logger.info("trains in this process as {}", " ".join(build_training_command(args, train, val)))
-    run_training(config, known)
+    if args.supervised:
+        from recipe.spd.supervised import train_supervised
+
+        logger.info("supervised scorer: {}", train_supervised(config, args.label_budget))
+    else:
+        run_training(config, known)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from verl.utils.jsonl import read_objects
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from recipe.spd.decoder import Judge
+    from recipe.spd.decoder import Block, Judge
 
 COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
@@ -57,6 +58,21 @@ def harm_shares(
         (harmless / total[0] if total[0] else None, harmful / total[1] if total[1] else None)
         for harmless, harmful in passed
     ]
+
+
+def labelled_scores(
+    scores: Callable[[Block], torch.Tensor], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock]
+) -> list[list[tuple[float, bool]]]:
+    """For each block (z, harmful) of its reachable mismatches, in order."""
+    from recipe.spd.decoder import replay_blocks
+
+    found: list[list[tuple[float, bool]]] = [[] for _ in blocks]
+    contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
+    for view in replay_blocks(target, draft, contexts, drafts):
+        z = scores(view).tolist()
+        for k, place in enumerate(view.rows.tolist()):
+            found[place] = [(z[k][at], harmful) for at, harmful in sorted(blocks[place].reachable().items())]
+    return found
 
 
 def read_labels(path: Path) -> list[LabelledBlock]:
