@@ -1,6 +1,7 @@
 # Each target makes .venv itself when it is missing or out of date.
 #   make demo                     trains an SPD scorer end to end and evaluates it (target head)
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
+#   make demo-serve               the demo's scorer in a vLLM server: accuracy and speed over HTTP (after make demo)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
@@ -11,6 +12,7 @@
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
+#   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
 #   make gpu-check                every CUDA path against the CPU reference, throughput, MFU and memory; a list without a GPU
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
@@ -19,6 +21,7 @@
 SHELL := /bin/bash
 VENV ?= .venv
 DOCS_VENV ?= .venv-docs
+V2_VENV ?= .venv-v2
 PY := $(VENV)/bin/python
 SPD_BACKBONE ?= target
 TEST_PROCESSES ?= 2
@@ -27,13 +30,17 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo demo-grpo demo-dllm demo-tools frontier test test-quick test-all bench chaos gpu-check audit docs lint clean
+.PHONY: env demo demo-serve demo-grpo demo-dllm demo-tools frontier test test-quick test-all test-v2 bench chaos gpu-check audit docs lint \
+  clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
 
 demo: env
 	@$(PY) -m examples.spd_arithmetic.demo --backbone $(SPD_BACKBONE)
+
+demo-serve: env
+	@$(PY) -m examples.spd_arithmetic.demo_serve
 
 demo-grpo: env
 	@$(PY) -m examples.grpo_arithmetic.demo
@@ -48,7 +55,7 @@ frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadfile --no-loadscope-reorder
-LATER = chaos or demo or benchmark or audit
+LATER = chaos or demo or benchmark or audit or v2
 # Named, so that pytest does not collect the other files.
 CHAOS = $(shell grep -l mark.chaos -r tests --include=test_*.py)
 
@@ -61,6 +68,14 @@ test-quick: env
 test-all: test
 	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not chaos" $(PYTEST_ARGS)
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
+
+# The environment, and Triton on top of it.
+test-v2: env
+	@test -d $(V2_VENV)/lib || { python3 -m venv $(V2_VENV) && $(PY) -c "import site; print(*site.getsitepackages())" \
+	  > $$(echo $(V2_VENV)/lib/python3*/site-packages)/environment.pth && \
+	  $(V2_VENV)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/v2.txt; }
+	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 $(V2_VENV)/bin/python -m pytest -m v2 \
+	  tests/spd/vllm_plugin/test_v2.py $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt

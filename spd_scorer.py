@@ -14,7 +14,7 @@ from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, 
 from recipe.spd.scoring_config import PairHead, ScoreHead, ScoringModelConfig
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
 from recipe.spd.store import FeatureStore
-from verl.utils.fingerprint import model_fingerprint
+from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
 from verl.utils.model import register_model_loader
 
 __all__ = [
@@ -27,17 +27,20 @@ __all__ = [
 @register_model_loader("spd_scorer")
 def load_spd_scorer(
     model_config: Any, torch_dtype: torch.dtype, adapter_path: str | None = None, feature_store: str | None = None,
-    **settings: Any,
+    draft_path: str | None = None, **settings: Any,
 ) -> ScoringActor:  # fmt: skip
     """A scorer on the model in model_config.path; `settings` are fields of ScoringModelConfig.
 
     `adapter_path`: directory written by save_pretrained, or a checkpoint's lora_adapter, from which training starts.
-    `feature_store`: file of a `target` backbone's hidden states; None computes them in each forward.
+    `feature_store`: file of a `target` backbone's hidden states; None computes them in each forward. `draft_path`: the
+    draft model of the blocks, whose fingerprint is saved with the scorer.
     """
     config = ScoringModelConfig(base_model_path=model_config.local_path or model_config.path, **settings)
     model = AutoModelForSPDScoring.from_config(
         config, torch_dtype, trust_remote_code=model_config.trust_remote_code, **dict(model_config.override_config)
     )
+    if draft_path and (folder := model_folder(draft_path)):
+        config.draft_fingerprint = cached_folder_fingerprint(folder) or ""
     if adapter_path:
         model.load_trained(adapter_path)
     if feature_store and config.backbone == "target":

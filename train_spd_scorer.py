@@ -41,6 +41,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--tokenizer": ("actor_rollout_ref.model.tokenizer_path", {"help": "default: the model's"}),
     "--adapter": ("spd.adapter_path", {"help": "saved scorer to start from"}),
     "--target": ("spd.target_path", {"help": "the target that completes, where --model is another model"}),
+    "--draft": ("spd.rollout.draft_path", {"help": "draft model of the blocks: a server of the scorer checks it"}),
     "--store": ("spd.rollout.store_path", {"help": "file of completions, may be shared between runs"}),
     "--backbone": ("spd.backbone", {"choices": ("target", "own")}),
     "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid")}),
@@ -158,6 +159,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, (_, settings) in OPTIONS.items():
         parser.add_argument(name, **settings)
     parser.set_defaults(**{name: os.environ.get(variable) for name, variable in defaults.items()})
+    parser.add_argument("--supervised", action="store_true", help="no GRPO: cross-entropy on labels of single "
+        "mismatches, into OUTPUT_DIR/supervised, which --adapter starts GRPO from")
+    parser.add_argument("--label-budget", type=int, help="completions that these labels may use (default: no limit)")
     args, overrides = parser.parse_known_args(argv)
     for text in overrides:
         if text.startswith("-") or "=" not in text:
@@ -165,9 +169,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.overrides = overrides
     if not args.model:
         parser.error("name the target model: --model DIR or MODEL_PATH")
+    if args.label_budget is not None and not args.supervised:
+        parser.error("--label-budget is for --supervised")
     if args.val_metadata and not args.val_blocks:
         parser.error("--val-metadata is given without --val-blocks")
-    for name in ("output_dir", "store", "adapter", "target", "model", "tokenizer"):
+    for name in ("output_dir", "store", "adapter", "target", "draft", "model", "tokenizer"):
         value = getattr(args, name)
         if value is not None and (name in ("output_dir", "store") or Path(value).expanduser().exists()):
             setattr(args, name, str(Path(value).expanduser().resolve()))
@@ -185,6 +191,7 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
         FileNotFoundError(f"{option} {path}: the file does not exist.")
         for option, path in given.items() if path and not Path(path).is_file()
     ]  # fmt: skip
+    backbone = _given(args.overrides, "spd.backbone") or args.backbone or "target"
     option, tokenizer = "--tokenizer" if args.tokenizer else "--model", None
     try:
         tokenizer = load_model_part(option, args.tokenizer or args.model, hf_tokenizer)
@@ -199,7 +206,8 @@ def _prepared(args: argparse.Namespace) -> tuple[list[PreparedData | None], list
         if tokenizer is None or not blocks or not (Path(blocks).is_file() and Path(metadata).is_file()):
             continue
         try:
-            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, folder / f"{split}.parquet", tokenizer)
+            output = folder / f"{split}.parquet"
+            prepared[-1] = prepare_spd_data_from_real_source(blocks, metadata, output, tokenizer, backbone)
         except (ValueError, OSError) as error:
             errors.append(error)
     return prepared, errors
@@ -245,15 +253,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(str(error))
     os.environ.update(_create_training_env(args))
     logger.info("trains in this process as {}", " ".join(build_training_command(args, train, val)))
-    run_training(config, known)
+    if args.supervised:
+        from recipe.spd.supervised import train_supervised
+
+        logger.info("supervised scorer: {}", train_supervised(config, args.label_budget))
+    else:
+        run_training(config, known)
     return 0
 
 
 def _plans_only(overrides: Sequence[str]) -> bool:
     """Whether trainer.dry_run is set to one of yaml's spellings of true."""
+    return _given(overrides, "trainer.dry_run").lower() in ("true", "yes", "on", "1")
+
+
+def _given(overrides: Sequence[str], key: str) -> str:
+    """The value of a key among key=value settings; empty without one."""
     pairs = (text.lstrip("+").partition("=") for text in overrides)
-    values = [value for key, _, value in pairs if key == "trainer.dry_run"]
-    return bool(values) and values[-1].lower() in ("true", "yes", "on", "1")
+    return ([""] + [value for name, _, value in pairs if name == key])[-1]
 
 
 if __name__ == "__main__":

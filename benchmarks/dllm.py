@@ -37,9 +37,9 @@ def layout(instruction: int, response: int, rows: int, *, split: bool) -> Layout
     width = instruction + response
     ids = torch.randint(5, VOCABULARY, (rows, width), generator=generator)
     ids[:, -1] = EOS
-    places = torch.arange(width).expand(rows, -1)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": places,
-             "response_mask": (places >= instruction).long()}  # fmt: skip
+    positions = torch.arange(width).expand(rows, -1)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions,
+             "response_mask": (positions >= instruction).long()}  # fmt: skip
     noise = IterativeConfig(block_length=8)
     return build_layout(batch, list(range(rows)), noise, EOS, split=split)
 

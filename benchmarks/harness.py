@@ -133,6 +133,6 @@ def save(name: str, rows: list[Row], wanted: Mapping[str, Bound]) -> None:
         words = column in ("name", "unit", "wanted")
         table.add_column(column, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for r in rows:
-        figures = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
-        table.add_row(r.name, *figures, verdict(r.value, wanted.get(r.name)))
+        cells = (f"{r.value:.4g}", r.unit, f"{r.low:.4g}", f"{r.high:.4g}", str(r.repetitions))
+        table.add_row(r.name, *cells, verdict(r.value, wanted.get(r.name)))
     console.print(table)

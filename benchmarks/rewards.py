@@ -52,7 +52,7 @@ def answers(source: str, text: str, truth: str, workers: int) -> list[float]:
 
 
 def sandbox_rows() -> Iterator[Row]:
-    """Programs a second, confined and not; a sentence in place of a row that this machine's kernel refuses."""
+    """Programs a second, confined and not; a message in place of a row that this machine's kernel refuses."""
     cores = os.cpu_count() or 1
     asked = {
         "sandbox_runs_per_second_one": (1, SandboxConfig()),

@@ -7,7 +7,7 @@ from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 
 NAMES = ("spd", "rl", "rewards", "sft", "dllm", "scale")
-LONG = ("grpo_demo", "dllm_demo")  # half an hour and more: by name only
+LONG = ("grpo_demo", "dllm_demo", "spd_served")  # a quarter of an hour and more: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
@@ -40,6 +40,18 @@ WANTED: dict[str, Bound] = {
     "weight_sync_speedup": ("at least", 1.5),
     "sequence_parallel_gradient_difference": ("at most", 1e-5),
     "rotary_cosine_error": ("at most", 4e-3),
+    "served_scorer_over_greedy": ("at least", 2.8),
+    "served_scorer_over_exact": ("at least", 1.5),
+    "served_scorer_over_greedy_16": ("at least", 1.15),
+    "served_scorer_over_greedy_demo": ("at least", 1.05),
+    "judge_share": ("at most", 0.05),
+    "served_drop_points": ("at most", 1.0),
+    "served_drop_offsets_max": ("at most", 1.5),
+    "served_same_tokens": ("at least", 1),
+    "served_same_tokens_variants": ("at least", 1),
+    "served_refined_over_greedy": ("at least", 2.5),
+    "served_refined_over_greedy_auto_16": ("at least", 0.95),
+    "served_refined_same_tokens": ("at least", 1),
     **{f"dllm_demo_{name}": ("at least", least) for name, (least, _) in MINIMUM.items()},
 }
 

@@ -26,10 +26,13 @@ sys.path.insert(0, str(ROOT))
 from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
-from scripts.spd_evaluation.pool import Harm, Job, Pool, Run  # noqa: E402
+from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
-TYPICAL_EPS = (0.09, 0.06, 0.045, 0.03, 0.015)
+FIXED_RULES = (
+    "target", "exact", "all", "random", "scorer", "scorer_untrained", "margin", "typical", "top_rank", "rank_margin",
+    "deferred", "divergence", "divergence_strict",
+)  # fmt: skip
 TABLE_WIDTH = 112  # a pipe counts as 80 columns wide, too narrow for the table
 console = Console()
 
@@ -52,55 +55,74 @@ def load_job(args: argparse.Namespace) -> Job:
     both = {q["question_id"] for q in test} & {q["question_id"] for q in validation}
     if both:
         raise ValueError(f"{len(both)} questions are in both splits, for example {min(both)!r}; split by question")
-    return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels))
+    labels = harm.read_labels(args.val_harm_labels) if args.val_harm_labels else []
+    return Job(args, {"validation": validation, "test": test}, harm.read_labels(args.harm_labels), labels)
 
 
 def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[EvaluationRow], list[EvaluationRow], int]:
     """All runs: (rows of the test questions, rows of the validation questions, number of test questions).
 
-    Test runs of all thresholds run next to the validation runs, which alone choose the threshold of `scorer`.
+    Test runs of all thresholds run next to the validation runs, which alone choose the threshold of each scorer.
     """
     job = load_job(args)
-    validation, test = ([Run(split, "target"), Run(split, "exact")] for split in ("validation", "test"))
-    validation += [Run("validation", "scorer", z) for z in args.scorer_thresholds]
-    sweep = [Run("test", "scorer", z) for z in args.scorer_thresholds]
-    test += [Run("test", "all")]
-    rivals = [Run("test", "scorer_untrained", 0.0)] + [Run("test", "margin", gap) for gap in args.margins]
-    extra = extra_runs(args)
-    harms = [Harm((*test[1:], *sweep, *rivals, *extra))]
+    split_runs = {split: [Run(split, "target"), Run(split, "exact")] for split in ("validation", "test")}
+    free = rules_without_training(args)
     with Pool(job, args.processes, progress) as pool:
-        pool.submit([*validation, *sweep, *harms, *test, *rivals, *extra])
+        scored = {name: Scores(name) for name in args.scorers} if job.validation else {}
+        pool.submit([*scored.values(), *split_runs["validation"]])
+        labelled = {name: pool.result(task) for name, task in scored.items()}
+        swept = {name: args.scorer_thresholds or measures.spread_thresholds(labelled[name], args.harmless_shares)
+                 for name in args.scorers}
+        sweeps = {split: {name: [Run(split, name, z) for z in swept[name]] for name in swept} for split in split_runs}
+        scorers_of = {split: [run for runs in by_name.values() for run in runs] for split, by_name in sweeps.items()}
+        validation = [*split_runs["validation"], *scorers_of["validation"]]
+        if args.all_rules:
+            validation += [Run("validation", rule, threshold) for rule, threshold in free]
+        test = [*split_runs["test"], Run("test", "all")]
+        rivals = [Run("test", "scorer_untrained", 0.0), *(Run("test", rule, threshold) for rule, threshold in free)]
+        harms = [Harm((*test[1:], *scorers_of["test"], *rivals))]
+        pool.submit([*validation, *scorers_of["test"], *harms, *test, *rivals])
         chooser = make_rows(pool, validation)
-        thresholds = [row for row in chooser if row.rule == "scorer_sweep"]
-        scorer = Run("test", "scorer", measures.choose_threshold(thresholds, args.max_val_drop).threshold)
+        chosen = []
+        for name, runs in sweeps["validation"].items():
+            mine = [(row, run) for row, run in zip(chooser, validation, strict=True) if run in runs]
+            rows = [row for row, _ in mine]
+            drops = None
+            if labelled:
+                results = [pool.result(run).result for _, run in mine]
+                counts = [(len(r.tokens), sum(r.judged_mismatches)) for r in results]
+                drops = [measures.pooled_drop(row, *count, labelled[name])
+                         for row, count in zip(rows, counts, strict=True)]
+            chosen.append(Run("test", name, measures.choose_threshold(rows, args.max_val_drop, drops).threshold))
 
-        chance = Run("test", "random", measures.accepted_share(pool.result(scorer).result))
+        chance = Run("test", "random", measures.accepted_share(pool.result(chosen[0]).result))
         harms.append(Harm((chance,)))
         pool.submit([chance, harms[1]])
-        others = [run for run in sweep if run != scorer]
-        runs = [*test, scorer, chance, *rivals, *others, *extra]
-        rows = make_rows(pool, runs, chosen=scorer)
+        others = [run for run in scorers_of["test"] if run not in chosen]
+        runs = [*test, *chosen, chance, *rivals, *others]
+        rows = make_rows(pool, runs, chosen)
         shares = {run: share for harm in harms for run, share in zip(harm.runs, pool.result(harm), strict=True)}
     for run, row in zip(runs, rows, strict=True):
         row.harmless_accepted, row.harmful_accepted = shares.get(run, (None, None))  # the target alone judges nothing
     return rows, chooser, len(job.questions["test"])
 
 
-def extra_runs(args: argparse.Namespace) -> list[Run]:
-    """The sweeps of --all-rules."""
-    if not args.all_rules:
-        return []
-    runs = [Run("test", "typical", eps) for eps in TYPICAL_EPS]
-    for nats in args.divergences:
-        runs += [Run("test", "divergence", nats), Run("test", "divergence_strict", nats)]
-    return runs
+def rules_without_training(args: argparse.Namespace) -> list[tuple[str, float]]:
+    """(rule, threshold) of every swept rule that needs no training."""
+    swept = [("margin", gap) for gap in args.margins] + [("typical", eps) for eps in args.typicals]
+    if args.all_rules:
+        swept += [("top_rank", count) for count in args.ranks] + [("rank_margin", gap) for gap in args.margins]
+        swept += [("deferred", entropy) for entropy in args.entropies]
+        swept += [(rule, nats) for nats in args.divergences for rule in ("divergence", "divergence_strict")]
+    return swept
 
 
-def make_rows(pool: Pool, runs: Sequence[Run], chosen: Run | None = None) -> list[EvaluationRow]:
+def make_rows(pool: Pool, runs: Sequence[Run], chosen: Sequence[Run] = ()) -> list[EvaluationRow]:
     """The runs on one split as rows; its target and exact match come first, as the reference.
 
-    The chosen run of the scorer becomes `scorer`, its other runs `scorer_sweep`.
+    The chosen run of a scorer keeps its name, its other runs are its `_sweep`.
     """
+    scorers = {run.rule for run in chosen} or set(pool.job.args.scorers)
     target, exact = (pool.result(run) for run in runs[:2])
     differing = sum(a != b for a, b in zip(exact.result.tokens, target.result.tokens, strict=True))
     if differing:
@@ -110,7 +132,7 @@ def make_rows(pool: Pool, runs: Sequence[Run], chosen: Run | None = None) -> lis
     rows = []
     for run in runs:
         outcome = pool.result(run)
-        rule = "scorer_sweep" if run.rule == "scorer" and run != chosen else run.rule
+        rule = f"{run.rule}_sweep" if run.rule in scorers and run not in chosen else run.rule
         rows.append(measures.measure(rule, run.threshold, outcome.result, outcome.correct,
                                      exact_correct=exact.correct, target_tokens=target_tokens))
     return rows
@@ -126,6 +148,7 @@ def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
     def percent(share: float | None) -> str:
         return "" if share is None else f"{100 * share:.0f} %"
 
+    trained = {row.rule.removesuffix("_sweep") for row in rows if row.rule.endswith("_sweep")}
     for row in rows:
         table.add_row(
             row.rule, "" if row.threshold is None else f"{row.threshold:.3g}",
@@ -133,7 +156,7 @@ def show(rows: Sequence[EvaluationRow], questions: int) -> Table:
             f"{row.accepted_per_forward:.2f}", f"{row.tokens_per_forward:.2f}", f"{row.output_length_ratio:.2f}",
             f"{100 * row.not_terminated:.1f}",
             percent(row.harmless_accepted), percent(row.harmful_accepted), f"{row.seconds:.1f}",
-            style="bold green" if row.rule == "scorer" else None,
+            style="bold green" if row.rule in trained else None,
         )
     table.caption = "acc., tok.: accepted draft tokens, all tokens per target forward; harmless, harmful: share passed"
     return table
@@ -163,28 +186,43 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--target", required=True, help="Hugging Face directory of the target model, with its tokenizer")
     add("--draft", required=True, help="directory of the draft model (same vocabulary)")
     add("--scorer", required=True, help="directory of the trained scorer")
+    add("--compare", nargs="+", default=[], metavar="NAME=DIR", help="further scorers, reported alike")
     add("--untrained", help="directory of an untrained scorer; left out: the same config, drawn from --seed")
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")
     add("--harm-labels", type=Path, required=True, help="jsonl: one labelled mismatch a line (spd_evaluation/harm.py)")
+    add("--val-harm-labels", type=Path, help="the same of validation questions: thresholds are then spread over the "
+        "accepted share of harmless mismatches, and chosen by harmful accepts as well as by whole answers")
     add("--out", type=Path, required=True, help="folder of evaluation.json and evaluation.png")
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")
     add("--gamma", type=int, default=8, help="drafted tokens a round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=256)
-    add("--scorer-thresholds", type=float, nargs="+", default=[-1.0, 0.0, 0.5, 1.0, 2.0])
+    add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
+        "--val-harm-labels -1 0 0.5 1 2")
+    add("--harmless-shares", type=float, nargs="+", default=[0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5])
+    add("--typicals", type=float, nargs="+", default=[0.09, 0.06, 0.045, 0.03, 0.015], help="eps; delta is eps / 0.3")
+    add("--ranks", type=int, nargs="+", default=[2, 3, 5])
+    add("--entropies", type=float, nargs="+", default=[0.01, 0.1, 0.3, 0.6], help="of the deferred rule, in nats")
     add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0])
-    add("--max-val-drop", type=float, default=0.005,
-        help="of the scorer's thresholds, the fastest within this validation drop wins; if none is, the least drop")
-    add("--all-rules", action="store_true", help="sweep typical acceptance and divergence as well")
+    add("--max-val-drop", type=float, default=0.01,
+        help="of the scorer's thresholds, the fastest whose validation drop is at most this at the upper end of its "
+        "95 %% interval wins; if none is, that of the lowest end")
+    add("--all-rules", action="store_true", help="sweep top ranks, deferred windows and divergence as well, and "
+        "every rule on the validation questions too")
     add("--seed", type=int, default=0)
     add("--processes", type=int, help="runs at a time, each with its own models (default: cores; on a GPU 1)")
     add("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     if args.processes is None:
         args.processes = os.cpu_count() if args.device == "cpu" else 1
+    args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
+    if odd := [pair for pair in args.compare if not pair.partition("=")[2] or pair.partition("=")[0] in FIXED_RULES]:
+        parser.error(f"--compare {odd[0]}: give NAME=DIR, with a name that no other rule has")
+    if args.val_harm_labels is None and args.scorer_thresholds is None:
+        args.scorer_thresholds = [-1.0, 0.0, 0.5, 1.0, 2.0]
     if args.processes < 1:
         parser.error(f"--processes {args.processes}: at least one must do the work")
     return args
@@ -199,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     record = {"questions": questions, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
-    choice = {"rule": f"fastest with a drop of at most {args.max_val_drop}, else least drop", "chosen": chosen,
+    choice = {"rule": f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval", "chosen": chosen,
               "rows": [asdict(row) for row in validation]}
     (args.out / "validation.json").write_text(json.dumps(choice, indent=1) + "\n")
     save_plot(rows, questions, args.out / "evaluation.png")

@@ -145,19 +145,19 @@ def read_metrics(run: Path) -> dict[tuple[int, str], float]:
 def difference(
     old: Mapping[tuple[int, str], float], new: Mapping[tuple[int, str], float]
 ) -> tuple[int, float, list[tuple[int, str]], list[str]]:
-    """Compared values, the largest absolute difference, the places that differ (by step), metrics of one side only.
+    """Compared values, the largest absolute difference, the positions that differ (by step), metrics of one side only.
 
     Two NaN values are equal; NaN against a number is an infinite difference.
     """
     shared = sorted(old.keys() & new.keys())
-    largest, places = 0.0, []
-    for place in shared:
-        a, b = old[place], new[place]
+    largest, positions = 0.0, []
+    for position in shared:
+        a, b = old[position], new[position]
         if a == b or (math.isnan(a) and math.isnan(b)):
             continue
-        places.append(place)
+        positions.append(position)
         largest = math.inf if math.isnan(a) or math.isnan(b) else max(largest, abs(a - b))
-    return len(shared), largest, places, sorted({name for _, name in old.keys() ^ new.keys()})
+    return len(shared), largest, positions, sorted({name for _, name in old.keys() ^ new.keys()})
 
 
 @contextmanager
@@ -200,16 +200,17 @@ def compare(name: str, old: Path, new: Path, work: Path) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         run(training.train(inputs, folder), tree, work / f"{name}-{side}.log")
         metrics.append(read_metrics(folder))
-    count, largest, places, one_sided = difference(*metrics)
+    count, largest, positions, one_sided = difference(*metrics)
     print(f"{name}: {count} values compared, largest difference {largest:g}", flush=True)
-    if places:
-        step, metric = places[0]
-        values = " and ".join(f"{side[places[0]]!r}" for side in metrics)
-        names = sorted({metric for _, metric in places})
-        print(f"  first at step {step}: {metric} is {values}; {len(places)} values differ, of {', '.join(names[:10])}")
+    if positions:
+        step, metric = positions[0]
+        values = " and ".join(f"{side[positions[0]]!r}" for side in metrics)
+        names = sorted({metric for _, metric in positions})
+        print(f"  first at step {step}: {metric} is {values}; "
+              f"{len(positions)} values differ, of {', '.join(names[:10])}")
     if one_sided:
         print(f"  only in one version: {', '.join(one_sided)}")
-    return not places and count > 0
+    return not positions and count > 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,6 +36,7 @@ from recipe.spd.decoder import (  # noqa: E402
     Block,
     Judge,
     SpecResult,
+    check_tokenizers,
     end_ids,
     greedy_generate,
     speculative_generate,
@@ -94,7 +95,7 @@ class Session:
                 raise SystemExit(f"--{option} {directory}: the directory does not exist.")
         self.args = args
         self.tokenizer = hf_tokenizer(args.target)
-        check_vocabularies(self.tokenizer, hf_tokenizer(args.draft), args)
+        check_tokenizers(self.tokenizer, hf_tokenizer(args.draft), f"--draft {args.draft}")
         self.target = load_model(args.target, args.device)
         self.draft = load_model(args.draft, args.device)
         ends = self.target.generation_config.eos_token_id  # chat models have several
@@ -158,18 +159,6 @@ def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.M
     except (RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
         raise SystemExit(f"--scorer {args.scorer}: its weights cannot be loaded ({reason}); save it anew.") from error
-
-
-def check_vocabularies(target: Any, draft: Any, args: argparse.Namespace) -> None:
-    """Exit if the draft has another vocabulary."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    odd = next(iter(sorted(ours.items() ^ theirs.items())))[0]
-    raise SystemExit(
-        f"--draft {args.draft} has another vocabulary than --target {args.target} ({len(theirs)} and {len(ours)} "
-        f"tokens; {odd!r} is id {theirs.get(odd, 'none')} and {ours.get(odd, 'none')}); take two models of one family."
-    )
 
 
 def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:

@@ -35,6 +35,9 @@ TOTAL_EPOCHS="${TOTAL_EPOCHS:-4}"
 PPO_MINI_BATCH_SIZE="${PPO_MINI_BATCH_SIZE:-$TRAIN_BATCH_SIZE}"
 RANKS="${RANKS:-1}"
 
+# SPD_SEP_TOKEN_ID: a token id that never occurs in text, for SPD_BACKBONE=own where the tokenizer has neither a sep nor a
+# reserved special token (Qwen2.5); a target head needs none.
+
 # The reward's coefficients: REWARD_ALPHA, REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE win over
 # spd.reward.*=...; where they are not set the recipe's defaults hold (recipe/spd/config/spd_trainer.yaml).
 

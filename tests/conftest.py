@@ -30,7 +30,7 @@ def ray_cluster():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_places_kept_in_ray():
+def no_bundles_kept_in_ray():
     """A file that leaves ranks' places reserved would starve those behind it: named here, and given back."""
     yield
     ray = sys.modules.get("ray")

@@ -33,7 +33,7 @@ def test_a_table_row_has_type_and_permitted_values():
     assert pages.described(pages.PPOConfig, "spd.seed")[0] == ""
 
 
-def test_every_public_key_stands_on_the_page_with_a_sentence():
+def test_every_public_key_is_on_the_page_with_a_description():
     keys = make_docs().keys_of(ROOT / "verl" / "trainer" / "config" / "ppo_trainer.yaml")
     frozen = (ROOT / "tests" / "trainer" / "config" / "public_keys.txt").read_text().split()
     for key in frozen:
@@ -42,7 +42,7 @@ def test_every_public_key_stands_on_the_page_with_a_sentence():
 
 
 @pytest.mark.process
-def test_every_metric_of_a_run_has_a_sentence(tmp_path):
+def test_every_metric_of_a_run_has_a_description(tmp_path):
     fake_trainer(compose_run(tmp_path, "unused", trainer__test_freq=1, trainer__total_training_steps=1)).fit()
     names = {name for row in metrics_rows(tmp_path) for name in row if name not in ("step", "fake/rows")}
     assert len(names) > 30

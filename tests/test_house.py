@@ -122,7 +122,7 @@ def test_no_file_is_longer_than_500_lines():
     assert not long
 
 
-def test_no_file_names_a_place_of_one_machine():
+def test_no_file_names_a_path_of_one_machine():
     place = re.compile(r"""["'\s=(]/(work|farm|root|home/\w+)/""")
     files = [f for f in tracked("*.py", "*.sh", "*.md", "*.yaml", "*.toml", "*.txt", "Makefile") if f != Path(__file__)]
     named = [f"{f.relative_to(ROOT)}: {m.group().strip()}" for f in files for m in place.finditer(f.read_text())]
@@ -150,7 +150,7 @@ MAKE = set(re.findall(r"^([a-z\-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 @functools.cache
 def parser_options(target, *operation):
-    """The options that a script or module, or one of its operations, tells in its help."""
+    """The options that a script or module, or one of its operations, lists in its help."""
     output = io.StringIO()
     argv, sys.argv = sys.argv, [target, *operation, "--help"]
     try:
@@ -217,7 +217,7 @@ def test_a_documented_command_is_real(page, words):
         rest = words[words.index(script) + 1 :]
         assert not rest or unknown_words(SCRIPTS[script], rest) == [], f"{page}: {script}"
     else:
-        assert program in ("pip", "ray", "git", "export", "cd", "hf"), f"{page}: what is {program}?"
+        assert program in ("pip", "ray", "git", "export", "cd", "hf", "curl"), f"{page}: what is {program}?"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_documented_command_is_real(page, words):
         ("verl.model_merger", "merge --backend fsdp --local_dirs D a=1", ["a", "--local_dirs"]),
     ],
 )  # fmt: skip
-def test_a_command_that_is_not_real_is_found(target, words, unknown):
+def test_a_command_that_is_not_real_is_reported(target, words, unknown):
     assert unknown_words(SCRIPTS.get(target, [target]), words.split()) == unknown
 
 

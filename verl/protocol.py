@@ -152,7 +152,7 @@ class DataProto:
         cls, tensors: dict[str, torch.Tensor] | None = None, non_tensors: dict[str, Any] | None = None,
         meta_info: dict | None = None, num_batch_dims: int = 1, auto_padding: bool = False,
     ) -> DataProto:
-        """Build from columns whose first `num_batch_dims` dimensions agree; a list column becomes an object array."""
+        """From columns [B, ...] whose first `num_batch_dims` dimensions agree; a list becomes an object array [B]."""
         if num_batch_dims < 1:
             raise DataProtoError(f"num_batch_dims={num_batch_dims} must be at least 1")
         tensors, non_tensors = tensors or {}, non_tensors or {}
@@ -174,7 +174,7 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict | None = None, meta_info: dict | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Inverse of `to_tensordict`: non-tensor stacks become columns, single non-tensor values go to `meta_info`."""
+        """Inverse of `to_tensordict`: non-tensor stacks become columns [B], single values go to `meta_info`."""
         if tensor_dict is None:
             raise DataProtoError("from_tensordict needs a TensorDict, got None")
         tensors, columns, meta = {}, {}, {}
@@ -337,7 +337,7 @@ class DataProto:
         return DataProto(batch, columns, merge_meta([d.meta_info for d in data]))
 
     def reorder(self, indices: torch.Tensor | list | np.ndarray) -> None:
-        """Put the rows in the given order, in place."""
+        """Put the rows in the order of `indices` [B], in place."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
@@ -364,7 +364,7 @@ class DataProto:
         """Row i repeated repeat_times[i] times, in place of the row; repeat_times has len(self) entries."""
         times = np.asarray(repeat_times)
         if times.shape != (len(self),):
-            raise DataProtoError(f"repeat_times has shape {times.shape}; expected one count a row, {len(self)}")
+            raise DataProtoError(f"repeat_times has shape {times.shape}; expected one count per row, {len(self)}")
         return self.select_idxs(np.repeat(np.arange(len(self)), times))
 
     def get_data_info(self) -> str:
@@ -405,7 +405,7 @@ def all_gather_data_proto(data: DataProto, process_group: Any) -> None:
 
 
 def concat_batches(parts: list[DataProto] | list[TensorDict]) -> DataProto | TensorDict:
-    """The rows of all parts in order; TypeError for parts of several types."""
+    """The rows of all parts in order, [B_i, ...] -> [sum of B_i, ...]; TypeError for parts of several types."""
     kinds = {type(part) for part in parts}
     if len(kinds) > 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))

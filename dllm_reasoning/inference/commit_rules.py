@@ -4,6 +4,7 @@ By causality a prediction equals token-by-token decoding as soon as everything f
 only such tokens are lossless.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dllm_reasoning.inference.settings import GenerationSettings
@@ -15,7 +16,8 @@ class Row:
     """One answer in progress.
 
     tokens: prompt and committed tokens. guesses: fed after the last token. cached: leading tokens whose keys and values
-    are final. rounds: refinement rounds of the current block. limit: most new tokens.
+    are final. rounds: refinement rounds of the current block. limit: most new tokens. log_probs: of the committed
+    tokens, where the caller computes them.
     """
 
     number: int
@@ -28,18 +30,24 @@ class Row:
     forwards: int = 0
     rounds_of_blocks: list[int] = field(default_factory=list)
     done: bool = False
+    log_probs: list[float] = field(default_factory=list)
 
     @property
     def remaining(self) -> int:
         return self.limit - (len(self.tokens) - self.prompt_length)
 
-    def commit(self, predicted: list[int], fed: list[int], ends: frozenset[int]) -> None:
+    def commit(
+        self, predicted: list[int], fed: list[int], ends: frozenset[int], log_probs: list[float] | None = None
+    ) -> None:
         """Add tokens up to the first end token and the limit; either one completes the row. `fed`: the guesses of the
-        forward that predicted them."""
+        forward that predicted them; `log_probs`: of at least these tokens."""
         predicted = predicted[: self.remaining]
         end = next((i for i, token in enumerate(predicted) if token in ends), None)
         self.cached = len(self.tokens) + min(confirmed(fed, predicted), len(predicted))
-        self.tokens += predicted if end is None else predicted[: end + 1]
+        kept = predicted if end is None else predicted[: end + 1]
+        self.tokens += kept
+        if log_probs is not None:
+            self.log_probs += log_probs[: len(kept)]
         self.done = end is not None or self.remaining == 0
 
 
@@ -55,6 +63,9 @@ class Refine:
     def first_guesses(self) -> list[int]:
         """The guesses of a block before its first forward."""
         return [self.noise] * (self.width - 1)
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Called before each forward; `step` has set the guesses."""
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         """The tokens to commit; sets the row's next guesses. `predicted`: what follows the committed token and each
@@ -84,6 +95,9 @@ class Slide:
 
     def first_guesses(self) -> list[int]:
         return [self.noise] * (self.width - 1 + self.drafts)
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Called before each forward; `step` has set the guesses."""
 
     def step(self, row: Row, predicted: list[int], confidence: list[float] | None) -> list[int]:
         guessed = self.width - 1

@@ -6,14 +6,15 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dllm_reasoning.inference.commit_rules import Row, commit_rule
+from dllm_reasoning.inference.adaptive import AdaptiveWindows
+from dllm_reasoning.inference.commit_rules import Refine, Row, Slide, commit_rule
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import GenerationSettings
 from verl.utils.kv_cache import drop_rows
@@ -90,7 +91,7 @@ def iterative_generate(
             rule.first_guesses())
         for number, ids in enumerate(prompts, first_row)
     ]  # fmt: skip
-    started, forwards, was_training = time.perf_counter(), 0, model.training
+    started, was_training = time.perf_counter(), model.training
     model.eval()
     try:
         with torch.inference_mode():
@@ -101,19 +102,9 @@ def iterative_generate(
             uniforms = {} if settings.sampling.greedy else {
                 row.number: torch.rand(row.limit, generator=torch.Generator().manual_seed(
                     settings.seed * 1_000_003 + row.number)) for row in rows}  # fmt: skip
-            active = list(rows)
-            while active:
-                for row in active:
-                    row.guesses = row.guesses[: row.remaining - 1]
-                    row.forwards += 1
-                forwards += 1
-                tokens, confidence = _choose(runner.logits(active), active, uniforms, settings)
-                for i, row in enumerate(active):
-                    fed = row.guesses
-                    predicted = tokens[i][: len(fed) + 1]
-                    row.commit(rule.step(row, predicted, None if confidence is None else confidence[i]), fed, ends)
-                caches = [] if runner.cache is None else [runner.cache]
-                active = [active[i] for i in drop_rows([row.done for row in active], caches)]
+            forwards = decode(
+                runner, rows, rule, ends, lambda logits, active: _choose(logits, active, uniforms, settings)
+            )
     finally:
         model.train(was_training)
     new = [row.tokens[row.prompt_length :] for row in rows]
@@ -131,6 +122,31 @@ def iterative_generate(
     for row, tokens in zip(answers, new, strict=True):
         row[: len(tokens)] = torch.tensor(tokens)
     return torch.cat([given, answers], 1)
+
+
+def decode(
+    runner: ModelRunner, rows: list[Row], rule: Refine | Slide | AdaptiveWindows, ends: frozenset[int],
+    choose_tokens: Callable[[torch.Tensor, list[Row]], tuple[list[list[int]], list[list[float]] | None]],
+) -> int:  # fmt: skip
+    """Complete all rows; returns the number of forwards.
+
+    `choose_tokens(logits [B, w, V], rows)` gives the predicted tokens [B][w] and their probabilities or log-probs
+    [B][w], which the rule may read and rows keep, or None.
+    """
+    active, forwards = list(rows), 0
+    while active:
+        rule.prepare(active)
+        for row in active:
+            row.guesses = row.guesses[: row.remaining - 1]
+            row.forwards += 1
+        forwards += 1
+        tokens, values = choose_tokens(runner.logits(active), active)
+        for i, row in enumerate(active):
+            fed, value = row.guesses, None if values is None else values[i]
+            row.commit(rule.step(row, tokens[i][: len(fed) + 1], value), fed, ends, value)
+        caches = [] if runner.cache is None else [runner.cache]
+        active = [active[i] for i in drop_rows([row.done for row in active], caches)]
+    return forwards
 
 
 def _choose(

@@ -20,6 +20,25 @@ class ModelRunner:
         layers = model.config.get_text_config().num_hidden_layers
         self.cache = RowCache(rows, slots, layers) if use_cache and cacheable(model) else None
 
+    def prefill(self, rows: list[Row], n: int) -> None:
+        """Read all but the last token of each n-th row into the cache, for it and the n - 1 rows after it.
+
+        The runner must have been made for len(rows) / n rows; afterwards it serves all of them.
+        """
+        if self.cache is None:
+            return
+        prompts = [row.tokens[:-1] for row in rows[::n]]
+        width = max(map(len, prompts))
+        if width:
+            ids = torch.tensor([ids + [self.pad] * (width - len(ids)) for ids in prompts], device=self.model.device)
+            positions = torch.arange(width, device=ids.device).expand_as(ids)
+            mask = self.cache.announce(positions, self.model.dtype)
+            self.model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache,
+                       use_cache=True, logits_to_keep=1)  # fmt: skip
+        self.cache.repeat_interleave(n)
+        for row in rows:
+            row.cached = len(row.tokens) - 1
+
     def logits(self, rows: list[Row]) -> torch.Tensor:
         """[B, w, V], w the most guesses of a row plus one; index 0 follows the row's last committed token."""
         device = self.model.device

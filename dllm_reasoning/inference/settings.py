@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from dllm_reasoning.utils.attention import warn_once
+from verl.config.fields import check_settings, setting
 from verl.workers.rollout.sampling import Sampling
 
 ADD_EOS_LENGTH = 127  # for models that were trained without a window
@@ -76,3 +78,56 @@ def trained_window(config: PretrainedConfig) -> int | None:
     """W of a model trained by iterative refinement; None for others."""
     values: dict[str, Any] = config.to_dict()
     return values.get(WINDOW_KEY)
+
+
+@dataclass(frozen=True)
+class SelfDraftSettings:
+    """How a refined model drafts for itself in vLLM: group `self_draft` of the engine's additional_config."""
+
+    section: ClassVar[str] = "self_draft"
+    mode: str = setting(
+        "auto", "slide, verify, or auto: the widest window within tokens_per_step.", choices=("auto", "slide", "verify")
+    )
+    tokens_per_step: int = setting(
+        64, "For auto: tokens of a forward, over all running requests, from which more of them cost time.", low=1
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @classmethod
+    def from_engine(cls, additional_config: Mapping[str, Any]) -> SelfDraftSettings:
+        """From an engine's additional_config."""
+        return cls(**additional_config.get("self_draft", {}))
+
+    def window(self, guesses: int, running: int) -> tuple[int, int]:
+        """(guesses, noise tokens after them) of each of `running` requests, for a model trained on `guesses`."""
+        if self.mode != "auto":
+            return guesses, guesses if self.mode == "verify" else 0
+        share = self.tokens_per_step // running - 1  # the last committed token is fed too
+        if share >= 2 * guesses:
+            return guesses, guesses
+        return max(0, min(guesses, share)), 0
+
+
+def self_draft_options(model: str, *, mode: str = "auto", tokens_per_step: int = 64, **engine: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` with which a refined model drafts for itself; `engine`: further ones.
+
+    Raises ValueError for wrong settings or a model without a trained window.
+    """
+    settings = {"mode": mode, "tokens_per_step": tokens_per_step}
+    SelfDraftSettings(**settings)
+    window = trained_window(AutoConfig.from_pretrained(model))
+    if window is None:
+        raise ValueError(
+            f"{model} has no {WINDOW_KEY} in its config.json: its guesses for a window would be rejected. Name a model "
+            "trained by iterative refinement with iterative.noise_pattern=packed."
+        )
+    guesses = window - 1
+    module = "dllm_reasoning.inference.vllm_drafter"
+    proposer = {"method": "custom_class", "model": f"{module}.SelfDrafter"}
+    return {
+        "model": str(model), "worker_cls": f"{module}.SelfDraftWorker",
+        "speculative_config": {**proposer, "num_speculative_tokens": guesses if mode == "slide" else 2 * guesses},
+        "additional_config": {**engine.pop("additional_config", {}), "self_draft": settings}, **engine,
+    }  # fmt: skip

@@ -73,7 +73,7 @@ def alignment_errors(
 
 
 def random_model(words: list[str]) -> tuple[nn.Module, PreTrainedTokenizerFast]:
-    """A Llama of two layers with random weights, and a tokenizer with one token a word."""
+    """A Llama of two layers with random weights, and a tokenizer with one token per word."""
     numbers = {word: i for i, word in enumerate(dict.fromkeys(["<pad>", "<eos>", *words]))}
     words_to_ids = Tokenizer(WordLevel(numbers))
     words_to_ids.pre_tokenizer = WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""IterativeRefineTrainer: verl's SFT trainer with noised responses and several rounds a step."""
+"""IterativeRefineTrainer: verl's SFT trainer with noised responses and several rounds per step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         return IterativeSFTDataset(files, tokenizer, config.data, max_samples)
 
     def step_inputs(self, batch: TensorDict) -> StepInputs:
-        """Draw the step's noise, the same on every rank; its seeds become a column of `batch`."""
+        """Draw the step's noise, the same on every rank; its seeds become a column [b] of `batch`."""
         ranks, rank = self.engine.world_size, self.engine.rank
         seeds = draw_seeds(self.noise_generator, len(batch) * ranks)[rank::ranks]
         warm_up = 0
@@ -121,6 +121,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
     def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs) -> dict[str, float]:
+        """The rounds' losses and the AR loss of a micro-batch [b, T], each round backwarded by itself."""
         layout = self._layout(micro, self.iterative)
         ranks = self.engine.get_data_parallel_size()
         scale, ar_scale = ranks / inputs.counted, ranks / tokens

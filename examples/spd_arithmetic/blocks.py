@@ -48,9 +48,14 @@ class OwnPath:
     tokens_per_forward: float
 
 
-def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress) -> OwnPath:
-    """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met."""
-    decoding = pair.speculative(questions, exact, progress)
+def own_path(
+    pair: Pair, questions: Sequence[Question], count: int, seed: int, progress: Progress, offsets: int = 0
+) -> OwnPath:  # fmt: skip
+    """Decode by exact match, which is the target's own greedy text, and sample `count` of the blocks met.
+
+    `offsets`: see drawn_offsets.
+    """
+    decoding = pair.speculative(questions, exact, progress, drawn_offsets(len(questions), offsets, seed))
     if count and not decoding.blocks:
         raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
                          "nothing to judge; use another draft")
@@ -65,12 +70,22 @@ def own_path(pair: Pair, questions: Sequence[Question], count: int, seed: int, p
 
 
 def drifted_blocks(pair: Pair, questions: Sequence[Question], rule: Rule, count: int, seed: int,
-                   progress: Progress) -> list[DraftedBlock]:
+                   progress: Progress, offsets: int = 0) -> list[DraftedBlock]:
     """A sample of `count` blocks on the path of a lenient rule, with baselines from completions."""
-    sampled = sample(pair.speculative(questions, rule, progress).blocks, count, seed)
-    completed = pair.greedy("target", [c for _, c, _, _ in sampled], progress)
-    return [_block(q, c, d, t, pair.is_right(c[len(q.prompt_ids) :] + more, q), pair.spoken(more), "drifted")
-            for (q, c, d, t), more in zip(sampled, completed, strict=True)]
+    starts = drawn_offsets(len(questions), offsets, seed + 1)
+    sampled = sample(pair.speculative(questions, rule, progress, starts).blocks, count, seed)
+    answers = pair.answers([q for q, *_ in sampled], [c for _, c, _, _ in sampled], progress)
+    return [_block(q, c, d, t, pair.is_right(ids, q), len(q.prompt_ids) + pair.spoken(ids) - len(c), "drifted")
+            for (q, c, d, t), ids in zip(sampled, answers, strict=True)]
+
+
+def drawn_offsets(count: int, largest: int, seed: int) -> list[int]:
+    """For each of `count` answers where its first block starts, from 0 to `largest` tokens.
+
+    Other decoders start elsewhere than after the prompt: vLLM's prefill always emits a token of the target.
+    """
+    draw = random.Random(f"offsets {seed}")
+    return [draw.randint(0, largest) for _ in range(count)]
 
 
 def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool, length: int,
@@ -86,16 +101,12 @@ def harm_labels(pair: Pair, blocks: Sequence[DraftedBlock], questions: dict[str,
     Counterfactual: the target completes the context with the draft up to and including the mismatch.
     """
     places = [(b, i) for b in blocks if b.is_correct_baseline for i in mismatches(b)]
-    hybrids = [b.context_ids + b.draft_ids[: i + 1] for b, i in places]
-    running = [k for k, hybrid in enumerate(hybrids) if hybrid[-1] not in pair.ends]
-    completed = pair.greedy("target", [hybrids[k] for k in running], progress)
-    for k, more in zip(running, completed, strict=True):
-        hybrids[k] = hybrids[k] + more
+    asked = [questions[b.question_id] for b, _ in places]
+    answers = pair.answers(asked, [b.context_ids + b.draft_ids[: i + 1] for b, i in places], progress)
     labels: list[HarmLabel] = []
     broken: set[str] = set()
-    for (block, position), hybrid in zip(places, hybrids, strict=True):
-        question = questions[block.question_id]
-        harmful = not pair.is_right(hybrid[len(question.prompt_ids) :], question)
+    for (block, position), question, ids in zip(places, asked, answers, strict=True):
+        harmful = not pair.is_right(ids, question)
         labels.append(HarmLabel(block.question_id, block.block_id, position, block.context_ids, block.draft_ids,
                                 block.target_ids, harmful, block.block_id in broken))
         if harmful:

@@ -22,8 +22,8 @@ BUDGET_S = {"set-up": 400.0, "test bed": 360.0, "training": 230.0, "evaluation":
 OWN_EXTRA_S = {"training": 300.0, "evaluation": 180.0}
 STEPS = 90
 LIMIT = 128  # tokens of an answer, in the test bed, in training and in the evaluation
-SCORER_THRESHOLDS = {"target": ("-1", "0", "1"), "own": ("-1", "0")}
-MARGINS = ("3", "4", "5")
+HARMLESS_SHARES = {"target": ("0.9", "0.8", "0.65"), "own": ("0.85", "0.7")}  # accepted above a threshold
+MARGINS, TYPICALS = ("3", "4", "5"), ("0.045", "0.03")
 # By LoRA, with a head that reads what the target's head does: docs/experiments.md has the results of others.
 OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", "--head-inputs", "pair")
 
@@ -31,7 +31,7 @@ OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", 
 def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: int) -> list[str]:
     """Training of a scorer on a test bed's blocks, saved at its last step."""
     command = [sys.executable, "train_spd_scorer.py", "--model", str(testbed / "target"), "--output-dir", str(run)]
-    command += ["--blocks", str(testbed / "blocks_train.parquet")]
+    command += ["--draft", str(testbed / "draft"), "--blocks", str(testbed / "blocks_train.parquet")]
     command += ["--metadata", str(testbed / "metadata_train.parquet")]
     command += ["--store", str(store), "--steps", str(steps), "--seed", str(seed), "--save-freq", str(steps)]
     command += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT)]
@@ -60,7 +60,8 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl")]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl"), "--max-new-tokens", str(LIMIT)]
-    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS[args.backbone], "--margins", *MARGINS]
+    evaluate += ["--val-harm-labels", str(testbed / "harm_labels_val.jsonl")]
+    evaluate += ["--harmless-shares", *HARMLESS_SHARES[args.backbone], "--margins", *MARGINS, "--typicals", *TYPICALS]
     return {"test bed": make, "training": train, "evaluation": evaluate}
 
 

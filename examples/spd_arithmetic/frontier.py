@@ -1,10 +1,12 @@
-"""The frontier: every rule and the scorer, swept, over several seeds of target, draft and scorer.
+"""The frontier: every rule and the scorers, swept, over several seeds of target, draft and scorer.
 
-    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2] [--softness 0 0.2] [--questions 1000] [--out DIR]
+    python -m examples.spd_arithmetic.frontier [--seeds 0 1 2 3 4] [--softness 0 0.2] [--questions 1000] [--out DIR]
                                                [--kept DIR]
 
-Each seed is a test bed, a training and an evaluation of its own below OUT; what is there already is reused. Ends with
-a table and a picture for each softness, and OUT/frontier.json. With --kept, rows of whole seeds are written to a
+Each seed is a test bed, three trainings (GRPO, supervised with as many completions, GRPO from the supervised scorer)
+and an evaluation of its own below OUT; what is there already is reused. Thresholds are chosen on validation questions,
+all figures are of test questions. Ends with tables and a picture for each softness, OUT/frontier.json, and the figures
+over seeds at the last softness in benchmarks/results/spd_seeds.json. With --kept, rows of whole seeds are written to a
 folder, and those that are there already are not measured again: the measurement can be spread over machines.
 """
 
@@ -13,9 +15,10 @@ import itertools
 import json
 import math
 import shutil
+import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,72 +32,218 @@ from scripts.spd_evaluation.plot import CURVES, save_plot
 
 # Where drops are 0 to 4 points, closer together than there.
 MARGINS = ("2", "2.5", "3", "3.5", "4", "5", "8")
-SCORER_THRESHOLDS = ("-2", "-1", "0", "0.5", "1", "1.5", "2", "3")
+HARMLESS_SHARES = ("0.95", "0.9", "0.85", "0.8", "0.7", "0.6", "0.5", "0.3")  # accepted above a threshold
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
-SCORER = "trained scorer, swept"
+SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, GRPO from there
+TRAINED = tuple(legend for name in SCORERS for rules, legend, *_ in CURVES if name in rules)
 NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
+RESULTS = ROOT / "benchmarks" / "results" / "spd_seeds.json"
 console = Console()
 
 
+@dataclass(frozen=True)
+class Seed:
+    """What one seed measured."""
+
+    test: list[EvaluationRow]
+    validation: list[EvaluationRow]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A rule at one threshold, or a coin for each question between two: then every field is the mean of both."""
+
+    drop: float
+    accepted: float  # draft tokens per token of the target's own answers
+    forwards: float  # of the target, per token of its own answers
+
+    @property
+    def speed(self) -> float:
+        """Accepted draft tokens per target forward, a ratio of sums: between two thresholds it is no straight line."""
+        return self.accepted / self.forwards
+
+
+def point_of(row: EvaluationRow) -> Point:
+    """The sums behind a row."""
+    forwards = row.output_length_ratio / row.tokens_per_forward
+    return Point(row.drop, row.accepted_per_forward * forwards, forwards)
+
+
+def mixed(low: Point, high: Point, part: float) -> Point:
+    """`part` of the questions by `high`, the others by `low`."""
+    pairs = zip(vars(low).values(), vars(high).values(), strict=True)
+    return Point(*((1 - part) * a + part * b for a, b in pairs))
+
+
 def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) -> dict[str, list[str]]:
-    """Test bed, training and evaluation of one seed."""
+    """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
     make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(seed)]
     make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
-    train = training_command(testbed, run, out / "completions.sqlite3", args.steps, seed)
+    store, labelled = out / "completions.sqlite3", out / "labelled"
+    trainings = {name: training_command(testbed, place, store, args.steps, seed)
+                 for name, place in (("training", run), ("supervised", labelled), ("refined", out / "refined"))}
+    trainings["supervised"].insert(2, "--supervised")
+    trainings["refined"][2:2] = ["--adapter", str(labelled / "supervised")]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
-    evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
+    evaluate += ["--scorer", str(saved_scorer(run, args.steps)), "--compare", f"supervised={labelled / 'supervised'}"]
+    evaluate += [f"refined={saved_scorer(out / 'refined', args.steps)}"]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
-    evaluate += ["--scorer-thresholds", *SCORER_THRESHOLDS, "--margins", *MARGINS]
-    return {"test bed": make, "training": train, "evaluation": evaluate}
+    evaluate += ["--val-harm-labels", str(testbed / "harm_labels_val.jsonl")]
+    evaluate += ["--harmless-shares", *HARMLESS_SHARES, "--margins", *MARGINS]
+    return {"test bed": make, **trainings, "evaluation": evaluate}
 
 
-def one_seed(args: argparse.Namespace, seed: int, softness: float) -> list[EvaluationRow]:
-    """The rows of one seed, made here or by an earlier run with the same commands."""
+def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
+    """The rows of one seed, made here or by an earlier run with the same commands; every phase is done once."""
     out = args.out / f"u{softness:g}-seed{seed}"
     kept = args.kept and args.kept / f"{out.name}.json"
     if kept and kept.exists():
         console.print(f"u = {softness:g}, seed {seed}: {kept}")
-        return _rows(kept)
-    planned = commands(args, seed, softness, out)
-    record, evaluation = out / "commands.json", out / "evaluation.json"
-    if not (evaluation.exists() and record.exists() and json.loads(record.read_text()) == planned):
-        for name, command in planned.items():
-            with console.status(f"u = {softness:g}, seed {seed}: {name}"):
-                run_logged(command, out / f"{name.replace(' ', '_')}.log")
-        record.write_text(json.dumps(planned, indent=1))
-    console.print(f"u = {softness:g}, seed {seed}: {evaluation}")
+        return _read(kept)
+    planned, record, measured = commands(args, seed, softness, out), out / "commands.json", out / "measured.json"
+    done = json.loads(record.read_text()) if record.exists() else {}
+    for number, (name, command) in enumerate(planned.items()):
+        if list(done.items())[: number + 1] == list(planned.items())[: number + 1]:
+            continue  # it and all before it ran with the same commands
+        done = dict(list(planned.items())[:number])
+        if name == "supervised":
+            command = [*command, "--label-budget", str(completions_used(out / "run" / "metrics.jsonl"))]
+        with console.status(f"u = {softness:g}, seed {seed}: {name}"):
+            run_logged(command, out / f"{name.replace(' ', '_')}.log")
+        record.write_text(json.dumps({**done, name: planned[name]}, indent=1))
+        done[name] = planned[name]
+    rows = {split: json.loads((out / f"{name}.json").read_text()) for split, name in
+            (("test", "evaluation"), ("validation", "validation"))}  # fmt: skip
+    measured.write_text(json.dumps({"questions": rows["test"]["questions"], **{s: rows[s]["rows"] for s in rows}}))
+    console.print(f"u = {softness:g}, seed {seed}: {measured}")
     if kept:
         args.kept.mkdir(parents=True, exist_ok=True)
-        shutil.copy(evaluation, kept)
-    return _rows(evaluation)
+        shutil.copy(measured, kept)
+    return _read(measured)
 
 
-def _rows(evaluation: Path) -> list[EvaluationRow]:
-    return [EvaluationRow(**row) for row in json.loads(evaluation.read_text())["rows"]]
+def completions_used(metrics: Path) -> int:
+    """Distinct completions that a training with an empty store asked for."""
+    steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    return int(sum(step["spd/completions/asked"] for step in steps if "spd/completions/asked" in step))
+
+
+def _read(file: Path) -> Seed:
+    record = json.loads(file.read_text())
+    return Seed(*([EvaluationRow(**row) for row in record[split]] for split in ("test", "validation")))
+
+
+def curves_of(rows: Sequence[EvaluationRow]) -> dict[str, dict[float | None, Point]]:
+    """Legend -> threshold -> point of each swept rule; exact match is a point (None) of all of them."""
+    exact = point_of(next(row for row in rows if row.rule == "exact"))
+    return {
+        legend: {None: exact, **{row.threshold: point_of(row) for row in rows if row.rule in rules}}
+        for rules, legend, *_ in CURVES if any(row.rule in rules for row in rows)
+    }  # fmt: skip
+
+
+def best_mix(
+    curve: dict[float | None, Point], drop: float, value: Callable[[Point], float]
+) -> tuple[float | None, float | None, float]:
+    """The two thresholds of a curve, and the share of questions for the second, with the largest value at a drop of at
+    most `drop`. The best mix lies at one threshold or at the drop: values are monotone between two thresholds.
+    """
+    choices = [(value(point), (key, key, 0.0)) for key, point in curve.items() if point.drop <= drop]
+    for (low, a), (high, b) in itertools.permutations(curve.items(), 2):
+        if a.drop < drop < b.drop:
+            part = (drop - a.drop) / (b.drop - a.drop)
+            choices.append((value(mixed(a, b, part)), (low, high, part)))
+    return max(choices, key=lambda choice: choice[0])[1]
+
+
+def speed(point: Point) -> float:
+    """Accepted draft tokens per target forward."""
+    return point.speed
+
+
+def fewest(point: Point) -> float:
+    """Larger for fewer target forwards."""
+    return -point.forwards
+
+
+def compare(seeds: Sequence[Seed]) -> list[dict[str, Any]]:
+    """For each drop that is allowed on validation questions, and each curve: means over seeds of what its choice does
+    on test questions, with standard errors between seeds. `saved` is exact match's target forwards over the curve's
+    own, where the choice has the fewest; `speed` and `drop` belong to the choice with the most accepted per forward.
+    """
+    tests = [curves_of(seed.test) for seed in seeds]
+    validations = [curves_of(seed.validation) for seed in seeds]
+    comparison = []
+    for drop in DROPS:
+        entry: dict[str, Any] = {"allowed": drop, "curves": {}}
+        for legend in tests[0]:
+            results: dict[str, list[float]] = {"drop": [], "speed": [], "saved": []}
+            for test, validation in zip(tests, validations, strict=True):
+                fast, lean = (
+                    mixed(test[legend][low], test[legend][high], part)
+                    for low, high, part in (best_mix(validation[legend], drop, value) for value in (speed, fewest))
+                )
+                results["drop"].append(fast.drop)
+                results["speed"].append(fast.speed)
+                results["saved"].append(test[legend][None].forwards / lean.forwards)
+            entry["curves"][legend] = {name: mean_and_spread(values) for name, values in results.items()}
+        rules = [legend for legend in entry["curves"] if legend not in TRAINED]
+        entry["best_rule"] = max(rules, key=lambda legend: entry["curves"][legend]["speed"][0])
+        entry["ratio"] = entry["curves"][TRAINED[0]]["speed"][0] / entry["curves"][entry["best_rule"]]["speed"][0]
+        comparison.append(entry)
+    return comparison
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean over seeds and its standard error from their differences; no error (nan) of a single seed."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def seed_figures(seeds: Sequence[Seed]) -> dict[str, float]:
+    """Of each scorer at its validation-chosen threshold on test questions: gain_min and gain_mean, its accepted draft
+    tokens per forward over exact match's, and drop_max in points; of the smallest, the mean and the largest seed.
+    """
+    figures = {}
+    for rule in SCORERS:
+        prefix = "seed" if rule == "scorer" else rule
+        found = [{row.rule: row for row in seed.test} for seed in seeds]
+        gains = [rows[rule].accepted_per_forward / rows["exact"].accepted_per_forward for rows in found]
+        drops = [100 * rows[rule].drop for rows in found]
+        figures |= {f"{prefix}_gain_min": min(gains), f"{prefix}_gain_mean": statistics.fmean(gains),
+                    f"{prefix}_drop_mean": statistics.fmean(drops), f"{prefix}_drop_max": max(drops)}  # fmt: skip
+        if len(seeds) > 1:
+            figures |= {f"{prefix}_gain_sd": statistics.stdev(gains), f"{prefix}_drop_sd": statistics.stdev(drops)}
+    return figures
 
 
 def pool(seeds: Sequence[Sequence[EvaluationRow]]) -> list[EvaluationRow]:
-    """Mean over seeds of every rule and threshold that all of them ran; errors of independent means.
+    """Mean over seeds of every rule and threshold, with errors between seeds, for the picture.
 
-    The threshold that validation chose differs between seeds, so the row `scorer` counts as one of its sweep.
+    Scorers' thresholds differ between seeds: those in the same place of their sweep belong together.
     """
     tables = []
     for rows in seeds:
-        renamed = [replace(row, rule="scorer_sweep" if row.rule == "scorer" else row.rule) for row in rows]
-        tables.append({(row.rule, None if row.rule == "random" else row.threshold): row for row in renamed})
+        renamed = [replace(row, rule=f"{row.rule}_sweep" if row.rule in SCORERS else row.rule) for row in rows]
+        swept = sorted(renamed, key=lambda row: (row.rule, row.threshold is not None, row.threshold))
+        groups = [list(group) for _, group in itertools.groupby(swept, lambda row: row.rule)]
+        tables.append({(row.rule, place): row for group in groups for place, row in enumerate(group)})
     pooled = []
     for key in tables[0]:
         same = [table[key] for table in tables if key in table]
         if len(same) < len(tables):
             continue
         values = {name: _mean([getattr(row, name) for row in same]) for name in asdict(same[0]) if name != "rule"}
-        for name in ("accuracy_se", "drop_se"):
-            values[name] = math.sqrt(sum(getattr(row, name) ** 2 for row in same)) / len(same)
+        if len(same) > 1:
+            for name in ("accuracy", "drop"):
+                values[f"{name}_se"] = mean_and_spread([getattr(row, name) for row in same])[1]
+        points = [point_of(row) for row in same]
+        values["accepted_per_forward"] = sum(p.accepted for p in points) / sum(p.forwards for p in points)
         pooled.append(EvaluationRow(rule=key[0], **values))
     return pooled
 
@@ -103,58 +252,32 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if any(v is None for v in values) else sum(values) / len(values)
 
 
-def speed_at(curve: Sequence[EvaluationRow], drop: float) -> tuple[float, float]:
-    """Most accepted tokens a forward of a swept rule at a drop of at most `drop`, and the standard error of the paired
-    drop there (the larger one of the two that are mixed); (-inf, nan) where it has none.
-
-    A rule may flip a coin between two of its thresholds for each question: that gives the straight line between them.
-    """
-    points = [(row.accepted_per_forward, row.drop_se) for row in curve if row.drop <= drop]
-    for low, high in itertools.permutations(curve, 2):
-        if low.drop < drop < high.drop:
-            part = (drop - low.drop) / (high.drop - low.drop)
-            speed = low.accepted_per_forward + part * (high.accepted_per_forward - low.accepted_per_forward)
-            points.append((speed, max(low.drop_se, high.drop_se)))
-    return max(points, default=(-math.inf, math.nan))
-
-
-def compare(rows: Sequence[EvaluationRow]) -> list[dict[str, Any]]:
-    """For each drop: the scorer's speed, and the best training-free rule with its own; errors are of the drop."""
-    exact = [row for row in rows if row.rule == "exact"]
-    curves = {legend: exact + [row for row in rows if row.rule in rules] for rules, legend, *_ in CURVES}
-    comparison = []
-    for drop in DROPS:
-        speeds = {legend: speed_at(curve, drop) for legend, curve in curves.items()}
-        rule = max((legend for legend in speeds if legend != SCORER), key=lambda legend: speeds[legend])
-        (scorer, scorer_se), (best, best_se) = speeds[SCORER], speeds[rule]
-        comparison.append({"drop": drop, "scorer": scorer, "scorer_drop_se": scorer_se, "best_rule": rule, "rule": best,
-                      "rule_drop_se": best_se, "ratio": scorer / best})
-    return comparison
-
-
 def show(comparison: Sequence[dict[str, Any]], title: str) -> Table:
     """The comparison as people read it."""
-    table = Table("drop, points", "scorer", "its drop, 95 %", "best rule", "its drop, 95 %", "", "ratio", title=title)
-    for row in comparison:
-        spans = [_interval(row["drop"], row[f"{who}_drop_se"]) for who in ("scorer", "rule")]
-        table.add_row(f"{100 * row['drop']:.1f}", f"{row['scorer']:.2f}", spans[0], f"{row['rule']:.2f}", spans[1],
-                      str(row["best_rule"]), f"{row['ratio']:.2f}")
+    names = [legend for legend in comparison[0]["curves"] if legend in TRAINED]
+    table = Table("allowed drop", *names, "best rule", "ratio", title=title)
+    for entry in comparison:
+        cells = [_cell(entry["curves"][legend]) for legend in names]
+        best = entry["best_rule"]
+        table.add_row(f"{100 * entry['allowed']:.1f}", *cells, f"{best}: {_cell(entry['curves'][best])}",
+                      f"{entry['ratio']:.2f}")  # fmt: skip
+    table.caption = "accepted per forward ± (exact match's forwards over its own), drop on test questions ± in points"
     return table
 
 
-def _interval(drop: float, error: float) -> str:
-    """Up to `drop`, with the 95 % interval around it, in points."""
-    return f"{100 * (drop - 1.96 * error):+.1f} to {100 * (drop + 1.96 * error):+.1f}"
+def _cell(values: dict[str, tuple[float, float]]) -> str:
+    (drop, drop_se), (fast, fast_se), (saved, _) = (values[name] for name in ("drop", "speed", "saved"))
+    return f"{fast:.2f} ±{fast_se:.2f} ({saved:.2f}), {100 * drop:.1f} ±{100 * drop_se:.1f}"
 
 
 def verdicts(comparison: Sequence[dict[str, Any]]) -> list[str]:
     """What the scorer is to show, and whether it does."""
-    (near,) = (row["ratio"] for row in comparison if row["drop"] == NEAR)
-    worst = min(comparison, key=lambda row: row["ratio"])
+    (near,) = (entry["ratio"] for entry in comparison if entry["allowed"] == NEAR)
+    worst = min(comparison, key=lambda entry: entry["ratio"])
     return [
         f"{_met(near >= WANTED)}: at a drop of {100 * NEAR:g} points {near:.2f} times the best rule; {WANTED:g} wanted",
         f"{_met(worst['ratio'] >= 1.0)}: nowhere fewer than the best rule; least {worst['ratio']:.2f} times, at a drop "
-        f"of {100 * worst['drop']:.1f} points ({worst['best_rule']})",
+        f"of {100 * worst['allowed']:.1f} points ({worst['best_rule']})",
     ]
 
 
@@ -165,7 +288,7 @@ def _met(wanted: bool) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run all seeds; gives the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--softness", type=float, nargs="+", default=[0.0, 0.2])
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions of each seed")
     parser.add_argument("--train-questions", type=int, default=1000)
@@ -173,29 +296,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "spd_frontier")
     parser.add_argument("--kept", type=Path, help="folder of measured seeds, read and added to")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of the figures over seeds")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     result = {}
     for softness in args.softness:
         try:
-            rows = pool([one_seed(args, seed, softness) for seed in args.seeds])
+            seeds = [one_seed(args, seed, softness) for seed in args.seeds]
         except PhaseFailed as failure:
             console.print(f"[red]{failure}[/red]")
             return 1
-        comparison = compare(rows)
-        questions = args.questions * len(args.seeds)
-        title = f"Accepted draft tokens per target forward, u = {softness:g}, {questions} questions"
+        comparison, rows = compare(seeds), pool([seed.test for seed in seeds])
+        title = f"u = {softness:g}, {len(seeds)} seeds of {args.questions} test questions"
         console.print(show(comparison, title))
         for line in verdicts(comparison):
             console.print(line)
         picture = args.out / f"frontier-u{softness:g}.png"
-        save_plot(rows, questions, picture)
+        save_plot(rows, args.questions * len(seeds), picture)
         console.print(f"picture {picture}")
+        figures = {"softness": softness, "seeds": args.seeds, "questions": args.questions, **seed_figures(seeds)}
+        console.print_json(json.dumps(figures))
         result[f"u={softness:g}"] = {
-            "questions": questions, "seeds": args.seeds, "comparison": comparison, "verdicts": verdicts(comparison),
+            **figures, "comparison": comparison, "verdicts": verdicts(comparison),
             "rows": [asdict(row) for row in rows],
         }  # fmt: skip
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1))
+    args.results.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

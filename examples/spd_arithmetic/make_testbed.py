@@ -111,6 +111,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--drift-share", type=float, default=0.5, help="share of the train blocks met on a lenient rule's path")
     add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
         "logit of its own token is larger by at most this")
+    add("--offsets", type=int, default=8, help="the first block of a train or validation answer starts after up to so "
+        "many of the target's tokens, drawn evenly; 0: always after the prompt")
     add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
     add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens a round")
@@ -130,6 +132,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("softness", "drift_share"):
         if not 0.0 <= getattr(args, name) <= 1.0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
+    if args.offsets < 0:
+        parser.error(f"--offsets {args.offsets}: expected 0 or more")
     if args.processes is not None and args.processes < 1:
         parser.error(f"--processes {args.processes}: expected 1 or more")
     if args.processes is None:
@@ -183,32 +187,32 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
     for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
         with phases.phase(f"blocks of {split} questions") as report:
             n_drifted = round(args.drift_share * n_blocks) if split == "train" else 0
-            paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report)
+            paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report, args.offsets)
             blocks = list(paths[split].blocks)
             if n_drifted:
                 # In use a scorer judges after mismatches it accepted, where the answer is mostly still right.
                 rule = partial(margin, args.drift_margin)
-                blocks += drifted_blocks(pair, splits[split], rule, n_drifted, args.seed, report)
+                blocks += drifted_blocks(pair, splits[split], rule, n_drifted, args.seed, report, args.offsets)
             write_split(out, split, splits[split], blocks, paths[split])
             written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
         questions = splits["test"]
         own = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
         labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
-        rows = [asdict(label) for label in labels]
-        pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
-            out / "harm_labels.parquet", write_page_checksum=True
-        )
-        (out / "harm_labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        validation = harm_labels(pair, paths["val"].blocks, {q.question_id: q for q in splits["val"]}, report)
+        for name, labelled in (("harm_labels", labels), ("harm_labels_val", validation)):
+            rows = [asdict(label) for label in labelled]
+            pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
+                out / f"{name}.parquet", write_page_checksum=True
+            )
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)
     reached = [label for label in labels if not label.already_broken]
     figures |= written | {
-        "mismatches_labelled": len(labels),
-        "mismatches_harmful": sum(label.harmful for label in labels) / max(1, len(labels)),
-        "mismatches_harmful_first": sum(label.harmful for label in reached) / max(1, len(reached)),
+        "mismatches_labelled": len(labels), "mismatches_reachable": len(reached),
+        "mismatches_harmful": sum(label.harmful for label in reached) / max(1, len(reached)),
     }
-    figures["mismatches_harmless"] = 1.0 - figures["mismatches_harmful"]
     record = {
         "fingerprint": key, "seed": args.seed, "softness": args.softness, "gamma": args.gamma,
         "max_new_tokens": args.max_new_tokens, "source": "corpus" if args.questions is None else str(args.questions),

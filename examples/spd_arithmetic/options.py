@@ -56,7 +56,7 @@ def judge(testbed: Path, scorers: Mapping[tuple[str, int], Path]) -> dict[tuple[
     exact, rows = None, {}
     for job, scorer in scorers.items():
         args = parse([*options, "--scorer", str(scorer)])
-        worker = Worker(Job(args, {"val": load_questions(args.questions, None)}, []), Value("q", 0))
+        worker = Worker(Job(args, {"val": load_questions(args.questions, None)}, [], []), Value("q", 0))
         exact = exact or worker.decode(Run("val", "exact", 0.0))
         outcome = worker.decode(Run("val", "scorer", 0.0))
         rows[job] = measures.measure(

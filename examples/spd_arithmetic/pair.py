@@ -13,9 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
-from recipe.spd.answers import extract_answer
+from recipe.spd.answers import is_correct
 from recipe.spd.dataset import cut_at_end
-from recipe.spd.decoder import Block, Judge, end_ids, greedy_generate, speculative_generate
+from recipe.spd.decoder import Block, Judge, check_tokenizers, end_ids, greedy_generate, speculative_generate
 
 Rule = Callable[[], Judge]
 """Makes a judge in the worker that needs it; picklable."""
@@ -57,7 +57,7 @@ class Pair:
     def is_right(self, answer_ids: Sequence[int], question: Question) -> bool:
         """Whether an ended answer names the right number; one cut at the limit is wrong."""
         ended = bool(answer_ids) and answer_ids[-1] in self.ends
-        return ended and extract_answer(self.decode(answer_ids)) == question.ground_truth
+        return ended and is_correct(self.decode(answer_ids), question.ground_truth)
 
     def spoken(self, ids: Sequence[int]) -> int:
         """Number of tokens before the end token."""
@@ -67,9 +67,23 @@ class Pair:
         """Greedy continuation of every prompt by `target` or `draft`."""
         return list(chain(*self._map(partial(_complete, self.files, role), prompts, progress)))
 
-    def speculative(self, questions: Sequence[Question], rule: Rule, progress: Progress) -> Decoding:
-        """Speculative decoding of every question under a rule's judge."""
-        parts = self._map(partial(_decode, self.files, rule), questions, progress)
+    def answers(self, questions: Sequence[Question], contexts: Sequence[list[int]], progress: Progress
+                ) -> list[list[int]]:
+        """The target's answer to each question whose context has begun it; together they have the usual limit."""
+        running = [k for k, context in enumerate(contexts) if context[-1] not in self.ends]
+        completed = dict(zip(running, self.greedy("target", [contexts[k] for k in running], progress), strict=True))
+        whole = zip(questions, (context + completed.get(k, []) for k, context in enumerate(contexts)), strict=True)
+        return [ids[len(q.prompt_ids) :][: self.files.max_new_tokens] for q, ids in whole]
+
+    def speculative(
+        self, questions: Sequence[Question], rule: Rule, progress: Progress, offsets: Sequence[int] | None = None
+    ) -> Decoding:  # fmt: skip
+        """Speculative decoding of every question under a rule's judge.
+
+        `offsets`: the first block of each answer starts after so many of the target's own tokens (default: none).
+        """
+        rows = list(zip(questions, offsets or [0] * len(questions), strict=True))
+        parts = self._map(partial(_decode, self.files, rule), rows, progress)
         return Decoding(*(list(chain(*(getattr(part, name) for part in parts)))
                           for name in Decoding.__dataclass_fields__))
 
@@ -98,12 +112,9 @@ def _load(files: PairFiles) -> _Loaded:
     dtype = torch.float32 if files.device == "cpu" else torch.bfloat16
     target, draft = (AutoModelForCausalLM.from_pretrained(files.folder / name, dtype=dtype).to(files.device).eval()
                      for name in ("target", "draft"))
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise ValueError(f"target has {target.config.vocab_size} tokens and draft {draft.config.vocab_size}; "
-                         "speculative decoding needs one vocabulary")
-    ends = end_ids(target.generation_config.eos_token_id)
-    if not ends:
-        ends = end_ids(AutoTokenizer.from_pretrained(files.folder / "target").eos_token_id)
+    tokenizer, other = (AutoTokenizer.from_pretrained(files.folder / name) for name in ("target", "draft"))
+    check_tokenizers(tokenizer, other, "the draft")
+    ends = end_ids(target.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
     return _Loaded(target, draft, ends)
 
 
@@ -118,8 +129,15 @@ def _complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list
                            batch_size=files.batch_size).tokens
 
 
-def _decode(files: PairFiles, rule: Rule, questions: Sequence[Question]) -> Decoding:
+def _decode(files: PairFiles, rule: Rule, rows: Sequence[tuple[Question, int]]) -> Decoding:
     loaded = _load(files)
+    questions, offsets = zip(*rows, strict=True)
+    limits = {"eos_token_id": loaded.ends, "batch_size": files.batch_size}
+    begun = [[] for _ in rows]
+    if longest := max(offsets):
+        own = greedy_generate(loaded.target, [q.prompt_ids for q in questions], max_new_tokens=longest, **limits)
+        begun = [ids[:offset] for ids, offset in zip(own.tokens, offsets, strict=True)]
+        begun = [[] if loaded.ends.intersection(ids) else ids for ids in begun]  # a short answer starts at its begin
     blocks: list[Recorded] = []
 
     def keep(block: Block, accepted: torch.Tensor) -> None:
@@ -130,6 +148,7 @@ def _decode(files: PairFiles, rule: Rule, questions: Sequence[Question]) -> Deco
                 blocks.append((questions[row], list(context), draft, target))
 
     result = speculative_generate(
-        loaded.target, loaded.draft, [q.prompt_ids for q in questions], rule(), gamma=files.gamma,
-        max_new_tokens=files.max_new_tokens, eos_token_id=loaded.ends, batch_size=files.batch_size, on_block=keep)
-    return Decoding(result.tokens, result.rounds, result.accepted, blocks)
+        loaded.target, loaded.draft, [q.prompt_ids + ids for q, ids in zip(questions, begun, strict=True)], rule(),
+        gamma=files.gamma, max_new_tokens=files.max_new_tokens, on_block=keep, **limits)
+    tokens = [(ids + more)[: files.max_new_tokens] for ids, more in zip(begun, result.tokens, strict=True)]
+    return Decoding(tokens, result.rounds, result.accepted, blocks)

@@ -35,4 +35,4 @@ done
     --target "$OUT/testbed/target" --draft "$OUT/testbed/draft" \
     --scorer "$OUT/run/global_step_$STEPS/actor/huggingface" \
     --questions "$OUT/testbed/questions_test.jsonl" --val-questions "$OUT/testbed/questions_val.jsonl" \
-    --harm-labels "$OUT/testbed/harm_labels.jsonl"
+    --harm-labels "$OUT/testbed/harm_labels.jsonl" --val-harm-labels "$OUT/testbed/harm_labels_val.jsonl"

@@ -1,15 +1,21 @@
 """Extracts the final answer of a text and compares it with the ground truth (never as a substring)."""
 
 import re
+from fractions import Fraction
 
-_NUMBER = r"[-+]?\$?\s*\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"
+_NUMBER = r"[-+]?\s*\\?[$€£]?\s*[-+]?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"
 _MARKUP = r"[\s*_`$(:]*(?:\\\(|\\\[)?\s*"  # of chat models: bold, code, TeX
-_MARKED = re.compile(rf"(?:answer\s+is|####){_MARKUP}({_NUMBER})", re.IGNORECASE)
+_CALCULATION = r"(?:(?:[-+*/×÷()\d,$%\s]|\.\d|\\times|\\cdot|\b[a-zA-Z]\b)+=\s*)*"  # "3 * 6 =", "x ="
+_MARKED = re.compile(rf"(?:answer[*_`\s]*(?:is\b|:)|####){_MARKUP}({_CALCULATION}{_NUMBER})", re.IGNORECASE)
 _BOXED = "\\boxed{"
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\[,;!: ]|~|\*\*|\\(?:left|right)\b|\\?[$€£%]|\^\{?\\circ\}?|\s+")
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")
+_QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?: ?/ ?\d+)?)(?: ?[a-zA-Z]{2,}[a-zA-Z ./]*)?\.?")
 
 
 def extract_answer(text: str) -> str | None:
-    """The last answer marked by "answer is", "####" or \\boxed{}, normalised; None without one.
+    """The last answer marked by "answer is", "Answer:", "####" or \\boxed{}, normalised; None without one.
 
     The last of all markers, since an example in the prompt may use another one.
     """
@@ -26,19 +32,51 @@ def extract_answer(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Remove spaces, dollar signs, thousands separators, a final dot, a leading plus and redundant zeros."""
-    text = re.sub(r"[\s$,]", "", str(answer)).rstrip(".").removeprefix("+")
-    if re.fullmatch(r"-?\d+\.\d*", text):
+    """The bare answer: of an equation its right side; a quantity without unit, currency, percent sign, thousands
+    separators, leading plus and redundant zeros; anything else without spaces.
+    """
+    text = str(answer)
+    named = _WORDS.sub(" ", text)  # \text{ m}: a unit, unless the number itself stands in it
+    text = named if re.search(r"\d", named) else _WORDS.sub(r"\1", text)
+    text = _SPACING.sub(" ", text.rpartition("=")[2]).strip().replace("{,}", ",")
+    text = re.sub(r"(?<=\d) ?, ?(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"^([-+]) ", r"\1", text)
+    if quantity := _QUANTITY.fullmatch(text):
+        text = quantity.group(1)
+    text = text.replace(" ", "").rstrip(".").removeprefix("+")
+    if re.fullmatch(r"-?\d*\.\d*", text):
         text = text.rstrip("0").rstrip(".")
-    if re.fullmatch(r"-?\d+", text):
-        text = str(int(text))
-    return text
+    return re.sub(r"^(-?)0+(?=\d)", r"\1", text)
 
 
 def is_correct(text: str, ground_truth: object) -> bool:
-    """Whether the answer in `text` is the ground truth (itself a bare answer, or a text that ends with one)."""
+    """Whether the answer in `text` is the ground truth (itself a bare answer, or a text that ends with one).
+
+    Numbers are compared by value; other mathematics by math-verify, everything else as text.
+    """
     answer = extract_answer(text)
     if answer is None:
         return False
     expected = extract_answer(str(ground_truth))
-    return answer == (normalise(str(ground_truth)) if expected is None else expected)
+    expected = normalise(str(ground_truth)) if expected is None else expected
+    if answer == expected:
+        return True
+    ours, theirs = _value(answer), _value(expected)
+    if theirs is not None and ours is not None:
+        return ours == theirs
+    if not re.search(r"[\\^]", answer + expected):  # plain words and numbers hold no further mathematics
+        return False
+    from verl.utils.reward_score.math_verify import is_equal
+
+    try:
+        return is_equal(answer, expected)
+    except ValueError:  # the ground truth is no mathematics: the texts were compared above
+        return False
+
+
+def _value(answer: str) -> Fraction | None:
+    """The value of a normalised number or fraction; None for anything else."""
+    try:
+        return Fraction(_FRACTION.sub(r"\1\2/\3", answer))
+    except (ValueError, ZeroDivisionError):
+        return None

@@ -44,11 +44,29 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
             load_model_part(key, path, AutoConfig.from_pretrained)
         except ModelError as e:
             yield e.problem
+    if settings.rollout.rounds > 1:
+        yield from _check_pair(settings)
     if findings.tokenizer is not None:
         try:
-            resolve_sep_token_id(findings.tokenizer)
+            resolve_sep_token_id(findings.tokenizer, read=settings.backbone == "own")
         except ValueError as e:
             yield wrong(SEP_VARIABLE, str(e))
+
+
+def _check_pair(settings: Any) -> Iterator[Problem]:
+    """A draft of another vocabulary than the target's is wrong."""
+    from recipe.spd.decoder import check_tokenizers
+    from verl.planning.checks import ModelError, load_model_part
+    from verl.utils.tokenizer import hf_tokenizer
+
+    key, draft = "spd.rollout.draft_path", settings.rollout.draft_path
+    try:
+        target = load_model_part("spd.target_path", settings.target_path, hf_tokenizer)
+        check_tokenizers(target, load_model_part(key, draft, hf_tokenizer), f"{key}={draft}")
+    except ModelError as e:
+        yield e.problem
+    except ValueError as e:
+        yield wrong(key, str(e))
 
 
 def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem]:
@@ -78,16 +96,18 @@ def _check_servers(urls: list[str], settings: Any, key: str) -> Iterator[Problem
 
 @register_check
 def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
-    """Prepared blocks must hold ids within the model's vocabulary, and the separator of this tokenizer."""
+    """Prepared blocks must hold ids within the model's vocabulary, the separator that an own backbone reads, and the
+    complete context that a target head's states depend on.
+    """
     from recipe.spd.dataset import SEP_VARIABLE, SPDRLHFDataset, resolve_sep_token_id
 
     blocks = {key: data for key, data in findings.datasets.items() if isinstance(data, SPDRLHFDataset)}
     if not blocks or findings.hf_config is None or findings.tokenizer is None:
         return
-    path = config.actor_rollout_ref.model.path
+    path, own = config.actor_rollout_ref.model.path, config.spd.backbone == "own"
     vocabulary = findings.hf_config.get_text_config().vocab_size
     try:
-        separator = resolve_sep_token_id(findings.tokenizer)
+        separator = resolve_sep_token_id(findings.tokenizer, read=own)
     except ValueError:
         return  # reported by check_servers_and_separator
     for key, data in blocks.items():
@@ -98,7 +118,13 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
                     f"token id {max(ids)} is outside the vocabulary ({vocabulary}) of the model {path}. Name the "
                     "tokenizer that belongs to the model, and prepare the blocks with it."
                 )
-            elif separating != separator:
+            elif not own and len(ids) > config.data.max_prompt_length:
+                what = (
+                    f"its {len(ids)} ids exceed data.max_prompt_length={config.data.max_prompt_length}: a target head "
+                    "would train on states of a context without its start, and serve on those of the complete one. "
+                    f"Raise data.max_prompt_length to {max(len(r['input_ids']) for r in data.rows)}."
+                )
+            elif own and separating != separator:
                 what = (
                     f"its parts are separated by token id {separating}, the tokenizer's separator is {separator}. "
                     f"Prepare it again, or set {SEP_VARIABLE}={separating}."
@@ -121,7 +147,8 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
         return
     settings = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     adapter = settings.pop("adapter_path", None)
-    settings.pop("feature_store", None)
+    for name in ("feature_store", "draft_path"):
+        settings.pop(name, None)
     try:
         scorer = ScoringModelConfig(base_model_path=model.path, **settings)
     except (TypeError, ValueError) as e:

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,15 @@ from verl.utils.fingerprint import model_dir_fingerprint
 URLS_VARIABLE = "SPD_VLLM_URLS"
 _LONGEST_REST_S = 600.0
 _LONGEST_BACKOFF_S = 10.0
+# Stated in every request: a server takes what is missing from the model's generation_config.json, where chat models
+# have penalties that change greedy text.
+SAMPLING = {
+    "temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # fmt: skip
+
+Request = tuple[tuple[int, ...], int]
+"""Ids that the target completes, and the most tokens that it may add."""
 
 
 class WrongModelError(RuntimeError):
@@ -34,18 +44,20 @@ class RequestRefused(RuntimeError):
 
 @dataclass
 class Health:
-    """Back-off of failing servers: one time-out, doubled with each consecutive failure.
+    """Load of the servers, and back-off of failing ones: one time-out, doubled with each consecutive failure.
 
-    A server in back-off is used last. Requests that were in flight when it began do not extend it.
+    A server in back-off is used last, else the one with the least in flight first. Requests that were in flight when a
+    back-off began do not extend it.
     """
 
     first_rest_s: float
+    in_flight: Counter[str] = field(default_factory=Counter)  # prompts
     failures: dict[str, int] = field(default_factory=dict)  # in a row
     rests_until: dict[str, float] = field(default_factory=dict)
 
     def order(self, urls: Sequence[str], now: float) -> list[str]:
         """The servers in the order of use at the time `now` (monotonic seconds)."""
-        return sorted(urls, key=lambda url: max(0.0, self.rests_until.get(url, 0.0) - now))
+        return sorted(urls, key=lambda url: (max(0.0, self.rests_until.get(url, 0.0) - now), self.in_flight[url]))
 
     def failed(self, url: str, now: float) -> None:
         """Record a failed request."""
@@ -84,8 +96,8 @@ def preferred_first(urls: Sequence[str], rank: int) -> list[str]:
 class VllmEngineServer:
     """Client of one or several servers of the same model.
 
-    An event loop in a thread keeps one connection pool for the entire training. A request goes to the preferred server
-    and, if that fails or is too slow, to the next; failed servers are used less (Health).
+    An event loop in a thread keeps one connection pool for the entire training. A request goes to the server with the
+    least in flight (the first of `urls` among equals) and, if that fails or is too slow, to another (Health).
     """
 
     def __init__(
@@ -109,22 +121,24 @@ class VllmEngineServer:
         self._thread.start()
 
     def complete(
-        self, contexts: Sequence[Sequence[int]], on_chunk: Callable[[list[int], list[Completion]], None] | None = None
+        self, requests: Sequence[Request], on_chunk: Callable[[list[int], list[Completion]], None] | None = None
     ) -> list[Completion | None]:
-        """The greedy completion of each context, None where all attempts failed.
+        """The greedy completion of each request, None where all attempts failed.
 
-        `on_chunk(positions, completions)` is called in the client's thread as soon as a request is answered. Raises
+        `on_chunk(positions, completions)` is called in the client's thread as soon as a part is answered. Raises
         RequestRefused, and WrongModelError for a server of another model.
         """
-        # Small chunks when there is little to do, so that all servers get work.
-        size = max(1, min(self.settings.prompts_per_request, -(-len(contexts) // self.settings.concurrency)))
+        # Small chunks when there is little to do, so that all servers get work; like limits together, since a chunk is
+        # generated up to its largest one.
+        size = max(1, min(self.settings.prompts_per_request, -(-len(requests) // self.settings.concurrency)))
+        numbers = sorted(range(len(requests)), key=lambda i: requests[i][1])
         gate = asyncio.Semaphore(self.settings.concurrency)
-        done: list[Completion | None] = [None] * len(contexts)
+        done: list[Completion | None] = [None] * len(requests)
 
         async def ask(positions: list[int]) -> None:
             async with gate:
                 try:
-                    answers = await self._ask_with_retry([list(contexts[i]) for i in positions])
+                    answers = await self._ask_with_retry([requests[i] for i in positions])
                 except (aiohttp.ClientError, TimeoutError) as error:
                     self.last_error = f"{type(error).__name__}: {error}"
                     logger.warning("{} completions are lost: {}", len(positions), self.last_error)
@@ -135,8 +149,7 @@ class VllmEngineServer:
                 on_chunk(positions, answers)
 
         async def ask_all() -> None:
-            numbers = list(range(len(contexts)))
-            await asyncio.gather(*(ask(numbers[i : i + size]) for i in range(0, len(contexts), size)))
+            await asyncio.gather(*(ask(numbers[i : i + size]) for i in range(0, len(requests), size)))
 
         self._run(ask_all())
         return done
@@ -180,37 +193,42 @@ class VllmEngineServer:
             )
         return self._session
 
-    async def _ask_with_retry(self, prompts: list[list[int]]) -> list[Completion]:
-        """One request, on the next server after each failure; raises the last failure, or RequestRefused at once."""
-        order, attempts = self.health.order(self.urls, time.monotonic()), self.settings.attempts
+    async def _ask_with_retry(self, requests: list[Request]) -> list[Completion]:
+        """One request, on another server after each failure; raises the last failure, or RequestRefused at once."""
+        attempts, tried = self.settings.attempts, set()
         for attempt in itertools.count(1):
-            url = order[(attempt - 1) % len(order)]
+            order = self.health.order(self.urls, time.monotonic())
+            url = next((url for url in order if url not in tried), order[0])
+            tried = {url} if len(tried) == len(order) else {*tried, url}
+            self.health.in_flight[url] += len(requests)
             try:
-                answers = await self._ask(url, prompts)
+                answers = await self._ask(url, requests)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.health.failed(url, time.monotonic())
                 logger.warning("SPD server {}: attempt {} of {} failed: {}: {}", url, attempt, attempts,
                                type(error).__name__, error)  # fmt: skip
                 if attempt == attempts:
                     raise
-                await asyncio.sleep(random.uniform(0, min(_LONGEST_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1))))
-                continue
-            if self.health.answered(url):
-                logger.info("SPD server {} answers again", url)
-            return answers
+            else:
+                if self.health.answered(url):
+                    logger.info("SPD server {} answers again", url)
+                return answers
+            finally:
+                self.health.in_flight[url] -= len(requests)
+            await asyncio.sleep(random.uniform(0, min(_LONGEST_BACKOFF_S, self.backoff_s * 2 ** (attempt - 1))))
 
-    async def _ask(self, url: str, prompts: list[list[int]]) -> list[Completion]:
+    async def _ask(self, url: str, requests: list[Request]) -> list[Completion]:
         """One request; raises RequestRefused where the server lacks ids or context length."""
-        limit = self.settings.max_tokens
+        prompts, limits = zip(*requests, strict=True)
         body = {
-            "model": await self._model_name(url), "prompt": prompts, "max_tokens": limit, "temperature": 0.0,
-            "return_token_ids": True,
+            "model": await self._model_name(url), "prompt": [list(ids) for ids in prompts], "max_tokens": max(limits),
+            "stop_token_ids": sorted(self.eos), "return_token_ids": True, **SAMPLING,
         }  # fmt: skip
         async with self._pool().post(f"{url}/v1/completions", json=body) as reply:
             if 400 <= reply.status < 500 and reply.status not in (408, 429):
                 raise RequestRefused(
                     f"SPD server {url} refused a request of {len(prompts)} prompts (longest "
-                    f"{max(map(len, prompts))} tokens, max_tokens {limit}) with {reply.status}: "
+                    f"{max(map(len, prompts))} tokens, max_tokens {max(limits)}) with {reply.status}: "
                     f"{(await reply.text())[:500]}"
                 )
             reply.raise_for_status()
@@ -219,7 +237,7 @@ class VllmEngineServer:
         if [choice["index"] for choice in choices] != list(range(len(prompts))):
             raise aiohttp.ClientPayloadError(f"{url} returned {len(choices)} choices for {len(prompts)} prompts")
         done = []
-        for choice in choices:
+        for choice, limit in zip(choices, limits, strict=True):
             ids, hit_limit = choice.get("token_ids"), choice["finish_reason"] == "length"
             if ids is None:
                 raise RequestRefused(
@@ -228,9 +246,10 @@ class VllmEngineServer:
             if hit_limit and len(ids) < limit:
                 raise RequestRefused(
                     f"SPD server {url} ended a completion at {len(ids)} tokens because its context is full, before the "
-                    f"{limit} of spd.rollout.max_tokens: raise its --max-model-len (of a local server: "
-                    "spd.rollout.max_model_len)."
+                    f"{limit} that spd.rollout.max_tokens leaves: raise its --max-model-len (of a local server: "
+                    "spd.rollout.max_model_len), and start it with --generation-config vllm."
                 )
+            hit_limit, ids = hit_limit or len(ids) > limit, ids[:limit]
             while ids and ids[-1] in self.eos:
                 ids = ids[:-1]
             done.append(Completion(tuple(ids), hit_limit))
@@ -294,18 +313,17 @@ class Completer:
     client: VllmEngineServer
     before_asking: Callable[[], object] | None = None
 
-    def complete(
-        self, contexts: Sequence[tuple[int, ...]]
-    ) -> tuple[dict[tuple[int, ...], Completion], CompletionCounts]:
-        """Context -> completion, without those that failed; and the counts. Each distinct context is requested once."""
-        distinct = list(dict.fromkeys(contexts))
-        done = {distinct[i]: held for i, held in self.store.get_many(distinct).items()}
-        missing = [ids for ids in distinct if ids not in done]
+    def complete(self, requests: Sequence[Request]) -> tuple[dict[Request, Completion], CompletionCounts]:
+        """Request -> completion, without those that failed; and the counts. Each distinct one is asked for once."""
+        distinct = list(dict.fromkeys(requests))
+        done = {distinct[i]: held for i, held in self.store.get_many([_stored_as(r) for r in distinct]).items()}
+        missing = [request for request in distinct if request not in done]
         counts = CompletionCounts(len(distinct), len(done), len(missing))
 
         def commit(positions: list[int], completions: list[Completion]) -> None:
             for i, completion in zip(positions, completions, strict=True):
-                (done[missing[i]],) = self.store.put_many([missing[i]], [completion])  # a transaction each
+                # a transaction each
+                (done[missing[i]],) = self.store.put_many([_stored_as(missing[i])], [completion])
 
         if missing:
             if self.before_asking is not None:
@@ -313,3 +331,8 @@ class Completer:
             self.client.complete(missing, on_chunk=commit)
         counts.failed = len(distinct) - len(done)
         return done, counts
+
+
+def _stored_as(request: Request) -> tuple[int, ...]:
+    """The key of a completion: its context, then its limit as a negative number, which no token id is."""
+    return (*request[0], -request[1])

@@ -130,8 +130,11 @@ def spelling_error(names: tuple[str, ...]) -> str:
     return ""
 
 
-def resolve_sep_token_id(tokenizer: Any) -> int:
-    """SPD_SEP_TOKEN_ID, else the tokenizer's sep token, else its first reserved special token; else an error."""
+def resolve_sep_token_id(tokenizer: Any, read: bool = True) -> int:
+    """SPD_SEP_TOKEN_ID, else the tokenizer's sep token, else its first reserved special token; else an error.
+
+    Without `read` (a `target` head, which sees no separator) the pad or end token does, instead of the error.
+    """
     if SEP_VARIABLE in os.environ:
         text = os.environ[SEP_VARIABLE]
         if not text.isdecimal() or int(text) >= len(tokenizer):
@@ -142,9 +145,11 @@ def resolve_sep_token_id(tokenizer: Any) -> int:
     reserved = sorted(i for i, token in tokenizer.added_tokens_decoder.items() if "reserved" in token.content.lower())
     if reserved:
         return reserved[0]
+    if not read:
+        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     raise ValueError(
-        f"the tokenizer has neither a sep token nor a reserved special token: set {SEP_VARIABLE} to a token id that "
-        "never occurs in text."
+        "an own backbone reads a separator, but the tokenizer has neither a sep nor a reserved special token: set "
+        f"{SEP_VARIABLE} to a token id that never occurs in text, or use spd.backbone=target."
     )
 
 

@@ -1,8 +1,8 @@
 """Batched greedy speculative decoding in which a judge decides on every mismatch between draft and target.
 
 `speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone;
-`replay_blocks` recomputes recorded blocks for a judge. Works for Hugging Face causal models that share a vocabulary
-and have full attention.
+`replay_blocks` recomputes recorded blocks for a judge. Works for Hugging Face causal models that share a tokenizer
+and have full attention; sliding windows are allowed where no row exceeds one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ class Block:
     context_ids: list[list[int]]  # B lists: the prompt and the tokens committed so far
     draft_ids: torch.Tensor  # [B, g] int64
     target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices
-    target_logits: torch.Tensor  # [B, g + 1, V] float32
+    target_logits: torch.Tensor  # [B, g + 1, V] float32; V: ids that both models know, however they pad embeddings
     draft_logits: torch.Tensor  # [B, g, V] float32
     target_hidden: torch.Tensor  # [B, g + 1, H], the input of the target's output layer
     mismatch: torch.Tensor  # [B, g] bool, True where draft and target differ
@@ -69,6 +70,7 @@ class _Rows:
     previous: torch.Tensor  # [B] the last but one committed token (the last one where there is only one)
     last: torch.Tensor  # [B] the last committed token, not yet in any cache
     length: torch.Tensor  # [B] committed tokens, prompt included
+    vocabulary: int  # V
     caches: list[RowCache] = field(default_factory=list)
 
     def advance(self, block: Block, accepted: torch.Tensor, done: Sequence[bool]) -> None:
@@ -163,7 +165,7 @@ def replay_blocks(
             with _inference(target, draft):
                 rows = _start([target, draft], contexts, length, spare=0)
                 given = torch.tensor([list(draft_ids[index]) for index in chunk], device=rows.last.device)
-                draft_logits = _forward(draft, rows.caches[1], *_verification_input(rows, given))[0][:, :-1]
+                draft_logits = _forward(draft, rows, 1, *_verification_input(rows, given))[0][:, :-1]
                 yield _verify(target, rows, contexts, given, draft_logits)
 
 
@@ -179,6 +181,7 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
         previous=torch.tensor([tokens[-2:][0] for tokens in contexts.values()], device=device),
         last=torch.tensor([tokens[-1] for tokens in contexts.values()], device=device),
         length=torch.tensor(lengths, device=device),
+        vocabulary=min(model.config.get_text_config().vocab_size for model in models),
     )
     # Right padding fills slots after each row's end, which are masked until a real token overwrites them.
     width = max(lengths) - 1
@@ -190,6 +193,7 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
                 f"a prompt of {max(lengths)} tokens and {new_tokens} new ones do not fit into the {limit} positions of "
                 f"{type(model).__name__}; shorten the prompt or lower max_new_tokens"
             )
+        _refuse_other_attention(model, max(lengths) + new_tokens)
         layers = model.config.get_text_config().num_hidden_layers
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width:
@@ -209,7 +213,7 @@ def _propose(draft: nn.Module, rows: _Rows, gamma: int) -> tuple[torch.Tensor, t
     positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
     draft_ids, draft_logits = [tokens[:, :0]], [torch.empty(len(tokens), 0, 0, device=tokens.device)]
     for step in range(gamma):
-        logits = _forward(draft, rows.caches[1], tokens, positions)[0][:, -1:]
+        logits = _forward(draft, rows, 1, tokens, positions)[0][:, -1:]
         draft_logits.append(logits)
         draft_ids.append(logits.argmax(-1))
         tokens, positions = draft_ids[-1], rows.length[:, None] + step
@@ -226,7 +230,7 @@ def _verify(
     target: nn.Module, rows: _Rows, contexts: dict[int, list[int]], draft_ids: torch.Tensor, draft_logits: torch.Tensor
 ) -> Block:
     """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
-    logits, hidden = _forward(target, rows.caches[0], *_verification_input(rows, draft_ids), with_hidden=True)
+    logits, hidden = _forward(target, rows, 0, *_verification_input(rows, draft_ids), with_hidden=True)
     target_ids = logits.argmax(-1)
     return Block(
         context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
@@ -236,9 +240,13 @@ def _verify(
 
 
 def _forward(
-    model: nn.Module, cache: RowCache, tokens: torch.Tensor, positions: torch.Tensor, *, with_hidden: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run tokens [B, q] at positions [B, q]; returns logits [B, q, V] float32 and the last hidden state [B, q, H]."""
+    model: nn.Module, rows: _Rows, which: int, tokens: torch.Tensor, positions: torch.Tensor, *,
+    with_hidden: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Run tokens [B, q] at positions [B, q] with the rows' cache number `which`; returns logits [B, q, V] float32 and
+    the last hidden state [B, q, H].
+    """
+    cache = rows.caches[which]
     mask = cache.announce(positions, model.dtype)
     # A draft may exceed the last position that can be committed; tokens there are dropped, so any position id will do.
     limit = model.config.get_text_config().max_position_embeddings - 1
@@ -246,7 +254,7 @@ def _forward(
         input_ids=tokens, attention_mask=mask, position_ids=positions.clamp(max=limit), past_key_values=cache,
         use_cache=True, output_hidden_states=with_hidden,
     )  # fmt: skip
-    return output.logits.float(), output.hidden_states[-1] if with_hidden else None
+    return output.logits[..., : rows.vocabulary].float(), output.hidden_states[-1] if with_hidden else None
 
 
 def _commit(
@@ -285,6 +293,37 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens:
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the bos token")
+
+
+def _refuse_other_attention(model: nn.Module, length: int) -> None:
+    """Raise ValueError where some layer of the model would not attend to all of `length` tokens."""
+    config = model.config.get_text_config().to_dict()
+    usual = "sliding_attention" if config.get("sliding_window") else "full_attention"
+    kinds = set(config.get("layer_types") or [usual])
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{type(model).__name__} has layers of {', '.join(sorted(odd))}; the decoder needs full attention, take "
+            "another model"
+        )
+    if "sliding_attention" in kinds and length > config["sliding_window"]:
+        raise ValueError(
+            f"{type(model).__name__} attends to a sliding window of {config['sliding_window']} tokens; a prompt and "
+            f"its answer of {length} tokens exceed it: shorten the prompt or lower max_new_tokens"
+        )
+
+
+def check_tokenizers(target: Any, draft: Any, draft_name: str) -> None:
+    """Raise ValueError unless both tokenizers give each token the same id.
+
+    Sizes of embeddings may differ, since they are padded, and so may the names of special tokens.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    special = {*target.added_tokens_decoder, *draft.added_tokens_decoder}
+    if odd := sorted(token for token, number in ours.items() ^ theirs.items() if number not in special):
+        raise ValueError(
+            f"{draft_name} has another vocabulary than the target ({len(theirs)} and {len(ours)} tokens; {odd[0]!r} is "
+            f"id {theirs.get(odd[0], 'none')} and {ours.get(odd[0], 'none')}); take two models of one family."
+        )
 
 
 def end_ids(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:

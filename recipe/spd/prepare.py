@@ -38,17 +38,19 @@ class PreparedData:
 
 
 def prepare_spd_data_from_real_source(
-    blocks_path: str | Path, metadata_path: str | Path, output_path: str | Path, tokenizer: Any
-) -> PreparedData:
+    blocks_path: str | Path, metadata_path: str | Path, output_path: str | Path, tokenizer: Any,
+    backbone: str = "own",
+) -> PreparedData:  # fmt: skip
     """Write the training parquet from generated blocks and the questions' metadata (parquet or jsonl).
 
     Blocks: question_id, context_ids, draft_ids, target_ids, optionally is_correct_baseline, baseline_length (tokens of
     the target's own completion of the context) and question_len (tokens of the context before the answer begins).
-    Metadata: question_id, question, ground_truth, is_correct_baseline.
+    Metadata: question_id, question, ground_truth, is_correct_baseline. `backbone` is the scorer's: a `target` head
+    needs no separator token.
     """
     questions = _read_metadata(metadata_path, read_rows(metadata_path))
     blocks = read_rows(blocks_path)
-    sep, ends = resolve_sep_token_id(tokenizer), frozenset([tokenizer.eos_token_id])
+    sep, ends = resolve_sep_token_id(tokenizer, read=backbone == "own"), frozenset([tokenizer.eos_token_id])
     rows, skipped = [], 0
     for number, block in enumerate(blocks):
         where = f"{blocks_path}, row {number}"

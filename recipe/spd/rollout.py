@@ -16,7 +16,7 @@ from loguru import logger
 from tensordict import TensorDict
 
 from recipe.spd.bernoulli_policy import MODEL_KEYS, fit_width
-from recipe.spd.client import Completer, VllmEngineServer, preferred_first, server_urls
+from recipe.spd.client import SAMPLING, Completer, Request, VllmEngineServer, preferred_first, server_urls
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
 from recipe.spd.decoder import end_ids
 from recipe.spd.hybrid import action_log_probs, sample_actions, uniform_draws
@@ -103,8 +103,7 @@ class SPDRollout(BaseRollout):
             fingerprint = model_dir_fingerprint(target)
         else:  # a hub name: the servers hold the weights
             fingerprint = hashlib.sha256(f"{target}@{options.served_model}".encode()).hexdigest()[:32]
-        sampling = {"temperature": 0.0, "max_tokens": options.max_tokens, "eos": sorted(self.eos)}
-        store = CompletionStore(options.store_path, fingerprint, sampling)
+        store = CompletionStore(options.store_path, fingerprint, {**SAMPLING, "eos": sorted(self.eos)})
         self._resources.callback(store.close)
         return Completer(store, client, server and partial(server.wait_ready, options.start_timeout_s))
 
@@ -120,7 +119,7 @@ class SPDRollout(BaseRollout):
         )
         return FurtherRounds(
             target, draft, blocks=options.rounds - 1, gamma=self.config.response_length, eos=self.eos,
-            sep_token_id=resolve_sep_token_id(self.tokenizer), gather=gathered,
+            sep_token_id=resolve_sep_token_id(self.tokenizer, read=self.settings.backbone == "own"), gather=gathered,
             rows_per_forward=self.config.log_prob_micro_batch_size_per_gpu or 256,
         )  # fmt: skip
 
@@ -129,7 +128,7 @@ class SPDRollout(BaseRollout):
         """Judge each block `meta_info["n"]` times; greedily where `validate` is set or do_sample is off.
 
         prompts: input_ids, attention_mask, position_ids [B, P], spd_layout [B, 5], sample_index [B] int64; extra_info
-        with context_ids, draft_ids, target_ids, is_correct_baseline, ground_truth. Returns [B*n] rows: prompts,
+        with context_ids, draft_ids, target_ids, ground_truth (question_len). Returns [B*n] rows: prompts,
         input_ids [., P], responses (actions 0/1, padding 0), response_mask (1 = counts in the loss), rollout_log_probs
         (float32) [., R], attention_mask and position_ids [., P+R], spd_layout, sample_index; extra_info (with
         effective_len, is_correct_hybrid, ...), spd_text, __lost__ ("", "lost" or "masked"). R is
@@ -163,12 +162,9 @@ class SPDRollout(BaseRollout):
         blocks = [judged_block(infos[b], row, self.eos, self.settings.rollout.rounds) for b, row in numbers]
         if self.settings.rollout.rounds > 1:
             self._extend(blocks)
-        wanted = [block.unfinished for block in blocks if block.unfinished is not None]
-        with_baseline = self.settings.reward.length_penalty > 0
-        if with_baseline:
-            wanted += [tuple(b.info["context_ids"]) for b in blocks if b.info.get("baseline_length") is None]
-        completions, status = self._completed(wanted)
-        grade_blocks(blocks, completions, self.tokenizer, with_baseline)
+        limit = self.settings.rollout.max_tokens
+        completions, status = self._completed([request for block in blocks for request in block.requests(limit)])
+        grade_blocks(blocks, completions, self.tokenizer, limit)
         samples = [blocks[number] for number in which]
         metrics = batch_metrics(gathered((rank_totals(samples, status), status)), self.settings.rollout.lost_share_max)
 
@@ -181,6 +177,8 @@ class SPDRollout(BaseRollout):
         columns[LOST][:] = ""
         if self.settings.reward.zero_length == "mask" and not validate:
             columns[LOST][[sample.hybrid.effective_len == 0 for sample in samples]] = MASKED
+        if self.settings.truncated == "exclude":
+            columns[LOST][[sample.truncated for sample in samples]] = MASKED
         columns[LOST][[sample.correct is None for sample in samples]] = "lost"
         tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in MODEL_KEYS}
         after = tensors["position_ids"][:, -1:] + torch.arange(1, width + 1)
@@ -217,10 +215,10 @@ class SPDRollout(BaseRollout):
             block.further, ended = added[block.unfinished]
             block.unfinished = None if ended else (*block.unfinished, *block.further)
 
-    def _completed(self, contexts: Sequence[tuple[int, ...]]) -> tuple[Completions, CompletionStatus]:
-        """Completions of the contexts; a failure is recorded, since the ranks must still exchange their totals."""
+    def _completed(self, requests: Sequence[Request]) -> tuple[Completions, CompletionStatus]:
+        """The completions; a failure is recorded, since the ranks must still exchange their totals."""
         try:
-            completions, counts = self.completer.complete(contexts)
+            completions, counts = self.completer.complete(requests)
         except Exception as error:
             logger.exception("the completions of this batch failed")
             return {}, CompletionStatus(failure=f"{type(error).__name__}: {error}")

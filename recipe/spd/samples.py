@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recipe.spd.answers import is_correct
-from recipe.spd.client import CompletionCounts
+from recipe.spd.client import CompletionCounts, Request
 from recipe.spd.hybrid import Hybrid, counted_positions, hybrid_of
 from recipe.spd.reward import SCENARIOS, scenario_of
 from recipe.spd.store import Completion
 
-Completions = Mapping[tuple[int, ...], Completion]  # context -> its completion
+Completions = Mapping[Request, Completion]
 
 
 class LostCompletionsError(RuntimeError):
@@ -35,12 +35,33 @@ class JudgedBlock:
     completion: Completion = Completion((), hit_limit=False)
     correct: bool | None = None  # S_h; None: a completion is lost
     length: int | None = None  # of the hybrid answer
-    baseline: int | None = None  # of the target's own answer
+    baseline: Completion | None = None  # the target's own completion of the context; None: it is lost
+    baseline_correct: bool = False  # S_t
 
     @property
     def scenario(self) -> str:
         """A, B, C, D or zero, as in the reward."""
-        return scenario_of(self.hybrid.effective_len, bool(self.correct), bool(self.info["is_correct_baseline"]))
+        return scenario_of(self.hybrid.effective_len, bool(self.correct), self.baseline_correct)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the target's own answer was cut at the token limit."""
+        return self.baseline is not None and self.baseline.hit_limit
+
+    @property
+    def answer_start(self) -> int:
+        """Where the answer begins in the context; the context's end where that is unknown."""
+        return self.info.get("question_len") or len(self.info["context_ids"])
+
+    def request(self, ids: tuple[int, ...], max_tokens: int) -> Request:
+        """Completion of `ids` = the context and more: question and answer together have one limit, whoever wrote them.
+        """
+        return ids, max_tokens - (len(ids) - self.answer_start)
+
+    def requests(self, max_tokens: int) -> list[Request]:
+        """What is to be completed: the context, for the baseline, and the hybrid; nothing that is over the limit."""
+        wanted = [tuple(self.info["context_ids"]), *([self.unfinished] if self.unfinished is not None else [])]
+        return [request for ids in wanted if (request := self.request(ids, max_tokens))[1] > 0]
 
     def masks(self, width: int, loss_positions: str) -> tuple[list[int], list[int]]:
         """1 where a position counts in the loss, and where it is drafted; both [width]."""
@@ -54,7 +75,8 @@ class JudgedBlock:
         return {
             **self.info, "effective_len": self.hybrid.effective_len,
             "is_correct_hybrid": None if self.correct is None else int(self.correct),
-            "hybrid_length": self.length, "baseline_length": self.baseline,
+            "is_correct_baseline": int(self.baseline_correct), "hybrid_length": self.length,
+            "baseline_length": None if self.baseline is None else len(self.baseline.token_ids),
             "hit_limit": self.completion.hit_limit, "asked": self.unfinished is not None,
         }  # fmt: skip
 
@@ -90,12 +112,14 @@ def judged_block(info: dict[str, Any], actions: tuple[int, ...], eos: Collection
 
 
 def grade_blocks(
-    blocks: Sequence[JudgedBlock], completions: Completions, tokenizer: Any, with_baseline: bool
+    blocks: Sequence[JudgedBlock], completions: Completions, tokenizer: Any, max_tokens: int
 ) -> None:
-    """Set the answers' completion, correctness and lengths; `correct` stays None where a needed completion is missing.
+    """Set the answers' completion, correctness and lengths, and the baseline's; `correct` stays None where a needed
+    completion is missing.
 
-    The answer is searched after the first `question_len` tokens of the context, where that is known: worked examples in
-    a question contain answers too.
+    Baseline and hybrid answer are completed by the same server within the same limit: `max_tokens`, the end token
+    included, from the end of the question. An answer cut there is wrong. It is searched after the question, whose
+    worked examples contain answers too.
     """
 
     @functools.cache
@@ -103,21 +127,28 @@ def grade_blocks(
         return is_correct(tokenizer.decode(list(ids), skip_special_tokens=True), ground_truth)
 
     for block in blocks:
-        info, block.baseline = block.info, block.info.get("baseline_length")
-        if with_baseline and block.baseline is None:
-            own = completions.get(tuple(info["context_ids"]))
-            if own is None:
-                continue
-            block.baseline = len(own.token_ids)
+        context, truth = tuple(block.info["context_ids"]), str(block.info["ground_truth"])
+        given = context[block.info.get("question_len") or 0 :]
+
+        def completed(ids: tuple[int, ...], block: JudgedBlock = block) -> Completion | None:
+            request = block.request(ids, max_tokens)
+            return completions.get(request) if request[1] > 0 else Completion((), hit_limit=True)
+
+        block.baseline = own = completed(context)
+        if own is None:
+            continue
+        block.baseline_correct = not own.hit_limit and answers((*given, *own.token_ids), truth)
         if block.follows_target:
-            block.correct, block.length = bool(info["is_correct_baseline"]), block.baseline
-        elif block.unfinished is None or block.unfinished in completions:
-            if block.unfinished is not None:
-                block.completion = completions[block.unfinished]
-            added = (*block.hybrid.tokens, *block.further, *block.completion.token_ids)
-            answer = (*info["context_ids"][info.get("question_len") or 0 :], *added)
-            correct = answers(answer, str(info["ground_truth"]))
-            block.correct, block.length = correct and not block.completion.hit_limit, len(added)
+            block.correct, block.length = block.baseline_correct, len(own.token_ids)
+            continue
+        added = (*block.hybrid.tokens, *block.further)
+        if block.unfinished is None:
+            done = Completion((), block.request((*context, *added), max_tokens)[1] < 1)  # its end token needs a place
+        elif (done := completed(block.unfinished)) is None:
+            continue
+        added = (*added, *done.token_ids)
+        block.completion, block.length = done, len(added)
+        block.correct = not done.hit_limit and answers((*given, *added), truth)
 
 
 @dataclass
@@ -135,11 +166,13 @@ def rank_totals(samples: Sequence[JudgedBlock], status: CompletionStatus) -> dic
     """One rank's sums over its samples, and `longest`, its largest effective length."""
     kept = [sample for sample in samples if sample.correct is not None]
     lengths = [sample.hybrid.effective_len for sample in kept]
-    ratios = [s.length / s.baseline for s in kept if s.baseline and s.length is not None]
+    ratios = [s.length / len(s.baseline.token_ids) for s in kept if s.baseline.token_ids]
+    changed = [s.baseline_correct != bool(s.info["is_correct_baseline"]) for s in kept]
     scenarios = Counter(sample.scenario for sample in kept)
     return {
         "samples": len(samples), "kept": len(kept), "accepted": sum(lengths), "longest": max(lengths, default=0),
         "ratios": len(ratios), "ratio_sum": sum(ratios), "limit": sum(s.completion.hit_limit for s in kept),
+        "truncated": sum(s.truncated for s in kept), "changed": sum(changed),
         **{f"completions/{name}": value for name, value in asdict(status.counts).items()},
         **{f"scenario/{name}": scenarios[name] for name in SCENARIOS},
     }  # fmt: skip
@@ -171,6 +204,7 @@ def batch_metrics(ranks: Sequence[tuple[dict[str, float], CompletionStatus]], sh
     metrics |= {
         "spd/store/mib": max(status.store_bytes for status in statuses) / 2**20,
         "spd/dropped_samples": lost, "spd/hit_limit": total["limit"] / kept,
+        "spd/baseline/truncated": total["truncated"] / kept, "spd/baseline/changed": total["changed"] / kept,
         "spd/accepted_len/mean": total["accepted"] / kept,
         "spd/accepted_len/max": float(max(values["longest"] for values in totals)),
         **{f"spd/scenario/{name}": total[f"scenario/{name}"] / kept for name in SCENARIOS},

@@ -40,6 +40,7 @@ class ScoringModelConfig:
     mismatch_logit_value: float = 50.0  # logit where draft and target agree: accepted for certain, no gradient
     seed: int = 0  # of the head's initial weights: every rank must draw the same
     base_fingerprint: str = ""  # of the model that a `target` head or adapters were trained on; set when it is built
+    draft_fingerprint: str = ""  # of the draft model whose blocks it was trained on, where that was named
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -172,7 +172,7 @@ class ScoringActor(nn.Module):
                 config = replace(config, lora_rank=0)
         _save_head(folder, state, config)
 
-    def save_beside_adapters(self, directory: str | Path, *, state_dict: dict[str, torch.Tensor]) -> None:
+    def save_with_adapters(self, directory: str | Path, *, state_dict: dict[str, torch.Tensor]) -> None:
         """Add the head and spd_config.json to a folder of adapters in peft's format, as `adapter_path` needs it.
 
         `state_dict`: the trained weights other than the adapters, by this module's names.

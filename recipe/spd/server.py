@@ -21,7 +21,9 @@ def server_of(settings: SPDSettings, prompt_length: int, response_length: int) -
     """Start the server of a run, for context, rounds of blocks and completion unless max_model_len is set."""
     rollout = settings.rollout
     length = rollout.max_model_len or prompt_length + rollout.rounds * (response_length + 1) + rollout.max_tokens
-    return LocalVllmServer(settings.target_path, rollout.server_log, length, rollout.server_args)
+    # Without the sampling defaults of the model's generation_config.json; its end tokens stay.
+    arguments = ["--generation-config", "vllm", *rollout.server_args]
+    return LocalVllmServer(settings.target_path, rollout.server_log, length, arguments)
 
 
 @contextmanager

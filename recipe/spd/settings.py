@@ -33,8 +33,12 @@ class SPDRolloutSettings:
         0.05, "Share of a step's samples without completion that ends the run.", low=0, high=1
     )
     rounds: int = setting(1, "Judged blocks before the target completes the answer; the first is trained.", low=1)
-    draft_path: str | None = setting(None, "Draft model, for rounds above 1.")
-    max_tokens: int = setting(256, "Maximum tokens of a completion; one that reaches it counts as wrong.", low=1)
+    draft_path: str | None = setting(
+        None, "Draft model of the blocks: needed for rounds above 1, and recorded in the scorer, which a server checks."
+    )
+    max_tokens: int = setting(
+        256, "Maximum tokens of an answer, from the end of the question; one that is cut there counts as wrong.", low=1
+    )
     timeout_s: float = setting(120.0, "Seconds of one request.", above=0)
     attempts: int = setting(4, "Attempts of one request, each on the next server.", low=1)
     prompts_per_request: int = setting(48, "Contexts in one request.", low=1)
@@ -74,6 +78,11 @@ class SPDSettings:
         "judged",
         "judged: mismatches up to the first rejection count in the loss; all: every mismatch.",
         choices=("judged", "all"),
+    )
+    truncated: str = setting(
+        "exclude",
+        "Blocks whose own answer by the target is cut at spd.rollout.max_tokens: exclude, or keep (as wrong).",
+        choices=("exclude", "keep"),
     )
     seed: int = setting(42, "Seed of actions and of the head's initial weights.", low=0)
     target_path: str = setting(MISSING, "The target model, which completes contexts (folder or name at the servers).")

@@ -9,11 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 _LOOKUP = 500  # keys a query: below SQLite's limit on parameters
 _BUSY_MS = 60_000  # another process may be committing
 MEMORY_BYTES = 1 << 30  # of features; the file holds all of them
+
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 cifs smb2 smb3 smbfs afs ceph lustre gpfs beegfs panfs pvfs2 orangefs glusterfs fuse.sshfs "
+    "fuse.glusterfs fuse.ceph-fuse fuse.s3fs fuse.gcsfuse fuse.juicefs fuse.mountpoint-s3".split()
+)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds a path, as mount names it; empty where that is unknown."""
+    parts = path.absolute().resolve().parts
+    mounts = [(Path(mount.mountpoint).parts, mount.fstype) for mount in psutil.disk_partitions(all=True)]
+    inside = [(len(at), kind) for at, kind in mounts if parts[: len(at)] == at]
+    return max(reversed(inside), key=lambda mount: mount[0], default=(0, ""))[1]  # the innermost, the last of equals
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,12 @@ class KeyValueStore:
     def __init__(self, path: str | Path, table: str, salt: bytes) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if (kind := file_system(self.path)) in NETWORK_FILE_SYSTEMS:
+            raise StoreError(
+                f"store {self.path} lies on {kind}: the write-ahead log needs memory that its processes share, which a "
+                "network file system does not give. Name a file on a local disk (spd.rollout.store_path, "
+                "spd.feature_store)."
+            )
         self._table, self._salt = table, salt
         try:
             self._db = sqlite3.connect(

@@ -100,5 +100,5 @@ def unfounded(page: Path, known_keys: set[str], root: Path) -> list[str]:
     wrong += [f"`{piece}` is left out, and the code has it" for piece in named(left_out) if not tree.lacks(piece)]
     for what, *where in (row for rows in tables(section(text, ADDED)) for row in rows):
         if not any(FILE.fullmatch(piece) for piece in named(" ".join(where))):
-            wrong.append(f"{what[:60]!r} is not found: name its file or folder")
+            wrong.append(f"{what[:60]!r} does not exist: name its file or folder")
     return wrong

@@ -47,13 +47,13 @@ def markdown(parts: dict[str, list[Row]]) -> str:
 
 def reasons_table(parts: dict[str, list[Row]]) -> str:
     """Why something is missing or differs: one line a reason, with the modules or trees it covers."""
-    places: dict[str, Counter[str]] = {}
+    positions: dict[str, Counter[str]] = {}
     for rows in parts.values():
         for row in rows:
             if row.reason and _needs_reason(row):
-                places.setdefault(row.reason, Counter())[row.finding.module] += 1
+                positions.setdefault(row.reason, Counter())[row.finding.module] += 1
     lines = ["| why | where, and how many names or keys |", "|---|---|"]
-    for reason, modules in places.items():
+    for reason, modules in positions.items():
         listing = ", ".join(f"{module} ({count})" for module, count in sorted(modules.items()))
         lines.append(f"| {reason} | {listing} |")
     return "\n".join(lines) + "\n"

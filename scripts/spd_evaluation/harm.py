@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,20 +10,29 @@ from typing import TYPE_CHECKING
 from verl.utils.jsonl import read_objects
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from recipe.spd.decoder import Judge
+    from recipe.spd.decoder import Block, Judge
 
 COLUMNS = ("block_id", "position", "context_ids", "draft_ids", "harmful")
 
 
 @dataclass(frozen=True)
 class LabelledBlock:
-    """One drafted block; `harmful[i]`: the right answer becomes wrong if the mismatches up to i are accepted."""
+    """One drafted block; `harmful[i]`: the right answer becomes wrong if the mismatches up to i are accepted.
+
+    What follows a harmful mismatch counts nowhere: the answer is broken there already, whatever the next mismatch does.
+    """
 
     context_ids: list[int]
     draft_ids: list[int]
     harmful: dict[int, bool]
+
+    def reachable(self) -> dict[int, bool]:
+        """The labels up to and including the first harmful one."""
+        first = min((position for position, harmful in self.harmful.items() if harmful), default=len(self.draft_ids))
+        return {position: harmful for position, harmful in self.harmful.items() if position <= first}
 
 
 def harm_shares(
@@ -31,7 +40,7 @@ def harm_shares(
 ) -> list[tuple[float | None, float | None]]:
     """For each judge: (share of the harmless, share of the harmful) mismatches it accepts; None where there are none.
 
-    Each mismatch is judged as if everything before it in its block had been accepted.
+    Each reachable mismatch is judged as if everything before it in its block had been accepted.
     """
     from recipe.spd.decoder import replay_blocks  # seconds of imports that read_labels does without
 
@@ -41,7 +50,7 @@ def harm_shares(
     for view in replay_blocks(target, draft, contexts, drafts):
         verdicts = [judge(view).tolist() for judge in judges]
         for k, place in enumerate(view.rows.tolist()):
-            for position, harmful in blocks[place].harmful.items():
+            for position, harmful in blocks[place].reachable().items():
                 total[harmful] += 1
                 for count, verdict in zip(passed, verdicts, strict=True):
                     count[harmful] += verdict[k][position]
@@ -49,6 +58,21 @@ def harm_shares(
         (harmless / total[0] if total[0] else None, harmful / total[1] if total[1] else None)
         for harmless, harmful in passed
     ]
+
+
+def labelled_scores(
+    scores: Callable[[Block], torch.Tensor], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock]
+) -> list[list[tuple[float, bool]]]:
+    """For each block (z, harmful) of its reachable mismatches, in order."""
+    from recipe.spd.decoder import replay_blocks
+
+    found: list[list[tuple[float, bool]]] = [[] for _ in blocks]
+    contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
+    for view in replay_blocks(target, draft, contexts, drafts):
+        z = scores(view).tolist()
+        for k, place in enumerate(view.rows.tolist()):
+            found[place] = [(z[k][at], harmful) for at, harmful in sorted(blocks[place].reachable().items())]
+    return found
 
 
 def read_labels(path: Path) -> list[LabelledBlock]:

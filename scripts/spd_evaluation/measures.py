@@ -86,17 +86,58 @@ def accepted_share(result: SpecResult) -> float:
     return sum(result.accepted_mismatches) / judged if judged else 0.0
 
 
-def choose_threshold(rows: Sequence[EvaluationRow], max_drop: float) -> EvaluationRow:
-    """The fastest row whose drop is at most `max_drop`; if there is none, the row of least drop.
+def choose_threshold(
+    rows: Sequence[EvaluationRow], max_drop: float, drops: Sequence[tuple[float, float]] | None = None
+) -> EvaluationRow:
+    """The fastest row whose drop is at most `max_drop` at the upper end of its 95 % interval; without one, that of the
+    lowest end.
 
-    To be called with rows of the validation split.
+    To be called with rows of the validation split. `drops` (drop, standard error) are estimates in place of the rows'
+    own, which are paired with exact match on the same questions.
     """
     if not rows:
         raise ValueError("no validation rows to choose a threshold from; give at least one scorer threshold")
-    good = [row for row in rows if row.drop <= max_drop]
+    drops = drops or [(row.drop, row.drop_se) for row in rows]
+    upper = [drop + 1.96 * error for drop, error in drops]
+    good = [k for k in range(len(rows)) if upper[k] <= max_drop]
     if good:
-        return max(good, key=lambda row: (row.accepted_per_forward, -row.drop))
-    return min(rows, key=lambda row: (row.drop, -row.accepted_per_forward))
+        return rows[max(good, key=lambda k: (rows[k].accepted_per_forward, -upper[k]))]
+    return rows[min(range(len(rows)), key=lambda k: (upper[k], -rows[k].accepted_per_forward))]
+
+
+Labelled = Sequence[Sequence[tuple[float, bool]]]
+"""(z, harmful) of the reachable mismatches of each labelled block."""
+
+
+def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:
+    """The thresholds above which these shares of the harmless mismatches lie: z has another scale in each scorer."""
+    harmless = sorted((z for block in blocks for z, harmful in block if not harmful), reverse=True)
+    if not harmless:
+        raise ValueError("no labelled mismatch of the validation blocks is harmless; label more blocks")
+    return sorted({harmless[min(int(share * len(harmless)), len(harmless) - 1)] for share in shares}, reverse=True)
+
+
+def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelled) -> tuple[float, float]:
+    """Two estimates of the drop at a row's threshold in one, weighted by their precision; (drop, standard error).
+
+    The first is the row's own, paired on `questions` whole answers; one question is added to its error, since no
+    difference among few questions is no proof. The second counts harmful accepts among the labelled mismatches that
+    would be judged, and multiplies their rate by the mismatches judged per question (`judged` in all): many more events
+    of one kind than answers that happen to break.
+    """
+    seen = broken = 0
+    for block in blocks:
+        for z, harmful in block:
+            seen += 1
+            if z <= row.threshold:
+                break
+            broken += harmful  # the last reachable mismatch
+    rate, per_question = (broken + 0.5) / (seen + 1), judged / questions
+    counted = per_question * rate, per_question * math.sqrt(rate * (1 - rate) / (seen + 1))
+    whole = row.drop, math.hypot(row.drop_se, 1 / questions)
+    weights = [1 / error**2 for _, error in (counted, whole)]
+    drop = sum(w * d for w, (d, _) in zip(weights, (counted, whole), strict=True)) / sum(weights)
+    return drop, 1 / math.sqrt(sum(weights))
 
 
 def accuracy_on_curve(rows: Sequence[EvaluationRow], accepted_per_forward: float) -> float | None:

@@ -8,8 +8,13 @@ from scripts.spd_evaluation.measures import EvaluationRow
 CURVES = (  # rules of one curve, legend, colour, marker
     (("margin",), "margin rule, swept", "#d95f02", "s"),
     (("typical",), "typical acceptance, swept", "#7570b3", "^"),
+    (("top_rank",), "top ranks, swept", "#1f78b4", "<"),
+    (("rank_margin",), "margin within the top 3, swept", "#fb9a99", ">"),
+    (("deferred",), "deferred window, entropy swept", "#b2df8a", "p"),
     (("divergence",), "divergence rule, swept", "#a6761d", "v"),
     (("divergence_strict",), "divergence rule, strict", "#666666", "D"),
+    (("supervised", "supervised_sweep"), "supervised scorer, swept", "#6a3d9a", "d"),
+    (("refined", "refined_sweep"), "GRPO from the supervised scorer, swept", "#b15928", "P"),
     (("scorer", "scorer_sweep"), "trained scorer, swept", "#1b9e77", "o"),
 )
 POINTS = {  # rule: legend, colour, marker
@@ -69,10 +74,10 @@ def _draw(axes, rows: Sequence[EvaluationRow]) -> None:
 def _name_thresholds(axes, rows: Sequence[EvaluationRow], floor: float) -> None:
     """Write each threshold next to its point: the scorer's above, the other rules' below."""
     for rules, _, colour, _ in CURVES:
-        place = (5, 7) if "scorer" in rules else (5, -12)
+        place = (5, 7) if rules[0] == "scorer" else (5, -12)
         for row in _curve(rows, rules):
             if 100 * row.accuracy > floor:
-                axes.annotate(f"{row.threshold:g}", (row.accepted_per_forward, 100 * row.accuracy), fontsize=8,
+                axes.annotate(f"{row.threshold:.3g}", (row.accepted_per_forward, 100 * row.accuracy), fontsize=8,
                               color=colour, xytext=place, textcoords="offset points", annotation_clip=True)
 
 

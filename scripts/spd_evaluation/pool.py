@@ -31,7 +31,8 @@ class Job:
 
     args: argparse.Namespace  # the command's arguments
     questions: dict[str, list[dict]]  # of each split: prompt_ids, ground_truth
-    blocks: list[LabelledBlock]
+    blocks: list[LabelledBlock]  # of test questions
+    validation: list[LabelledBlock]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,21 @@ class Harm:
         return worker.harm_shares(self)
 
 
-Task = Run | Harm  # independent of all others; the same result in every process
+@dataclass(frozen=True)
+class Scores:
+    """Score the labelled validation blocks by one scorer; the result is harm.labelled_scores."""
+
+    rule: str  # a key of Worker.scores
+
+    def size(self, job: Job) -> int:
+        """Blocks, for the progress bar."""
+        return len(job.validation)
+
+    def perform(self, worker: Worker) -> list[list[tuple[float, bool]]]:
+        return worker.labelled_scores(self)
+
+
+Task = Run | Harm | Scores  # independent of all others; the same result in every process
 
 
 class Pool:
@@ -72,7 +87,7 @@ class Pool:
 
     def __init__(self, job: Job, processes: int, progress: Progress):
         context = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
-        self._job = job
+        self.job = job
         self._done = context.Value("q", 0)
         leash, self._hand = context.Pipe(duplex=False)
         given = (job, self._done, leash)
@@ -110,7 +125,7 @@ class Pool:
                 future.result()
             except BrokenProcessPool as error:
                 raise RuntimeError("a worker was killed, often for want of memory; give fewer --processes") from error
-        total = sum(task.size(self._job) for task in self._futures)
+        total = sum(task.size(self.job) for task in self._futures)
         if self._done.value:
             text = f"{len(ended)} of {len(self._futures)} runs"
             self._progress.update(self._bar, description=text, total=total, completed=self._done.value)

@@ -4,6 +4,8 @@ A judge maps a Block to a bool tensor [B, g], True = accept. It rules on every p
 accepted; the decoder keeps the leading accepts and accepts matches whatever the judge says.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,6 +50,33 @@ def margin(threshold: float) -> Judge:
     return judge
 
 
+def top_rank(count: int, gap: float = math.inf) -> Judge:
+    """Accept if the draft token is among the target's `count` most likely, its logit within `gap` of the largest."""
+    within = margin(gap)
+
+    def judge(block: Block) -> torch.Tensor:
+        logits = block.target_logits[:, :-1]  # [B, g, V]
+        rank = (logits > _at(logits, block.draft_ids)[..., None]).sum(-1)
+        return (rank < count) & within(block)
+
+    return judge
+
+
+def deferred(entropy: float, window: int) -> Judge:
+    """FLy's rule (Li et al. 2025): accept where the target's entropy in nats exceeds `entropy`, and the target then
+    agrees with the next `window` drafted tokens; at the end of a block with those that are left.
+    """
+
+    def judge(block: Block) -> torch.Tensor:
+        log_p = block.target_logits[:, :-1].log_softmax(-1)  # [B, g, V]
+        later = torch.zeros_like(block.mismatch)
+        for step in range(1, window + 1):
+            later[:, :-step] |= block.mismatch[:, step:]
+        return (-(log_p.exp() * log_p).sum(-1) > entropy) & ~later
+
+    return judge
+
+
 def typical(eps: float, delta: float) -> Judge:
     """Typical acceptance (Cai et al. 2024, Medusa): accept if p_target(d) > min(eps, delta * exp(-entropy))."""
 
@@ -77,37 +106,35 @@ def divergence(threshold: float, *, strict: bool = False, confident: float = 0.9
     return judge
 
 
-def head_scorer(model: nn.Module, threshold: float) -> Judge:
-    """Accept where a `target` backbone scorer's z lies above `threshold`: it reads the verification's hidden states."""
-
-    def judge(block: Block) -> torch.Tensor:
-        z = model.score_features(block.target_hidden[:, :-1], block.draft_ids, block.target_ids[:, :-1])
-        return z > threshold
-
-    return judge
-
-
-def text_scorer(
-    model: nn.Module, threshold: float, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
-) -> Judge:
-    """Accept where an `own` backbone scorer's z lies above `threshold`: one more forward over the full text."""
-
-    def judge(block: Block) -> torch.Tensor:
-        inputs = scorer_inputs(block, sep_token_id=sep_token_id, pad_token_id=pad_token_id, end_ids=end_ids)
-        z = model(**inputs)  # [B, longest draft]
-        verdict = torch.zeros_like(block.mismatch)
-        verdict[:, : z.shape[1]] = z > threshold
-        return verdict
-
-    return judge
-
-
 def scorer(model: nn.Module, threshold: float, **tokens: Any) -> Judge:
-    """The judge that fits a loaded scorer's backbone (`model.config.backbone`); `tokens` as text_scorer takes them."""
-    judges = {"target": head_scorer, "own": partial(text_scorer, **tokens)}
-    if model.config.backbone not in judges:
-        raise ValueError(f"the scorer's config says backbone={model.config.backbone!r}; known: {sorted(judges)}")
-    return judges[model.config.backbone](model, threshold)
+    """Accept where a scorer's z lies above `threshold`; `tokens` as `scores` takes them."""
+    return above(scores(model, **tokens), threshold)
+
+
+def above(z_of: Callable[[Block], torch.Tensor], threshold: float) -> Judge:
+    """Accept where z [B, g] lies above `threshold`."""
+    return lambda block: z_of(block) > threshold
+
+
+def scores(model: nn.Module, **tokens: Any) -> Callable[[Block], torch.Tensor]:
+    """z [B, g] of a block by a loaded scorer, by the kind of its backbone; `tokens` as `text_scores` takes them."""
+    kinds = {"target": head_scores, "own": partial(text_scores, **tokens)}
+    if model.config.backbone not in kinds:
+        raise ValueError(f"the scorer's config says backbone={model.config.backbone!r}; known: {sorted(kinds)}")
+    return partial(kinds[model.config.backbone], model)
+
+
+def head_scores(model: nn.Module, block: Block) -> torch.Tensor:
+    """z of a `target` backbone's head, which reads the hidden states of the verification."""
+    return model.score_features(block.target_hidden[:, :-1], block.draft_ids, block.target_ids[:, :-1])
+
+
+def text_scores(
+    model: nn.Module, block: Block, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
+) -> torch.Tensor:
+    """z of an `own` backbone, one more forward over the full text; -inf after a draft's end token."""
+    z = model(**scorer_inputs(block, sep_token_id=sep_token_id, pad_token_id=pad_token_id, end_ids=end_ids))
+    return torch.nn.functional.pad(z, (0, block.draft_ids.shape[1] - z.shape[1]), value=-math.inf)
 
 
 def scorer_inputs(

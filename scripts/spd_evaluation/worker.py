@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
@@ -10,9 +11,17 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from recipe.spd.answers import is_correct
-from recipe.spd.decoder import Block, Judge, SpecResult, end_ids, greedy_generate, speculative_generate
+from recipe.spd.decoder import (
+    Block,
+    Judge,
+    SpecResult,
+    check_tokenizers,
+    end_ids,
+    greedy_generate,
+    speculative_generate,
+)
 from scripts.spd_evaluation import harm, rules
-from scripts.spd_evaluation.pool import Harm, Job, Run
+from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -26,7 +35,7 @@ class Outcome:
 
 
 class Worker:
-    """Target, draft and both scorers. `done` counts the questions and blocks that all processes have finished."""
+    """Target, draft and the scorers. `done` counts the questions and blocks that all processes have finished."""
 
     def __init__(self, job: Job, done: Synchronized):
         torch.set_num_threads(1)  # one core per process; sums do not depend on the number of cores
@@ -34,18 +43,21 @@ class Worker:
         transformers.logging.disable_progress_bar()
         self.job, self.args = job, job.args
         self.tokenizer = hf_tokenizer(self.args.target)
+        check_tokenizers(self.tokenizer, hf_tokenizer(self.args.draft), f"--draft {self.args.draft}")
         self.target = load_model(self.args.target, self.args.device)
         self.draft = load_model(self.args.draft, self.args.device)
         ends = self.target.generation_config.eos_token_id  # chat models have several
         self.eos = self.tokenizer.eos_token_id if ends is None else ends
-        trained, untrained = self._load_scorers()
+        self.scores = {name: self._scores(model) for name, model in self._load_scorers().items()}
         self.judges: dict[str, Callable[[float], Judge]] = {
             "exact": lambda _: rules.exact(),
             "all": lambda _: rules.accept_all(),
             "random": lambda share: rules.random_share(share, self.args.seed),
-            "scorer": self._scored(trained),
-            "scorer_untrained": self._scored(untrained),
+            **{name: partial(rules.above, z_of) for name, z_of in self.scores.items()},
             "margin": rules.margin,
+            "top_rank": lambda count: rules.top_rank(int(count)),
+            "rank_margin": lambda gap: rules.top_rank(3, gap),
+            "deferred": lambda entropy: rules.deferred(entropy, window=6),  # the published window
             "typical": lambda eps: rules.typical(eps, eps / 0.3),  # as in the published pair: eps 0.09, delta 0.3
             "divergence": rules.divergence,
             "divergence_strict": lambda nats: rules.divergence(nats, strict=True),
@@ -83,6 +95,12 @@ class Worker:
         self._count(len(self.job.blocks))
         return shares
 
+    def labelled_scores(self, task: Scores) -> list[list[tuple[float, bool]]]:
+        """See harm.labelled_scores."""
+        found = harm.labelled_scores(self.scores[task.rule], self.target, self.draft, self.job.validation)
+        self._count(len(self.job.validation))
+        return found
+
     def _count(self, more: int) -> None:
         with self._done.get_lock():
             self._done.value += more
@@ -90,13 +108,14 @@ class Worker:
     def _is_right(self, question: dict, tokens: Sequence[int]) -> bool:
         return is_correct(self.tokenizer.decode(list(tokens), skip_special_tokens=True), question["ground_truth"])
 
-    def _scored(self, model: torch.nn.Module) -> Callable[[float], Judge]:
-        pad, sep = self.tokenizer.pad_token_id, resolve_sep_token_id(self.tokenizer)
-        ends = end_ids(self.eos)
-        return lambda z: rules.scorer(model, z, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
+    def _scores(self, model: torch.nn.Module) -> Callable[[Block], torch.Tensor]:
+        sep = resolve_sep_token_id(self.tokenizer, read=model.config.backbone == "own")
+        pad, ends = self.tokenizer.pad_token_id, end_ids(self.eos)
+        return rules.scores(model, sep_token_id=sep, pad_token_id=pad, end_ids=ends)
 
-    def _load_scorers(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The trained scorer, and an untrained one: from its directory, or with the same config drawn from the seed.
+    def _load_scorers(self) -> dict[str, torch.nn.Module]:
+        """The trained scorers by the names of their rules, and an untrained one: from its directory, or with the config
+        of the first, drawn from the seed.
 
         A `target` head shares the loaded target; an `own` scorer brings its backbone along.
         """
@@ -108,13 +127,13 @@ class Worker:
             config = ScoringModelConfig.load(Path(directory))
             return AutoModelForSPDScoring.from_pretrained(directory, base_model=shared(config))
 
-        trained = load(self.args.scorer)
+        models = {name: load(directory) for name, directory in self.args.scorers.items()}
         if self.args.untrained is not None:
             untrained = load(self.args.untrained)
         else:
-            config = replace(trained.config, seed=self.args.seed)
+            config = replace(models["scorer"].config, seed=self.args.seed)
             untrained = AutoModelForSPDScoring.from_config(config, base_model=shared(config))
-        return trained.to(self.args.device).eval(), untrained.to(self.args.device).eval()
+        return {n: m.to(self.args.device).eval() for n, m in {**models, "scorer_untrained": untrained}.items()}
 
 
 def load_model(directory: str, device: str) -> torch.nn.Module:

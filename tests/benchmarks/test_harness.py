@@ -60,7 +60,7 @@ def test_an_epochs_share_is_that_of_its_sums_not_of_its_steps():
     assert epoch_shares(lines, 2) == [(40 / 400, [0.3, 10 / 300]), (2 / 400, [0.005])]
 
 
-def test_judging_is_timed_beside_the_forward_before_it_in_full_batches_only():
+def test_judging_is_timed_next_to_the_forward_before_it_in_full_batches_only():
     class Block:
         def __init__(self, rows):
             self.rows = torch.arange(rows)

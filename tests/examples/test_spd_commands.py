@@ -59,7 +59,11 @@ def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed,
     assert (config.data.seed, config.trainer.total_training_steps) == (seed, 7)
     judged = evaluated(phases["evaluation"])
     assert judged.all_rules and judged.margins == [float(gap) for gap in frontier.MARGINS]
-    assert judged.scorer_thresholds == [float(z) for z in frontier.SCORER_THRESHOLDS]
+    assert judged.harmless_shares == [float(share) for share in frontier.HARMLESS_SHARES]
+    assert set(judged.scorers) == set(frontier.SCORERS)
+    budgeted, supervised = trained_config([*phases["supervised"], "--label-budget", "5"])
+    assert supervised.supervised and supervised.label_budget == 5 and supervised.store == trained.store
+    assert budgeted.trainer.total_training_steps == 7
     assert Path(judged.scorer).is_relative_to(config.trainer.default_local_dir)
 
 

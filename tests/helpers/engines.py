@@ -1,5 +1,7 @@
 """Small engines, batches and actors for tests of one rank or several."""
 
+from contextlib import contextmanager, nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -76,3 +78,19 @@ def weights_of(engine) -> dict:
 def leave_group():
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class FakeEngine:
+    """An engine that is only its module."""
+
+    def __init__(self, module):
+        self.module = module.eval()
+
+    @contextmanager
+    def eval_mode(self):
+        yield self
+
+    def autocast(self):
+        return nullcontext()
+
+    gathered = autocast

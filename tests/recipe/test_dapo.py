@@ -92,7 +92,7 @@ def test_surplus_prompts_come_first_and_are_answered_anew(tmp_path):
 
 
 @pytest.mark.process
-def test_surplus_can_be_left_behind(tmp_path):
+def test_surplus_can_be_dropped(tmp_path):
     trainer = dapo(tmp_path, FakeGroup, algorithm__filter_groups__keep_surplus="false")
     trainer.fit()
     assert [asked[0] for asked in trainer.actor_rollout_wg.generated] == ["0", "6", "12"]
@@ -128,7 +128,7 @@ def test_surplus_prompts_of_other_data_are_dropped(tmp_path, warnings):
 
 
 @pytest.mark.process
-def test_a_run_of_the_plain_trainer_goes_on_as_dapo(tmp_path):
+def test_a_run_of_the_plain_trainer_is_resumed_as_dapo(tmp_path):
     plain = {"trainer__save_freq": 1, "trainer__total_training_steps": 1, "data__gen_batch_size": 4}
     fake_trainer(dapo_config(tmp_path, **plain), FakeGroup).fit()
     again = dapo(tmp_path, FakeGroup, data__gen_batch_size=4, trainer__total_training_steps=2)

@@ -149,7 +149,7 @@ def test_numbers_are_compared_as_numbers():
     assert findings["optim.weight_decay"].detail == "default 0.1, ours 0.01"
 
 
-def test_metric_names_are_found_in_texts_and_formats():
+def test_metric_names_are_extracted_from_texts_and_formats():
     text = 'm = {"actor/pg_loss": 1, f"critic/score/{x}": 2, "not/a/metric": 3, "actor/new_one": 4, "actor": 5}'
     assert keys.metric_names(text) == {"actor/pg_loss", "critic/score/*", "actor/new_one"}
     findings = {f.name: f.status for f in keys.compare_metrics({"verl/trainer/a.py": text})}
@@ -187,7 +187,7 @@ def test_a_release_is_read_as_text_and_never_run(release, tmp_path, monkeypatch,
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_reasons_are_sentences_and_planned_only_where_it_may_be():
+def test_reasons_are_complete_and_planned_only_where_allowed():
     reasons = Reasons()
     assert len(reasons.modules) == 71 == len(set(reasons.modules))
     for reason in reasons.reasons:
@@ -229,7 +229,7 @@ def test_the_page_is_read_with_care(tmp_path):
     assert changes.unfounded(file, {"trainer.device", "trainer.retry"}, tmp_path) == diff
 
 
-def test_additions_have_a_place_and_what_is_left_out_is_not_there(tmp_path):
+def test_additions_name_an_existing_file_and_omissions_are_absent(tmp_path):
     (tmp_path / "Makefile").write_text("demo: env\n")
     (tmp_path / "there.py").write_text("def here(): ...\n")
     (tmp_path / "CHANGES.md").write_text(
@@ -237,7 +237,7 @@ def test_additions_have_a_place_and_what_is_left_out_is_not_there(tmp_path):
         "## Left out on purpose\n\nMegatron, `here`, `gone`.\n"
     )
     assert changes.unfounded(tmp_path / "CHANGES.md", set(), tmp_path) == [
-        "`here` is left out, and the code has it", "'b' is not found: name its file or folder",
+        "`here` is left out, and the code has it", "'b' does not exist: name its file or folder",
     ]  # fmt: skip
 
 

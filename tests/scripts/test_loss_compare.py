@@ -6,7 +6,7 @@ import math
 from scripts.loss_compare import difference, read_metrics
 
 
-def test_the_largest_difference_and_its_first_place_are_reported():
+def test_the_largest_difference_and_its_first_position_are_reported():
     old = {(1, "loss"): 0.5, (2, "loss"): 0.25, (2, "lr"): 1e-3}
     new = {(1, "loss"): 0.5, (2, "loss"): 0.375, (2, "lr"): 2e-3, (2, "syncs"): 1}
     assert difference(old, new) == (3, 0.125, [(2, "loss"), (2, "lr")], ["syncs"])

@@ -53,7 +53,7 @@ def test_dp_compute_proto_does_not_pad_by_itself():
         d.dispatch_dp_compute_data_proto(group(2), batch(5))
 
 
-def test_auto_padding_repeats_the_last_row_and_tells_how_many():
+def test_auto_padding_repeats_the_last_row_and_returns_how_often():
     data = batch(5, **{DataProtoConfig.auto_padding_key: True})
     (parts,), kwargs = d.dispatch_dp_compute_data_proto(group(4), data)
     assert xs(parts) == [[0, 1], [2, 3], [4, 4], [4, 4]]
@@ -121,7 +121,7 @@ def test_register_refuses_modes_it_does_not_know():
         d.register(dispatch_mode={"dispatch_fn": len})
 
 
-def test_registered_methods_are_found_through_bases():
+def test_registered_methods_include_those_of_bases():
     class A:
         @d.register(dispatch_mode=d.Dispatch.ONE_TO_ALL, blocking=False)
         def go(self):

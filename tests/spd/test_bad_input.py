@@ -231,6 +231,16 @@ def test_a_prompt_limit_that_would_cut_the_draft_is_refused(bed, monkeypatch):
     assert "the draft has 4 tokens, data.max_response_length=3. Raise it to 4." in text
 
 
+def test_a_limit_that_would_cut_the_context_of_a_target_head_is_refused(bed, monkeypatch):
+    # 3 context tokens, 4 drafted, 5 of the target, 3 separators
+    head, error, _ = refusal(monkeypatch, bed, data__max_prompt_length=14).splitlines()
+    assert head == "2 problems in the config:"  # train_files and val_files
+    assert "row 0: its 15 ids exceed data.max_prompt_length=14: a target head would train on states" in error
+    assert error.endswith("Raise data.max_prompt_length to 15.")
+    with pytest.raises(Started):
+        refusal(monkeypatch, bed, data__max_prompt_length=14, spd__backbone="own")
+
+
 def test_an_empty_draft_and_a_missing_column_of_a_prepared_row_are_refused(bed, monkeypatch, tmp_path):
     path = prepared(bed, tmp_path, lambda row: row["extra_info"].update(draft_ids=[], draft_len=0))
     assert f"{path}, row 3: draft_ids is empty" in one_problem(refusal(monkeypatch, bed, data__train_files=path))
@@ -247,7 +257,7 @@ def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp
     model = shutil.copytree(bed.target, tmp_path / "model")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert f"{weights} is missing or torn" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
+    assert f"{weights} is missing or incomplete" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
     weights.unlink()
     assert "the folder holds no weights" in refusal(monkeypatch, bed, actor_rollout_ref__model__path=model)
 
@@ -255,9 +265,9 @@ def test_a_model_folder_with_incomplete_weights_is_refused(bed, monkeypatch, tmp
 @pytest.mark.parametrize(
     "file, change, message",
     [
-        ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or torn"),
-        ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or torn"),
-        ("score_head.safetensors", None, "score_head.safetensors is missing or torn"),
+        ("score_head.safetensors", lambda data: data[:-10], "score_head.safetensors is missing or incomplete"),
+        ("score_head.safetensors", lambda data: data[:5], "score_head.safetensors is missing or incomplete"),
+        ("score_head.safetensors", None, "score_head.safetensors is missing or incomplete"),
         ("spd_config.json", lambda data: data[:40], "spd_config.json is damaged"),
         ("spd_config.json", None, "holds no spd_config.json: it is not a saved scorer."),
         ("spd_config.json", lambda data: data.replace(b'"target"', b'"own"'), "holds a scorer with backbone='own'"),
@@ -300,7 +310,7 @@ def test_a_tokenizer_that_does_not_fit_the_ids_is_refused(bed, monkeypatch, tmp_
     text = refusal(monkeypatch, bed, actor_rollout_ref__model__tokenizer_path=tmp_path / "small")
     assert "row 0: input_ids must be a list of token ids from 0 to 6, those of the tokenizer, but holds 7." in text
     monkeypatch.setenv("SPD_SEP_TOKEN_ID", "4")
-    text = refusal(monkeypatch, bed)
+    text = refusal(monkeypatch, bed, spd__backbone="own")
     assert "are separated by token id 3, the tokenizer's separator is 4. Prepare it again, or set " in text
     monkeypatch.delenv("SPD_SEP_TOKEN_ID")
     narrow = save_tiny_llama(tmp_path / "narrow", vocab_size=24)
@@ -314,7 +324,7 @@ def test_a_lora_adapter_that_cannot_be_read_is_refused(bed, monkeypatch, tmp_pat
     assert f"{key}={tmp_path} cannot be loaded: " in error and "adapter_config.json" in error
     (tmp_path / "adapter_config.json").write_text("{}")
     error = one_problem(refusal(monkeypatch, bed, actor_rollout_ref__model__lora_adapter_path=tmp_path))
-    assert f"{tmp_path}/adapter_model.safetensors is missing or torn" in error
+    assert f"{tmp_path}/adapter_model.safetensors is missing or incomplete" in error
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -85,7 +85,7 @@ def client(*urls, settings=FAST):
 
 
 def ask(c, n=10):
-    return [done and done.token_ids for done in c.complete([[1, i] for i in range(n)])]
+    return [done and done.token_ids for done in c.complete([((1, i), 8) for i in range(n)])]
 
 
 EXPECTED = [(i + 100,) for i in range(10)]
@@ -107,22 +107,55 @@ def test_answers_come_in_order_in_chunks_with_bounded_concurrency():
     with server.running() as url, client(url) as c:
         c.check_model()
         got = []
-        done = c.complete([[1, i] for i in range(10)], on_chunk=lambda where, what: got.append((where, len(what))))
+        requests = [((1, i), 8) for i in range(10)]
+        done = c.complete(requests, on_chunk=lambda where, what: got.append((where, len(what))))
         assert [d.token_ids for d in done] == EXPECTED  # without the end token
         assert sorted(i for where, _ in got for i in where) == list(range(10))
-        assert c.complete([[50]]) == [Completion((150,) * 8, hit_limit=True)]
+        assert c.complete([((50,), 8)]) == [Completion((150,) * 8, hit_limit=True)]
     assert server.most_inside == 2 and max(len(r["prompt"]) for r in server.requests) == 4
     first = server.requests[0]
-    assert first["model"] == "served" and first["temperature"] == 0 and first["max_tokens"] == 8
+    assert first["model"] == "served" and first["max_tokens"] == 8 and first["stop_token_ids"] == [2]
+
+
+def test_every_request_states_greedy_sampling_without_penalties():
+    server = FakeServer()
+    with server.running() as url, client(url) as c:
+        ask(c, 1)
+    stated = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [server.requests[0].get(name) for name in stated] == [0.0, 1.0, -1, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_completion_is_cut_at_its_own_limit_whatever_shares_its_request():
+    server = FakeServer()
+    with server.running() as url, client(url, settings=replace(FAST, concurrency=1)) as c:
+        # 50 answers eight tokens without an end, 7 one token and the end.
+        done = c.complete([((50,), 8), ((50,), 3), ((7,), 2), ((7,), 1)])
+    assert done[:2] == [Completion((150,) * 8, hit_limit=True), Completion((150,) * 3, hit_limit=True)]
+    assert done[2:] == [Completion((107,), hit_limit=False), Completion((107,), hit_limit=True)]  # no room for the end
+    (body,) = server.requests
+    assert body["max_tokens"] == 8
+
+
+def test_the_requests_of_one_rank_go_to_every_server():
+    async def slow(count):
+        await asyncio.sleep(0.05)
+
+    servers = [FakeServer(slow) for _ in range(4)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(server.running()) for server in servers]
+        c = stack.enter_context(client(*urls, settings=replace(FAST, concurrency=8)))
+        assert None not in c.complete([((1, i % 50), 8) for i in range(84)])
+    asked = [sum(len(body["prompt"]) for body in server.requests) for server in servers]
+    assert sum(asked) == 84 and min(asked) >= 16  # 21 each if all were equally fast
 
 
 def test_a_completion_cut_by_the_server_s_context_length_is_refused():
     with FakeServer().running() as url, client(url) as c:
         with pytest.raises(RequestRefused, match="ended a completion at 5 tokens because .* full.*max-model-len"):
-            c.complete([[53]])
+            c.complete([((53,), 8)])
 
 
-def test_an_address_that_lists_no_models_is_told():
+def test_an_address_that_lists_no_models_is_reported():
     class Other(FakeServer):
         async def models(self, request):
             return web.Response(text="<html>hello</html>")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from recipe.spd import decoder as decode
 from recipe.spd.decoder import (
@@ -15,10 +15,13 @@ from recipe.spd.decoder import (
     FROM_TARGET,
     SpecResult,
     _commit,
+    check_tokenizers,
     greedy_generate,
     replay_blocks,
     speculative_generate,
 )
+from scripts.spd_evaluation import rules
+from tests.helpers.models import WORDS, make_tokenizer
 
 VOCAB = 23
 
@@ -252,7 +255,51 @@ def test_wrong_input_is_named():
         speculative_generate(target, draft, [[3]], lambda b: b.mismatch.float(), max_new_tokens=2, eos_token_id=None)
 
 
-def test_a_finished_batch_leaves_no_cache_behind(monkeypatch):
+def wider_copy(model, vocabulary: int):
+    """The same function with a padded embedding, whose padded logits are never the largest."""
+    wide = type(model)(type(model.config)(**{**model.config.to_dict(), "vocab_size": vocabulary})).eval()
+    weights = model.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.cat([weights[name], torch.zeros(vocabulary - VOCAB, 32)])
+    wide.load_state_dict(weights)
+    return wide
+
+
+@pytest.mark.parametrize(("target_width", "draft_width"), [(VOCAB + 9, VOCAB + 2), (VOCAB + 2, VOCAB + 9)])
+def test_padded_embeddings_of_other_sizes_change_nothing(target_width, draft_width):
+    target, draft = tiny_llama(0), noisy_copy(tiny_llama(0), 0.08, 1)
+    prompts = ragged_prompts(6)
+    plain = greedy_generate(target, prompts, max_new_tokens=20, eos_token_id=2).tokens
+    wide = wider_copy(target, target_width), wider_copy(draft, draft_width)
+    judges = (reject_all, rules.divergence(1.0), rules.typical(0.09, 0.3))
+    options = {"gamma": 4, "max_new_tokens": 20, "eos_token_id": 2}
+    results = [speculative_generate(*wide, prompts, judge, **options).tokens for judge in judges]
+    assert results[0] == plain and results[1] != plain
+
+
+def test_tokenizers_are_compared_and_not_the_sizes_of_embeddings():
+    target, draft, renamed = make_tokenizer(), make_tokenizer(), make_tokenizer()
+    draft.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
+    renamed.add_special_tokens({"additional_special_tokens": ["<|other|>"]})
+    check_tokenizers(target, draft, "d")
+    check_tokenizers(renamed, draft, "d")
+    with pytest.raises(ValueError, match=r"d has another vocabulary than the target \(58 and 59 tokens; '\*' is id 52"):
+        check_tokenizers(make_tokenizer(), make_tokenizer(WORDS[1:]), "d")
+
+
+def test_a_sliding_window_is_refused_by_name_where_a_row_exceeds_it():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    config = MistralConfig(vocab_size=VOCAB, num_key_value_heads=1, sliding_window=16, initializer_range=0.3, **sizes)
+    target = MistralForCausalLM(config).eval()
+    options = {"gamma": 4, "eos_token_id": None}
+    within = speculative_generate(target, target, [[3, 4, 5]], reject_all, max_new_tokens=13, **options)
+    assert within.tokens == [hf_greedy(target, [3, 4, 5], 13, [VOCAB + 5])]
+    with pytest.raises(ValueError, match="MistralForCausalLM attends to a sliding window of 16 .* of 17 tokens exceed"):
+        speculative_generate(target, target, [[3, 4, 5]], reject_all, max_new_tokens=14, **options)
+
+
+def test_a_finished_batch_leaves_no_cache(monkeypatch):
     made = []
 
     class Watched(decode.RowCache):

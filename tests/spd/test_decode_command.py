@@ -130,7 +130,7 @@ def test_prompts_come_as_ids_text_messages_or_lines(house, tmp_path, monkeypatch
     assert [row["prompt"] for row in run(house, "--chat-template")] == ["a b", "c"]
 
 
-def test_figures_by_hand():
+def test_results_by_hand():
     fast = SpecResult([[5] * 9, [5] * 3], [[0] * 9, [0] * 3], [2, 1], [7, 2], [4, 1], [3, 0], [True, False], 2.0)
     plain = SpecResult([[5] * 9, [6]], [[0] * 9, [0]], [9, 1], [0, 0], [0, 0], [0, 0], [True, True], 5.0)
     table = command.comparison(SimpleNamespace(rule="margin", threshold=2.0), fast, plain)
@@ -171,7 +171,7 @@ def test_a_token_inside_a_character_waits_for_its_end():
     assert "".join(cut) == tokenizer.decode(ids[:-1])
 
 
-def test_a_mistake_ends_with_one_sentence(house, tmp_path):
+def test_a_mistake_ends_with_one_message(house, tmp_path):
     save_tiny_llama(tmp_path / "stranger", seed=9, vocab_size=VOCAB)
     shifted = make_tokenizer(WORDS[1:])
     save_tiny_llama(tmp_path / "shifted", vocab_size=VOCAB)
@@ -189,7 +189,7 @@ def test_a_mistake_ends_with_one_sentence(house, tmp_path):
         (["--target", str(tmp_path / "stranger"), "--scorer", str(house / "scorer_target"), "--prompt", "a"],
          "belongs to the target .*target' .*; the target here, .*stranger'"),
         (["--draft", str(tmp_path / "shifted"), "--prompt", "a"],
-         r"another vocabulary than .* \(58 and 59 tokens; '\*' is id 52 and 53\)"),
+         r"--draft .*shifted has another vocabulary than the target \(58 and 59 tokens; '\*' is id 52 and 53\)"),
         (["--prompt", "a", "  "], "prompt 2 is empty"),
         (["--prompt", long], "prompt 1 has 500 tokens; with --max-new-tokens 24 it does not fit into the 512 positi"),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: the file does not exist"),

@@ -15,6 +15,7 @@ from recipe.spd.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.worker import load_model
+from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 
 KEYS = [
@@ -52,8 +53,8 @@ def test_unequal_lists_are_named():
         measures.measure("margin", 1.0, result, [True], exact_correct=[True, True], target_tokens=2)
 
 
-def row_of(threshold, drop, speed, accuracy=0.9):
-    return EvaluationRow("scorer", threshold, accuracy, 0.0, drop, 0.0, speed, speed + 1, 1.0, 0.0, None, None, 0.0)
+def row_of(threshold, drop, speed, accuracy=0.9, error=0.0):
+    return EvaluationRow("scorer", threshold, accuracy, 0.0, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 0.0)
 
 
 def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
@@ -62,8 +63,40 @@ def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
     assert measures.choose_threshold(rows, 0.03).threshold == 0
     assert measures.choose_threshold(rows, 0.02).threshold == 0  # "within" takes the limit in
     assert measures.choose_threshold(rows, -0.02).threshold == 4
+    # The interval decides, not the point: 0.004 + 1.96 * 0.004 = 0.0118, 0.006 + 1.96 * 0.001 = 0.008
+    noisy = [row_of(0, 0.004, 5.9, error=0.004), row_of(2, 0.006, 5.6, error=0.001), row_of(4, 0.0, 4.8)]
+    assert measures.choose_threshold(noisy, 0.01).threshold == 2
+    assert measures.choose_threshold(noisy[:2], 0.001).threshold == 2
     with pytest.raises(ValueError, match="at least one scorer threshold"):
         measures.choose_threshold([], 0.0)
+
+
+# Three labelled blocks: (z, harmful) of their reachable mismatches.
+LABELLED = [[(2.0, False), (1.0, True)], [(0.5, False), (0.2, False), (-1.0, False)], [(1.5, True)]]
+
+
+def test_thresholds_are_spread_over_the_harmless_mismatches():
+    # harmless z: 2, 0.5, 0.2, -1
+    assert measures.spread_thresholds(LABELLED, [0.25, 0.5, 0.75, 0.8]) == [0.5, 0.2, -1.0]
+    with pytest.raises(ValueError, match="no labelled mismatch of the validation blocks is harmless"):
+        measures.spread_thresholds([[(1.0, True)]], [0.5])
+
+
+def test_the_drop_is_pooled_from_whole_answers_and_harmful_accepts():
+    row = row_of(0.4, 0.01, 5.0, error=0.003)
+    # At z > 0.4 five mismatches are judged: 2.0, 1.0 | 0.5, 0.2 (rejected) | 1.5; two of them are harmful accepts.
+    rate = 2.5 / 6
+    counted, counted_se = 3 * rate, 3 * math.sqrt(rate * (1 - rate) / 6)  # 600 mismatches judged on 200 questions
+    whole_se = math.sqrt(0.003**2 + 0.005**2)
+    weights = 1 / counted_se**2, 1 / whole_se**2
+    drop, error = measures.pooled_drop(row, 200, 600, LABELLED)
+    assert drop == pytest.approx((weights[0] * counted + weights[1] * 0.01) / sum(weights))
+    assert error == pytest.approx(1 / math.sqrt(sum(weights)))
+    # Above every z the first mismatch of each block is rejected, and nothing broke.
+    strict = measures.pooled_drop(row_of(3.0, 0.0, 2.0), 200, 600, LABELLED)
+    assert strict[0] < drop
+    rows = [row_of(0, 0.0, 5.9), row_of(2, 0.0, 5.0)]
+    assert measures.choose_threshold(rows, 0.01, [(0.02, 0.001), (0.004, 0.002)]).threshold == 2
 
 
 def test_curve_is_read_between_its_points():
@@ -113,13 +146,18 @@ def test_harm_shares_by_hand(house):
     blocks = harm.read_labels(house / "labels.jsonl")
     assert [block.harmful for block in blocks] == [{0: False, 2: True}, {1: True, 2: False}]
 
-    def second_only(block):
-        verdict = torch.zeros_like(block.mismatch)
-        verdict[:, 1] = True
-        return verdict
+    def only(position):
+        def judge(block):
+            verdict = torch.zeros_like(block.mismatch)
+            verdict[:, position] = True
+            return verdict
 
-    shares = harm.harm_shares([rules.exact(), rules.accept_all(), second_only], target, draft, blocks)
-    assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5)]
+        return judge
+
+    shares = harm.harm_shares([rules.exact(), rules.accept_all(), only(1), only(2)], target, draft, blocks)
+    # The last label of the second block stands after a harmful one and counts nowhere: one harmless, two harmful.
+    assert shares == [(0.0, 0.0), (1.0, 1.0), (0.0, 0.5), (0.0, 0.5)]
+    assert [block.reachable() for block in blocks] == [{0: False, 2: True}, {1: True}]
 
 
 def test_labels_that_do_not_fit_are_named(house, tmp_path):
@@ -147,8 +185,6 @@ def run_script(house, scorer, out, *options):
 
 
 def save_scorer(house, backbone, path):
-    from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
-
     config = ScoringModelConfig(base_model_path=str(house / "target"), backbone=backbone)
     AutoModelForSPDScoring.from_config(config).save_pretrained(path)
     return path
@@ -158,15 +194,20 @@ def save_scorer(house, backbone, path):
 def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     record, choice = run_script(
-        house, scorer, tmp_path / "out", "--divergences", "0.5", "--all-rules", "--processes", "2"
-    )
+        house, scorer, tmp_path / "out", "--divergences", "0.5", "--typicals", "0.09", "--ranks", "2", "--entropies",
+        "0.1", "--all-rules", "--processes", "2", "--compare", f"twin={scorer}",
+    )  # fmt: skip
     assert list(record) == ["questions", "rows"]
     assert record["questions"] == 12
     assert all(list(row) == KEYS for row in record["rows"])
     assert [row["rule"] for row in record["rows"]] == [
-        "target", "exact", "all", "scorer", "random", "scorer_untrained", "margin", "margin", "scorer_sweep",
-        *["typical"] * 5, "divergence", "divergence_strict",
+        "target", "exact", "all", "scorer", "twin", "random", "scorer_untrained", "margin", "margin", "typical",
+        "top_rank", "rank_margin", "rank_margin", "deferred", "divergence", "divergence_strict", "scorer_sweep",
+        "twin_sweep",
     ]  # fmt: skip
+    twins = [[row[k] for k in KEYS if k not in ("rule", "seconds")] for row in record["rows"] if row["rule"] in
+             ("scorer", "twin")]  # fmt: skip
+    assert twins[0] == twins[1]
     by_rule = {row["rule"]: row for row in record["rows"]}
     assert by_rule["exact"]["drop"] == by_rule["target"]["drop"] == 0.0
     assert by_rule["exact"]["output_length_ratio"] == by_rule["target"]["output_length_ratio"] == 1.0
@@ -175,12 +216,35 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
     assert (by_rule["exact"]["harmless_accepted"], by_rule["exact"]["harmful_accepted"]) == (0.0, 0.0)
     assert (by_rule["all"]["harmless_accepted"], by_rule["all"]["harmful_accepted"]) == (1.0, 1.0)
     assert by_rule["target"]["harmless_accepted"] is None
-    assert [row["rule"] for row in choice["rows"]] == ["target", "exact", "scorer_sweep", "scorer_sweep"]
+    assert [row["rule"] for row in choice["rows"]] == [
+        "target", "exact", *["scorer_sweep"] * 2, *["twin_sweep"] * 2, "margin", "margin", "typical", "top_rank",
+        "rank_margin", "rank_margin", "deferred", "divergence", "divergence_strict",
+    ]  # fmt: skip
     assert {row["threshold"] for row in choice["rows"] if row["rule"] == "scorer_sweep"} == {-1.0, 0.0}
-    chosen = measures.choose_threshold([EvaluationRow(**row) for row in choice["rows"][2:]], 0.01).threshold
+    chosen = measures.choose_threshold([EvaluationRow(**row) for row in choice["rows"][2:4]], 0.01).threshold
     assert choice["chosen"] == by_rule["scorer"]["threshold"] == chosen
     assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
     assert "12 held-out questions" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_path):
+    scorer = save_scorer(house, "target", tmp_path / "scorer")
+    load_script().main([
+        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer),
+        "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "val.jsonl"), "--harm-labels",
+        str(house / "labels.jsonl"), "--val-harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
+        "--max-new-tokens", "12", "--gamma", "3", "--margins", "1", "--typicals", "0.09", "--harmless-shares", "0", "1",
+        "--processes", "1",
+    ])  # fmt: skip
+    rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
+    target, draft = (load_model(str(house / name), "cpu") for name in ("target", "draft"))
+    model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
+    blocks = harm.read_labels(house / "labels.jsonl")
+    labelled = harm.labelled_scores(rules.scores(model), target, draft, blocks)
+    assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
+    swept = {row["threshold"] for row in rows if row["rule"] == "scorer_sweep"}
+    assert swept == {pytest.approx(labelled[0][0][0])}  # the one harmless mismatch
 
 
 @pytest.mark.process

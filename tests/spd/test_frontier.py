@@ -1,5 +1,6 @@
-"""Pooling over seeds and the speed at a given drop, by hand."""
+"""Mixed thresholds, the choice on validation questions and figures over seeds, by hand."""
 
+import argparse
 import json
 import math
 import sys
@@ -8,77 +9,134 @@ from dataclasses import asdict
 import pytest
 
 from examples.spd_arithmetic import frontier
-from examples.spd_arithmetic.frontier import SCORER, compare, pool, speed_at, verdicts
+from examples.spd_arithmetic.frontier import (
+    Point,
+    Seed,
+    best_mix,
+    compare,
+    fewest,
+    mixed,
+    pool,
+    seed_figures,
+    speed,
+    verdicts,
+)
 from scripts.spd_evaluation.measures import EvaluationRow
+
+SCORER, MARGIN = "trained scorer, swept", "margin rule, swept"
 
 
 def row(rule: str, threshold: float | None, drop: float, speed: float, error: float = 0.003) -> EvaluationRow:
+    """Accepted drafts per forward, and one token of the target with them; answers as long as the target's own."""
     return EvaluationRow(rule, threshold, 0.98 - drop, error, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 1.0)
 
 
-def test_seeds_are_averaged_where_all_of_them_have_the_threshold():
-    first = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.01, 3.0, 0.004), row("scorer", 0.0, 0.0, 5.0),
-             row("random", 0.7, 0.4, 4.0), row("margin", 4.0, 0.0, 1.0)]
-    second = [row("exact", None, 0.0, 2.2), row("margin", 3.0, 0.02, 4.0, 0.003), row("scorer_sweep", 0.0, 0.01, 6.0),
-              row("random", 0.8, 0.5, 5.0)]
+def test_a_coin_between_two_thresholds_mixes_sums_and_no_ratio():
+    # 3 and 1 accepted per forward; 4 and 2 tokens, so 1/4 and 1/2 forwards for each token of the target's own.
+    fast, slow = frontier.point_of(row("margin", 3.0, 0.02, 3.0)), frontier.point_of(row("exact", None, 0.0, 1.0))
+    assert (fast.forwards, fast.accepted, slow.forwards, slow.accepted) == (0.25, 0.75, 0.5, 0.5)
+    half = mixed(slow, fast, 0.5)
+    assert half == Point(0.01, 0.625, 0.375)
+    assert half.speed == pytest.approx(5 / 3)  # and not the mean of 3 and 1
+    curve = {None: slow, 3.0: fast}
+    assert best_mix(curve, 0.01, speed) == (None, 3.0, 0.5) and best_mix(curve, 0.02, speed) == (3.0, 3.0, 0.0)
+    assert best_mix(curve, 0.0, fewest) == (None, None, 0.0)
+    # Longer answers may cost more forwards than their speed saves: the two axes choose differently.
+    long = Point(0.0, 1.8, 0.6)
+    assert long.speed > slow.speed and best_mix({None: slow, 1.0: long}, 0.0, speed)[0] == 1.0
+    assert best_mix({None: slow, 1.0: long}, 0.0, fewest)[0] is None
+
+
+def seed_of(shift: float = 0.0) -> Seed:
+    """On validation questions the lenient thresholds drop 0.5 points; on test questions 1 point more, and `shift`."""
+    rows = {}
+    for split, more in (("validation", 0.0), ("test", 0.01 + shift)):
+        rows[split] = [
+            row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005 + more, 3.0), row("margin", 9.0, 0.5, 7.0),
+            row("scorer_sweep", 1.0, 0.0, 4.0), row("scorer", 0.0, 0.005 + more, 5.0 + 100 * shift),
+        ]  # fmt: skip
+    rows["validation"] = [*rows["validation"][:-1], row("scorer_sweep", 0.0, 0.005, 5.0)]
+    return Seed(rows["test"], rows["validation"])
+
+
+def test_thresholds_are_chosen_on_validation_and_reported_on_test_questions():
+    at = {entry["allowed"]: entry for entry in compare([seed_of(), seed_of(0.002)])}
+    scorer, margin = (at[0.005]["curves"][legend] for legend in (SCORER, MARGIN))
+    assert scorer["drop"] == pytest.approx((0.016, 0.001))  # 1.5 and 1.7 points: half their difference is the error
+    assert scorer["speed"] == pytest.approx((5.1, 0.1)) and margin["speed"] == pytest.approx((3.0, 0.0))
+    assert scorer["saved"][0] == pytest.approx((6.0 + 6.2) / 2 / 3)  # exact match has 3 tokens per forward
+    assert at[0.005]["best_rule"] == MARGIN and at[0.005]["ratio"] == pytest.approx(1.7)
+    assert at[0.0]["curves"][SCORER]["speed"][0] == 4.0 and at[0.0]["curves"][SCORER]["drop"][0] == 0.0
+    near, everywhere = verdicts(list(at.values()))
+    assert near.startswith("met: at a drop of 0.5 points 1.70 times")
+    assert everywhere.startswith("met: nowhere fewer") and compare([seed_of()])[0]["ratio"] == 2.0
+    assert math.isnan(compare([seed_of()])[0]["curves"][SCORER]["drop"][1])
+
+
+def test_figures_over_seeds_are_of_the_chosen_thresholds():
+    def measured(gain: float, drop: float) -> Seed:
+        others = [row(name, 0.0, drop / 2, 3.0) for name in ("supervised", "refined")]
+        return Seed([row("exact", None, 0.0, 2.0), row("scorer", 0.0, drop, 2 * gain), *others], [])
+
+    figures = seed_figures([measured(2.0, 0.004), measured(2.5, 0.010)])
+    assert figures["seed_gain_min"] == 2.0 and figures["seed_gain_mean"] == 2.25
+    assert figures["seed_drop_max"] == pytest.approx(1.0) and figures["seed_drop_mean"] == pytest.approx(0.7)
+    assert figures["supervised_gain_min"] == 1.5 and figures["supervised_drop_max"] == pytest.approx(0.5)
+
+
+def test_the_picture_s_rows_are_means_with_errors_between_seeds():
+    first = [row("exact", None, 0.0, 2.0), row("scorer", 0.3, 0.0, 5.0), row("scorer_sweep", 1.3, 0.0, 3.0),
+             row("random", 0.7, 0.4, 4.0)]  # fmt: skip
+    second = [row("exact", None, 0.0, 2.0), row("scorer_sweep", 0.5, 0.02, 5.0), row("scorer", 1.5, 0.01, 3.0),
+              row("random", 0.8, 0.5, 4.0)]  # fmt: skip
     pooled = {(r.rule, r.threshold): r for r in pool([first, second])}
-    assert set(pooled) == {("exact", None), ("margin", 3.0), ("scorer_sweep", 0.0), ("random", 0.75)}
-    margin = pooled["margin", 3.0]
-    assert margin.drop == pytest.approx(0.015) and margin.accepted_per_forward == pytest.approx(3.5)
-    assert margin.drop_se == pytest.approx(0.0025)  # sqrt(.004^2 + .003^2) / 2
-    assert margin.harmless_accepted is None
+    assert set(pooled) == {("exact", None), ("scorer_sweep", 0.4), ("scorer_sweep", 1.4), ("random", 0.75)}
+    assert pooled["scorer_sweep", 0.4].drop == pytest.approx(0.01)
+    assert pooled["scorer_sweep", 0.4].drop_se == pytest.approx(0.01)
+    uneven = pool([[row("margin", 3.0, 0.0, 3.0)], [row("margin", 3.0, 0.0, 1.0)]])[0]
+    assert uneven.accepted_per_forward == pytest.approx(5 / 3)
 
 
-def test_speed_at_a_drop_lies_on_the_straight_line_between_thresholds():
-    curve = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.01, 4.0, 0.004), row("margin", 4.0, 0.03, 6.0)]
-    assert speed_at(curve, 0.0) == (2.0, 0.003)
-    assert speed_at(curve, 0.005) == pytest.approx((3.0, 0.004))
-    assert speed_at(curve, 0.02) == pytest.approx((5.0, 0.004))
-    assert speed_at(curve, 0.5)[0] == 6.0
-    assert speed_at(curve[1:], 0.001)[0] == -math.inf
-    # A slow threshold between two others does not bind: the coin may pass it by.
-    dented = [*curve[:1], row("margin", 3.5, 0.005, 2.1), *curve[2:]]
-    assert speed_at(dented, 0.015)[0] == pytest.approx(4.0)
-    # A curve that falls and rises again: the faster point within the drop counts.
-    bent = [row("exact", None, 0.0, 2.0), row("scorer", 2.0, 0.02, 3.0), row("scorer", 0.0, 0.004, 5.0)]
-    assert speed_at(bent, 0.004)[0] == 5.0 and speed_at(bent, 0.0)[0] == 2.0
-
-
-def test_the_best_rule_is_named_beside_the_scorer():
-    rows = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005, 2.5), row("typical", 0.09, 0.005, 3.0),
-            row("scorer_sweep", 0.0, 0.005, 4.5)]
-    at = {entry["drop"]: entry for entry in compare(rows)}
-    assert at[0.005]["scorer"] == 4.5 and at[0.005]["rule"] == 3.0 and at[0.005]["ratio"] == 1.5
-    assert "typical" in at[0.005]["best_rule"] and at[0.005]["best_rule"] != SCORER
-    assert at[0.0]["ratio"] == 1.0
-
-
-def test_the_verdicts_name_the_drop_where_the_scorer_is_weakest():
-    rows = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005, 3.0), row("divergence", 0.1, 0.02, 6.0),
-            row("scorer_sweep", 0.0, 0.004, 4.5)]
-    near, everywhere = verdicts(compare(rows))
-    assert near.startswith("met: at a drop of 0.5 points 1.50 times")
-    assert everywhere.startswith("missed") and "0.75 times, at a drop of 2.0 points (divergence" in everywhere
-    rows.append(row("scorer_sweep", -1.0, 0.02, 6.0))
-    assert verdicts(compare(rows))[1].startswith("met")
-
-
-def test_a_measured_seed_is_kept_and_not_measured_again(tmp_path, monkeypatch):
-    script = "import json, sys; json.dump(json.loads(sys.argv[2]), open(sys.argv[1], 'w'))"
-    measured = []
+def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path, monkeypatch):
+    log = tmp_path / "ran.txt"
+    script = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' ' + ' '.join(sys.argv[4:]) + chr(10))"
+    rows = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005, 3.0)]
+    rows += [row(name, 0.0, 0.002, 4.0) for name in frontier.SCORERS]
+    swept = [r if r.rule not in frontier.SCORERS else EvaluationRow(**{**asdict(r), "rule": f"{r.rule}_sweep"})
+             for r in rows]  # fmt: skip
 
     def commands(args, seed, softness, out):
-        measured.append((seed, softness))
-        out.mkdir(parents=True, exist_ok=True)
-        rows = [row("exact", None, 0.0, 2.0 + seed), row("scorer_sweep", 0.0, 0.002, 4.0 + seed)]
-        text = json.dumps({"rows": [asdict(r) for r in rows]})
-        return {"evaluation": [sys.executable, "-c", script, str(out / "evaluation.json"), text]}
+        (out / "run").mkdir(parents=True, exist_ok=True)
+        asked = [{"data": {"spd/completions/asked": 40}}, {"data": {"x": 1}}, {"data": {"spd/completions/asked": 2}}]
+        (out / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+        (out / "evaluation.json").write_text(json.dumps({"questions": 9, "rows": [asdict(r) for r in rows]}))
+        (out / "validation.json").write_text(json.dumps({"rows": [asdict(r) for r in swept]}))
+        names = ("training", "supervised", "evaluation")
+        return {name: [sys.executable, "-c", script, str(log), name, str(args.steps)] for name in names}
 
     monkeypatch.setattr(frontier, "commands", commands)
-    options = ["--softness", "0.2", "--seeds", "0", "1", "--kept", str(tmp_path / "kept"), "--out"]
-    assert frontier.main([*options, str(tmp_path / "first")]) == 0 and measured == [(0, 0.2), (1, 0.2)]
-    (tmp_path / "kept" / "u0.2-seed1.json").unlink()
-    assert frontier.main([*options, str(tmp_path / "second")]) == 0 and measured == [(0, 0.2), (1, 0.2), (1, 0.2)]
-    first, second = (json.loads((tmp_path / name / "frontier.json").read_text()) for name in ("first", "second"))
-    assert first == second and first["u=0.2"]["rows"][0]["accepted_per_forward"] == 2.5
-    assert (tmp_path / "second" / "frontier-u0.2.png").stat().st_size > 10_000
+    options = ["--softness", "0.2", "--seeds", "0", "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "out"),
+               "--results", str(tmp_path / "seeds.json")]  # fmt: skip
+    assert frontier.main(options) == 0
+    assert log.read_text().split("\n")[:3] == ["training ", "supervised --label-budget 42", "evaluation "]
+    figures = json.loads((tmp_path / "seeds.json").read_text())
+    assert figures["seed_gain_min"] == 2.0 and figures["seeds"] == [0]
+    kept = tmp_path / "kept" / "u0.2-seed0.json"
+    assert set(json.loads(kept.read_text())) == {"questions", "test", "validation"}
+    kept.unlink()
+    assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 3  # nothing ran again
+    (tmp_path / "out" / "u0.2-seed0" / "commands.json").write_text(json.dumps({}))
+    kept.unlink()
+    assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
+    assert frontier.main(options) == 0 and len(log.read_text().splitlines()) == 6
+    assert (tmp_path / "out" / "frontier-u0.2.png").stat().st_size > 10_000
+
+
+def test_a_seed_s_commands_share_a_store_and_hand_on_their_scorers(tmp_path):
+    args = argparse.Namespace(questions=70, train_questions=30, blocks=90, steps=7)
+    made = frontier.commands(args, 1, 0.2, tmp_path)
+    stores = {made[name][made[name].index("--store") + 1] for name in ("training", "supervised", "refined")}
+    assert len(stores) == 1 and "--supervised" in made["supervised"]
+    supervised = str(tmp_path / "labelled" / "supervised")
+    assert made["refined"][made["refined"].index("--adapter") + 1] == supervised
+    assert f"supervised={supervised}" in made["evaluation"]

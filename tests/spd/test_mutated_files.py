@@ -193,7 +193,7 @@ def use(bench, kind, path, tmp_path):
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_a_mutated_file_is_read_right_or_refused_by_one_sentence(bench, kind, tmp_path):
+def test_a_mutated_file_is_read_correctly_or_refused_with_one_message(bench, kind, tmp_path):
     outcomes = Counter()
     for number in range(COUNTS[kind]):
         rng = random.Random(f"{kind} {number}")

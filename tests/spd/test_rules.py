@@ -60,6 +60,26 @@ def test_typical_acceptance_by_hand():
     assert rules.typical(1.0, 0.026)(BLOCK).tolist() == [[True, False]]
 
 
+@pytest.mark.parametrize(("count", "gap", "expected"), [
+    (1, math.inf, [False, False]), (2, math.inf, [True, False]), (3, math.inf, [True, True]),
+    (3, 0.70, [True, False]), (2, 0.69, [False, False])])
+def test_ranks_and_gaps_of_the_target_by_hand(count, gap, expected):
+    # 0.3 is the second of 0.6, 0.3, 0.1; 0.02 the third of 0.95, 0.03, 0.02; gaps 0.693 and 3.861
+    assert rules.top_rank(count, gap)(BLOCK).tolist() == [expected]
+
+
+def test_a_mismatch_waits_for_the_target_to_agree_again():
+    even = [0.5, 0.3, 0.2]  # entropy 1.03
+    sure = [0.98, 0.01, 0.01]  # 0.11
+    block = block_of([[even, even, sure, even, even, even]] * 2, [[1, 0, 1, 0, 1], [1, 0, 0, 0, 2]])
+    assert block.mismatch.tolist() == [[True, False, True, False, True], [True, False, False, False, True]]
+    # The window of 2 after the first token holds a mismatch in the first row only; the third token's target is sure.
+    verdict = [[False, False, False, False, True], [True, True, False, False, True]]
+    assert rules.deferred(0.5, 2)(block).tolist() == verdict
+    assert rules.deferred(0.1, 1)(block)[0].tolist() == [True, False, True, False, True]
+    assert rules.deferred(0.1, 9)(block)[:, 0].tolist() == [False, False]
+
+
 def test_divergence_is_kl_from_draft_to_target():
     drafted = [[[0.25, 0.5, 0.25], [0.9, 0.05, 0.05]]]
     block = block_of(PROBABILITIES, [[1, 0]], drafted)

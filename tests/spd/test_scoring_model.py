@@ -198,7 +198,7 @@ def test_merged_weights_of_an_adapted_model_save_as_a_whole_backbone(tiny_llama,
     assert torch.allclose(loaded(**data().as_kwargs()), model(**data().as_kwargs()), atol=1e-5)
 
 
-def test_a_head_is_refused_beside_another_target(tiny_llama, tmp_path):
+def test_a_head_is_refused_with_another_target(tiny_llama, tmp_path):
     build(tiny_llama, backbone="target").save_pretrained(tmp_path / "head")
     other = save_tiny_llama(tmp_path / "other", seed=1)
     with pytest.raises(ValueError, match="belongs to the target .*fingerprint"):

@@ -78,14 +78,15 @@ def test_the_start_timeout_counts_from_the_start_of_the_server(tmp_path):
 
 def test_stored_completions_do_not_wait_for_the_server(tmp_path):
     class Client:
-        def complete(self, contexts, on_chunk):
-            on_chunk(list(range(len(contexts))), [Completion((len(ids),), False) for ids in contexts])
+        def complete(self, requests, on_chunk):
+            on_chunk(list(range(len(requests))), [Completion((len(ids), limit), False) for ids, limit in requests])
 
     waits = []
     completer = Completer(CompletionStore(tmp_path / "c", "model", {}), Client(), lambda: waits.append(1))
-    for contexts, waited in (([(5, 6), (7,)], 1), ([(7,)], 1), ([(7,), (8, 9, 10)], 2)):
-        done, _ = completer.complete(contexts)
-        assert {ids: made.token_ids for ids, made in done.items()} == {ids: (len(ids),) for ids in contexts}
+    first, second, third, shorter = ((5, 6), 9), ((7,), 9), ((8, 9, 10), 9), ((7,), 8)
+    for requests, waited in (([first, second], 1), ([second], 1), ([second, third], 2), ([shorter], 3)):
+        done, _ = completer.complete(requests)
+        assert {r: made.token_ids for r, made in done.items()} == {(ids, n): (len(ids), n) for ids, n in requests}
         assert len(waits) == waited
     completer.store.close()
 

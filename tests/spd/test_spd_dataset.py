@@ -103,8 +103,9 @@ def test_separator_comes_from_environment_then_tokenizer_then_reserved(monkeypat
     monkeypatch.delenv("SPD_SEP_TOKEN_ID")
     other = make_tokenizer()
     other.sep_token = None
-    with pytest.raises(ValueError, match="set SPD_SEP_TOKEN_ID"):
+    with pytest.raises(ValueError, match="an own backbone reads a separator.* set SPD_SEP_TOKEN_ID"):
         resolve_sep_token_id(other)
+    assert resolve_sep_token_id(other, read=False) == other.pad_token_id  # a target head sees none
     other.add_special_tokens(
         {"additional_special_tokens": ["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"]}
     )

@@ -25,7 +25,8 @@ GAMMA = 3
 CONTEXTS = [[30, 31, 32], [33, 34], [35, 36, 37, 38], [39]]
 DRAFTS = [[10, 11, 12], [13, 14], [15, 16, 17], [18, 19, 20]]
 TARGETS = [[10, 21, 12, 22], [23, 14, 24], [25, 16, 17, 26], [18, 19, 27, 28]]
-CORRECT = [1, 0, 1, 1]
+CORRECT = [1, 1, 1, 0]  # what the target answers after the last id of each context, as AnsweringServer does
+RECORDED = [1, 0, 1, 0]  # by the engine that made the blocks
 
 
 class AnsweringServer(FakeServer):
@@ -60,7 +61,7 @@ def prompts(rows=range(4), n=8, step=1, width=16, **meta) -> DataProto:
     infos[:] = [
         {
             "index": i, "context_ids": CONTEXTS[i], "draft_ids": DRAFTS[i], "target_ids": TARGETS[i],
-            "is_correct_baseline": CORRECT[i], "ground_truth": "4",
+            "is_correct_baseline": RECORDED[i], "ground_truth": "4",
         }
         for i in rows
     ]  # fmt: skip
@@ -77,11 +78,8 @@ def rollout(directory, url, store, temperature=0.7, reward=None, **changes):
         "lost_share_max": 0.5, "rounds": 1, "draft_path": None, "max_tokens": 16, "timeout_s": 30.0, "attempts": 1,
         "prompts_per_request": 8, "concurrency": 2,
     }  # fmt: skip
-    positions = changes.pop("loss_positions", "judged")
-    custom = {
-        "target_path": directory, "loss_positions": positions, "seed": 42, "reward": reward or {},
-        "rollout": {**options, **changes},
-    }  # fmt: skip
+    custom = {name: changes.pop(name) for name in ("loss_positions", "truncated") if name in changes}
+    custom |= {"target_path": directory, "seed": 42, "reward": reward or {}, "rollout": {**options, **changes}}
     config = RolloutConfig(
         name="spd", mode="sync", temperature=temperature, prompt_length=16, response_length=GAMMA, custom=custom
     )
@@ -120,8 +118,11 @@ def test_outcomes_of_a_batch(tiny_llama, tmp_path):
             assert info["hybrid_length"] == length + 1 + 3
     assert len(server.asked) == len(set(server.asked))  # each distinct context once, though 8 samples share it
     assert not out.non_tensor_batch["__lost__"].any()
+    assert [i["is_correct_baseline"] for i in out.non_tensor_batch["extra_info"][::8]] == CORRECT
+    assert {tuple(c) for c in CONTEXTS} <= set(server.asked)  # the baselines come from the same server
     metrics, later = out.meta_info["metrics"], again.meta_info["metrics"]
     assert metrics["spd/completions/asked"] == metrics["spd/completions/requested"] == len(server.asked)
+    assert metrics["spd/baseline/changed"] == 0.25 and metrics["spd/baseline/truncated"] == 0
     assert later["spd/completions/asked"] == 0 and later["spd/completions/stored"] == len(server.asked)
     assert sum(metrics[f"spd/scenario/{s}"] for s in ("A", "B", "C", "D", "zero")) == pytest.approx(1)
     assert torch.equal(out.batch["responses"], again.batch["responses"])
@@ -191,15 +192,40 @@ def test_a_lost_completion_is_no_wrong_answer(tiny_llama, tmp_path):
                 made.generate_sequences(prompts())
 
 
-def test_masked_zero_lengths_leave_the_batch_and_baselines_are_asked_for_a_penalty(tiny_llama, tmp_path):
-    server = AnsweringServer()
-    reward = {"zero_length": "mask", "length_penalty": 1.0}
+def test_masked_zero_lengths_leave_the_batch(tiny_llama, tmp_path):
+    server, reward = AnsweringServer(), {"zero_length": "mask", "length_penalty": 1.0}
     with server.running() as url, rollout(tiny_llama, url, tmp_path / "c", reward=reward) as made:
         out = made.generate_sequences(prompts())
     infos = out.non_tensor_batch["extra_info"]
     assert list(out.non_tensor_batch["__lost__"]) == ["masked" if i["effective_len"] == 0 else "" for i in infos]
-    assert all(i["baseline_length"] == 3 for i in infos) and tuple(CONTEXTS[0]) in server.asked
+    assert all(i["baseline_length"] == 3 for i in infos)
     assert out.meta_info["metrics"]["spd/output_length_ratio"] > 1
+
+
+@pytest.mark.parametrize(("limit", "question", "truncated"), [(9, 0, "exclude"), (7, 0, "exclude"), (7, 0, "keep"),
+                                                              (12, 1, "exclude")])  # fmt: skip
+def test_hybrid_and_baseline_share_one_limit_from_the_end_of_the_question(
+    tiny_llama, tmp_path, limit, question, truncated
+):
+    """The target needs 4 tokens after any context, the end token included; the contexts have 3, 2, 4 and 1 tokens."""
+    server, data = AnsweringServer(), prompts()
+    for info in data.non_tensor_batch["extra_info"]:
+        info["question_len"] = question
+    options = {"max_tokens": limit, "truncated": truncated}
+    with server.running() as url, rollout(tiny_llama, url, tmp_path / "c", **options) as made:
+        out = made.generate_sequences(data)
+    for k, info in enumerate(out.non_tensor_batch["extra_info"]):
+        b, length = k // 8, info["effective_len"]
+        begun = len(CONTEXTS[b]) - question if question else 0  # answer tokens in the context
+        fits, room = begun + 4 <= limit, limit - begun - length - 1
+        assert info["is_correct_baseline"] == (CORRECT[b] and fits)
+        lost = out.non_tensor_batch["__lost__"][k]
+        assert lost == ("masked" if not fits and truncated == "exclude" else "")
+        if info["asked"]:
+            assert info["is_correct_hybrid"] == int(TARGETS[b][length] % 2 == 0 and room >= 4)
+    assert max(body["max_tokens"] for body in server.requests) <= limit
+    cut = [question and len(c) - 1 + 4 > limit or 4 > limit for c in CONTEXTS]
+    assert out.meta_info["metrics"]["spd/baseline/truncated"] == sum(cut) / 4
 
 
 def test_answers_in_the_question_are_not_read(tiny_llama, tmp_path):
@@ -223,7 +249,7 @@ def test_answers_in_the_question_are_not_read(tiny_llama, tmp_path):
     assert verdicts == {None: {1}, 3: {0}}
 
 
-def test_the_store_tells_its_size_and_how_often_it_knew(tiny_llama, tmp_path):
+def test_the_store_reports_its_size_and_its_hits(tiny_llama, tmp_path):
     with AnsweringServer().running() as url, rollout(tiny_llama, url, tmp_path / "c") as made:
         first, second = (made.generate_sequences(prompts()).meta_info["metrics"] for _ in range(2))
     assert first["spd/completions/hit_rate"] == 0 and second["spd/completions/hit_rate"] == 1
@@ -286,7 +312,7 @@ def test_a_real_local_vllm_server_is_started_used_and_gone(tiny_llama, tmp_path)
         model = AutoModelForCausalLM.from_pretrained(tiny_llama)
         ids = [*CONTEXTS[0], 10, 11, 12, 22]
         wanted = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=16)[0, len(ids) :].tolist()
-        done, _ = made.completer.complete([tuple(ids)])
+        done, _ = made.completer.complete([(tuple(ids), 16)])
         assert list(done[tuple(ids)].token_ids) == [i for i in wanted if i != 2]
     assert out.meta_info["metrics"]["spd/completions/failed"] == 0
     assert len(family) > 1 and not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)

@@ -1,7 +1,9 @@
 """The completion store: two processes, first completion wins, keys by model and sampling."""
 
 import multiprocessing as mp
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from recipe.spd.store import Completion, CompletionStore, StoreError
@@ -58,6 +60,16 @@ def test_more_keys_than_a_query_holds(tmp_path):
     store, contexts = open_store(tmp_path / "c"), [(i,) for i in range(1201)]
     store.put_many(contexts, [Completion((i,), False) for (i,) in contexts])
     assert {i: c.token_ids for i, c in store.get_many(contexts).items()} == {i: (i,) for i in range(1201)}
+
+
+def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
+    mounts = [("/", "ext4"), (str(tmp_path / "shared"), "nfs4"), (str(tmp_path / "shared" / "local"), "xfs")]
+    disks = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: disks)
+    open_store(tmp_path / "c").close()
+    open_store(tmp_path / "shared" / "local" / "c").close()
+    with pytest.raises(StoreError, match="shared/c lies on nfs4: .* Name a file on a local disk"):
+        open_store(tmp_path / "shared" / "c")
 
 
 def test_a_file_that_is_not_a_store_is_named(tmp_path):

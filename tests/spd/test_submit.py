@@ -240,7 +240,7 @@ def test_logs_and_exit_codes_arrive_and_secrets_are_not_shown(head, tree):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_without_the_token_one_sentence_says_so(head, tree):
+def test_a_missing_token_is_one_message(head, tree):
     returned, _, err = head.run(tree, "0", **KEYS, RAY_AUTH_MODE="disabled")
     assert returned == 1 and "refuses the request without its token: set RAY_AUTH_MODE=token" in err
     assert "Traceback" not in err

@@ -5,9 +5,11 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pandas as pd
@@ -20,6 +22,7 @@ from examples.spd_arithmetic.muon import Muon, orthogonalise
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
 from recipe.spd.decoder import greedy_generate
 from scripts.spd_evaluation.rules import accept_all, exact, margin
+from tests.helpers.models import make_tokenizer
 
 NUMBER = r"(\d+)"
 CHANGES = (  # pattern of a sentence, value before -> value after
@@ -176,7 +179,7 @@ def test_hugging_face_export_gives_the_same_logits(tmp_path):
     torch.testing.assert_close(loaded(input_ids=ids).logits, model(ids), atol=1e-5, rtol=1e-5)
 
 
-def test_kept_places_have_the_hidden_states_of_the_whole():
+def test_kept_positions_have_the_hidden_states_of_the_full_forward():
     torch.manual_seed(0)
     model = SmallLlama(Shape(vocab=20, dim=64, layers=2, heads=2, ff=96))
     ids, keep = torch.randint(0, 20, (3, 40)), torch.rand(3, 40) < 0.4
@@ -247,7 +250,7 @@ def test_gsm8k_file_is_read_and_split(tmp_path):
         questions.read_gsm8k(path, {"train": 6, "val": 2, "test": 3}, 0, build_tokenizer())
 
 
-def test_a_draft_is_cut_behind_its_end_token():
+def test_a_draft_is_cut_after_its_end_token():
     assert pair.cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
     assert pair.cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
 
@@ -311,7 +314,8 @@ def test_harm_is_counterfactual():
     encoder = Encoder()
     end = encoder.encode(["answer", "is"])
     question = questions.Question("q", "", [10], "3")
-    scripted = pair.Pair(None, encoder.decode, frozenset([EOS_ID]), None)
+    files = pair.PairFiles(None, "cpu", 1, 4, max_new_tokens=8, batch_size=2)
+    scripted = pair.Pair(files, encoder.decode, frozenset([EOS_ID]), None)
     calls = []
 
     def complete(role, prompts, progress):
@@ -328,6 +332,12 @@ def test_harm_is_counterfactual():
     assert calls == [[10, *draft[:1]], [10, *draft[:3]]]
     assert [(x.block_id, x.position, x.harmful, x.already_broken) for x in labels] == [
         ("b", 0, False, False), ("b", 2, True, False)]
+    # With 6 tokens from the end of the question the four that the target writes do not fit after three of the draft.
+    tight = pair.Pair(replace(files, max_new_tokens=6), encoder.decode, frozenset([EOS_ID]), None)
+    object.__setattr__(tight, "greedy", complete)
+    answers = tight.answers([question] * 2, [[10, *draft[:1]], [10, *draft[:3]]], quiet)
+    assert [len(ids) for ids in answers] == [5, 6]
+    assert tight.is_right(answers[0], question) and not tight.is_right(answers[1], question)
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +382,29 @@ def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
         assert block.context_ids == prompts[block.question_id] + said[block.question_id][:behind]
 
 
+def test_blocks_start_anywhere_in_the_answer_and_stay_on_the_same_text(tiny_testbed, shared_work, asked):
+    both = tiny_pair(tiny_testbed[0], shared_work)
+    at_zero = both.speculative(asked, exact, quiet)
+    offsets = [3, 0, 1, 2, 5]
+    moved = both.speculative(asked, exact, quiet, offsets)
+    assert moved.tokens == at_zero.tokens
+    first = {}
+    for question, context, _, _ in moved.blocks:
+        first.setdefault(question.question_id, len(context) - len(question.prompt_ids))
+    least = {q.question_id: offset for q, offset in zip(asked, offsets, strict=True)}
+    assert all(first[name] >= least[name] for name in first) and moved.blocks != at_zero.blocks
+    everything = both.speculative(asked, accept_all, quiet, offsets).blocks  # a round is 4 drafted tokens and one more
+    for question, context, _, _ in everything:
+        assert (len(context) - len(question.prompt_ids) - least[question.question_id]) % 5 == 0
+
+
+def test_offsets_are_drawn_evenly_from_the_seed():
+    drawn = blocks.drawn_offsets(9000, 8, 0)
+    assert drawn == blocks.drawn_offsets(9000, 8, 0) != blocks.drawn_offsets(9000, 8, 1)
+    assert all(900 < drawn.count(offset) < 1100 for offset in range(9))
+    assert blocks.drawn_offsets(3, 0, 0) == [0, 0, 0]
+
+
 def test_half_of_the_train_blocks_are_drifted(tiny_testbed):
     rows = pd.read_parquet(tiny_testbed[0] / "blocks_train.parquet")
     assert rows.block_id.str.split("/").str[1].value_counts().to_dict() == {"own": 10, "drifted": 10}
@@ -386,8 +419,9 @@ def test_number_of_processes_changes_nothing(tiny_testbed, shared_work, asked):
 
 def test_two_vocabularies_are_refused(tiny_testbed, shared_work, tmp_path):
     (tmp_path / "target").symlink_to(tiny_testbed[0] / "target")
-    export(SmallLlama(Shape(7, dim=32, layers=1, heads=1, ff=32)), tmp_path / "draft")
-    with pytest.raises(ValueError, match="draft 7; speculative decoding needs one vocabulary"):
+    shutil.copytree(tiny_testbed[0] / "draft", tmp_path / "draft")
+    make_tokenizer().save_pretrained(tmp_path / "draft")
+    with pytest.raises(ValueError, match="the draft has another vocabulary than the target"):
         tiny_pair(tmp_path, shared_work)
 
 

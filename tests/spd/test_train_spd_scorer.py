@@ -54,7 +54,7 @@ def test_prepared_rows_are_what_the_dataset_reads(tmp_path):
         ({"context_ids": [5, 999]}, "row 1: context_ids must be a list of token ids from 0 to"),
     ],
 )
-def test_bad_blocks_are_refused_with_one_sentence(tmp_path, changes, message):
+def test_bad_blocks_are_refused_with_one_message(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message) as caught:
         prepare(tmp_path, [BLOCK, {**BLOCK, **changes}])
     assert "\n" not in str(caught.value)
@@ -65,6 +65,20 @@ def test_nothing_to_judge_and_doubled_questions_are_refused(tmp_path):
         prepare(tmp_path, [{**BLOCK, "draft_ids": [7, 9]}])
     with pytest.raises(ValueError, match="row 1: question_id 'q1' occurs twice"):
         prepare(tmp_path, [BLOCK], [META, META])
+
+
+@pytest.mark.parametrize(("options", "asked"), [
+    ([], False), (["--backbone", "target"], False), (["--backbone", "own"], True), (["spd.backbone=own"], True)])
+def test_only_an_own_backbone_needs_a_separator_token(tmp_path, capsys, options, asked):
+    tokenizer = make_tokenizer()
+    tokenizer.sep_token = None
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "blocks.jsonl").write_text(json.dumps(BLOCK) + "\n")
+    (tmp_path / "meta.jsonl").write_text(json.dumps(META) + "\n")
+    files = ["--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl")]
+    args = entry.parse_args([*files, "--model", str(tmp_path / "model"), "--output-dir", str(tmp_path), *options])
+    (prepared, _), errors = entry._prepared(args)
+    assert bool(prepared) is not asked and ["SPD_SEP_TOKEN_ID" in str(error) for error in errors] == [True] * asked
 
 
 def composed(overrides):
@@ -98,11 +112,11 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
 
 
 PUBLIC = """backbone attention context_tokens head_inputs head_size feature_store adapter_path sample_temperature
-loss_positions seed target_path reward.alpha reward.penalty_break reward.useless reward.correct_base reward.length
-reward.zero_length reward.length_penalty rollout.servers rollout.served_model rollout.server_args rollout.server_log
-rollout.start_timeout_s rollout.max_model_len rollout.store_path rollout.lost_share_max rollout.rounds
-rollout.draft_path rollout.max_tokens rollout.timeout_s rollout.attempts rollout.prompts_per_request
-rollout.concurrency"""
+loss_positions truncated seed target_path reward.alpha reward.penalty_break reward.useless
+reward.correct_base reward.length reward.zero_length reward.length_penalty rollout.servers
+rollout.served_model rollout.server_args rollout.server_log rollout.start_timeout_s rollout.max_model_len
+rollout.store_path rollout.lost_share_max rollout.rounds rollout.draft_path rollout.max_tokens
+rollout.timeout_s rollout.attempts rollout.prompts_per_request rollout.concurrency"""
 
 
 def test_public_keys_of_the_recipe_are_frozen_and_the_scorer_s_defaults_are_the_code_s():

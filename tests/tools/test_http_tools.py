@@ -52,9 +52,9 @@ def flood(sent):
 
 
 def passages(body):
-    found = [[{"document": {"contents": f"{q} {i}\nText {i}."}, "score": 1 / (i + 1)} for i in range(body["topk"])]
+    results = [[{"document": {"contents": f"{q} {i}\nText {i}."}, "score": 1 / (i + 1)} for i in range(body["topk"])]
              for q in body["queries"]]  # fmt: skip
-    return 200, [json.dumps({"result": found}).encode()]
+    return 200, [json.dumps({"result": results}).encode()]
 
 
 def test_search_asks_for_topk_and_shows_passages():
@@ -75,11 +75,11 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_not():
     with serving(lambda body: answers.pop(0)) as (url, requests):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         assert (result.response.text, len(requests)) == ("No results.", 2)
-    with serving(as_json("no such index", 404)) as (url, requests):
+    with serving(as_json("unknown index", 404)) as (url, requests):
         (result,) = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')
         assert len(requests) == 1 and result.failure == "exception"
         assert result.response.text == (
-            f"Error: 'search' raised ServiceError: {url} answered 404: \"no such index\"."
+            f"Error: 'search' raised ServiceError: {url} answered 404: \"unknown index\"."
         )
     gone = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}')[0]  # the server has ended
     assert gone.failure == "exception" and "ClientConnectorError" in gone.response.text

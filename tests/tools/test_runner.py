@@ -33,7 +33,7 @@ def test_one_instance_a_conversation_keeps_state_between_turns_and_all_kwargs_ar
     async def converse(kwargs):
         async with runner.conversation(kwargs) as tools:
             texts = [(await tools.call("counter", '{"by": 1}')).response.text, None]
-            await asyncio.sleep(0)  # the other conversation goes on
+            await asyncio.sleep(0)  # the other conversation continues
             result = await tools.call("counter", {"by": 2})
             texts[1] = result.response.text
             assert (result.reward, result.metrics, result.failure) == (0.5, {"by": 2}, None)
@@ -245,7 +245,7 @@ def test_what_concerns_every_call_ends_the_run():
     assert tool.log[-1] == ("release", {})
 
 
-def test_a_call_behind_the_end_is_refused():
+def test_a_call_after_the_end_is_refused():
     async def run():
         async with runner_of(Counter()).conversation() as tools:
             pass

@@ -57,7 +57,7 @@ def wrong_part(capsys):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_one_sentence_in_the_dry_run_and_at_the_start(sound, tmp_path, capsys, case):
+def test_it_is_one_message_in_the_dry_run_and_at_the_start(sound, tmp_path, capsys, case):
     changes, said = CASES[case]
     assert dry_run(with_changes(sound, changes, tmp_path), known=compose_ppo()) == 1
     reported = wrong_part(capsys)

@@ -130,7 +130,7 @@ def test_a_whole_save_that_dies_anywhere_leaves_a_valid_checkpoint(tmp_path, dea
     assert operations >= 40
 
 
-def test_every_file_torn_flipped_or_gone_is_refused_by_name_and_the_step_before_offered(tmp_path, engine):
+def test_every_file_cut_altered_or_missing_is_refused_by_name_and_the_step_before_offered(tmp_path, engine):
     for step in (1, 2):
         save_run(engine)(tmp_path, step)
     last = tmp_path / "global_step_2"

@@ -31,7 +31,7 @@ def names(root):
     return sorted(p.name for p in root.iterdir() if p.is_dir())
 
 
-def test_a_published_step_is_found_verified_and_tracked(tmp_path):
+def test_a_published_step_is_listed_verified_and_tracked(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 10)
     assert find_valid_checkpoint(tmp_path) == tmp_path / "global_step_10"

@@ -23,11 +23,11 @@ MASK = torch.tensor([[1, 1, 0], [1, 1, 0]])
     ],
 )
 def test_probabilities_of_counted_tokens_are_compared(masks):
-    found = metrics.calculate_debug_metrics(DataProto.from_dict({**LOG_PROBS, **masks}))
+    compared = metrics.calculate_debug_metrics(DataProto.from_dict({**LOG_PROBS, **masks}))
     # differences 0.2, 0, 0, 0.4; deviations of the rollout 0.025, -0.275, -0.075, 0.325, of the actor
     # -0.025, -0.125, 0.075, 0.075: covariance (-0.000625 + 0.034375 - 0.005625 + 0.024375) / 4 = 0.013125, variances
     # 0.046875 and 0.006875
-    assert found == pytest.approx(
+    assert compared == pytest.approx(
         {
             "training/rollout_probs_diff_valid": 1,
             "training/rollout_probs_diff_max": 0.4,
@@ -40,8 +40,8 @@ def test_probabilities_of_counted_tokens_are_compared(masks):
 
 
 def test_without_a_mask_all_tokens_count_and_without_a_token_nothing_is_valid():
-    found = metrics.calculate_debug_metrics(DataProto.from_dict(dict(LOG_PROBS)))
-    assert found["training/rollout_probs_diff_max"] == pytest.approx(0.8)
+    compared = metrics.calculate_debug_metrics(DataProto.from_dict(dict(LOG_PROBS)))
+    assert compared["training/rollout_probs_diff_max"] == pytest.approx(0.8)
     none = DataProto.from_dict({**LOG_PROBS, "response_mask": torch.zeros(2, 3)})
     assert metrics.calculate_debug_metrics(none) == {"training/rollout_probs_diff_valid": 0}
 

@@ -60,3 +60,6 @@ def test_a_rank_reports_the_utilisation_of_all_ranks(monkeypatch):
     reached = FlopsCounter(LLAMA).estimate_flops([3, 5], 2.0)[0]
     share = rank.utilisation("actor", data, 2.0, passes=3)["perf/mfu/actor"]
     assert share == pytest.approx(3 * reached / 1e-9 / 4)
+    for config in (None, SimpleNamespace(hidden_size=8)):  # modules that are no transformers models, as an SPD scorer
+        rank.engine.module.config = config
+        assert rank.utilisation("actor", data, 2.0, passes=3) == {}

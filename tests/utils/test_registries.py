@@ -47,7 +47,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(("table", "register", "find", "entry", "other"), TABLES)
-def test_an_entry_is_registered_found_and_protected(table, register, find, entry, other):
+def test_an_entry_is_registered_returned_and_protected(table, register, find, entry, other):
     try:
         assert register("mine")(entry) is entry is table["mine"] is find("mine")
         assert register("mine")(entry) is entry  # again

@@ -48,7 +48,7 @@ def test_modules_load_from_path_url_and_package(tmp_path):
     assert imp.load_extern_type.__name__ == "load_extern_type"
 
 
-def test_a_class_is_found_by_its_full_name():
+def test_a_class_is_loaded_by_its_full_name():
     assert imp.load_class_from_fqn("collections.OrderedDict").__name__ == "OrderedDict"
     with pytest.raises(ValueError, match="sampler 'Nothing' must be a full dotted name"):
         imp.load_class_from_fqn("Nothing", "sampler")

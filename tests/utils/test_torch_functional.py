@@ -48,7 +48,7 @@ def test_entropy_by_hand_and_in_chunks():
     assert F.entropy_from_logits_with_chunking(logits, chunk_size=1).tolist() == pytest.approx(expected)
 
 
-def test_masked_statistics_by_hand_with_nan_behind_the_mask():
+def test_masked_statistics_by_hand_with_nan_at_masked_positions():
     values = torch.tensor([[1.0, 3.0, float("nan")], [5.0, float("inf"), 7.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
     assert F.masked_sum(values, mask).item() == 16 and F.masked_sum(values, mask, axis=1).tolist() == [4, 12]

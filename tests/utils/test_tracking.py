@@ -49,7 +49,7 @@ def test_file_holds_one_json_a_step():
     assert lines() == [{"step": 1, "data": {"a": 1.5, "n": 0.5}}, {"step": 2, "data": {"a": 2.5}}]
 
 
-def test_file_place_follows_the_environment(monkeypatch, tmp_path):
+def test_file_path_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "root"))
     run((1, {"a": 1}))
     assert lines(tmp_path / "root/p/e.jsonl")[0]["step"] == 1

@@ -155,7 +155,7 @@ def test_a_resumed_run_of_two_ranks_is_the_same_to_the_bit(of_two):
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_checkpoint_of_two_ranks_goes_on_with_the_same_loss_on_other_numbers(odd_llama, of_two, ranks):
+def test_a_checkpoint_of_two_ranks_continues_with_the_same_loss_on_other_numbers(odd_llama, of_two, ranks):
     results = [other_ranks(0, 1, odd_llama, of_two[1])] if ranks == 1 else run_ranks(
         other_ranks, ranks, odd_llama, of_two[1]
     )  # fmt: skip

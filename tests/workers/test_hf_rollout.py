@@ -1,14 +1,12 @@
 """The rollout over the actor's own module, against slow generation without a cache."""
 
-from contextlib import contextmanager, nullcontext
-
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from transformers import LlamaForCausalLM
 
-from tests.helpers.engines import leave_group, make_engine
+from tests.helpers.engines import FakeEngine, leave_group, make_engine
 from tests.helpers.ranks import run_ranks
 from verl.config.rollout import SamplingConfig
 from verl.protocol import DataProto
@@ -19,22 +17,6 @@ from verl.workers.rollout.hf_rollout import HFRollout, choose
 from verl.workers.rollout.sampling import GenerationRequest, Sampling
 
 PAD, EOS = 0, 2
-
-
-class FakeEngine:
-    """An engine that is only its module."""
-
-    def __init__(self, module):
-        self.module = module.eval()
-
-    @contextmanager
-    def eval_mode(self):
-        yield self
-
-    def autocast(self):
-        return nullcontext()
-
-    gathered = autocast
 
 
 def rollout(path, engine=None, **changes):
@@ -108,7 +90,7 @@ def test_samples_of_a_prompt_are_adjacent_and_differ(tiny_llama):
     assert len(set(rows[:3])) == 3
 
 
-def test_a_sample_does_not_depend_on_the_rows_beside_it(tiny_llama):
+def test_a_sample_does_not_depend_on_the_other_rows(tiny_llama):
     made = rollout(tiny_llama, calculate_log_probs=True)
     batch = prompts(n=2)
     together = made.generate_sequences(batch).batch
@@ -288,6 +270,6 @@ def gathered_while_it_generates(rank, world_size, path):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_weights_are_gathered_once_for_all_tokens_and_shared_again_behind_them(tiny_llama):
+def test_weights_are_gathered_once_for_all_tokens_and_resharded_after_them(tiny_llama):
     for gathers in run_ranks(gathered_while_it_generates, 2, tiny_llama):
         assert gathers[0] > 1 and gathers == [gathers[0]] * 3

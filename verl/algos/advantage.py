@@ -1,4 +1,4 @@
-"""Advantage estimators: from token-level rewards to advantages, one function an estimator, all in one registry."""
+"""Advantage estimators: from token-level rewards to advantages, one function per estimator, all in one registry."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True, config=None,
 ) -> Estimate:
-    """Score less its group's mean, over the group's std + epsilon (GRPO, arXiv 2402.03300). [B, T] -> two of [B, T].
+    """Score minus its group's mean, over the group's std + epsilon (GRPO, arXiv 2402.03300). [B, T] -> two of [B, T].
 
     `norm_adv_by_std_in_grpo=False` leaves the division out (Dr. GRPO, arXiv 2503.20783). `index` [B] groups the
     samples; a sample alone in its group has no baseline: its advantage is its score.
@@ -194,7 +194,7 @@ def compute_grpo_passk_outcome_advantage(
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, config=None, **kwargs
 ) -> Estimate:
-    """Score less the mean of the *other* samples of its group (RLOO, arXiv 2402.14740). [B, T] -> two of [B, T]."""
+    """Score minus the mean of the *other* samples of its group (RLOO, arXiv 2402.14740). [B, T] -> two of [B, T]."""
     scores, groups = _scores(token_level_rewards, index)
     others = (groups.sum(scores) - scores) / (groups.sizes - 1).clamp(min=1)
     return _on_tokens(scores - others, token_level_rewards, response_mask)
@@ -210,7 +210,7 @@ compute_rloo_vectorized_outcome_advantage = register_adv_est(AdvantageEstimator.
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, epsilon: float = 1e-6, config=None, **kwargs
 ) -> Estimate:
-    """Score less the length-weighted mean of its group (OPO, arXiv 2505.23585). [B, T] -> two of [B, T].
+    """Score minus the length-weighted mean of its group (OPO, arXiv 2505.23585). [B, T] -> two of [B, T].
 
     baseline = sum(length * score) / sum(length).
     """
@@ -262,7 +262,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray | Tensor, epsilon: float = 1e-6, config=None,
     **kwargs,
 ) -> Estimate:
-    """Score less its group's mean, whitened over all tokens of the batch (arXiv 2501.03262). [B, T] -> [B, T] x2."""
+    """Score minus its group's mean, whitened over all tokens of the batch (arXiv 2501.03262). [B, T] -> [B, T] x2."""
     scores, groups = _scores(token_level_rewards, index)
     on_tokens, _ = _on_tokens(scores - groups.baseline(scores), token_level_rewards, response_mask)
     advantages = _whiten(on_tokens, response_mask)
@@ -274,10 +274,26 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config=None, **kwargs
 ) -> Estimate:
-    """Return of each token less the greedy answer's score (ReMax, arXiv 2310.10505). [B, T], [B] -> two of [B, T].
+    """Return of each token minus the greedy answer's score (ReMax, arXiv 2310.10505). [B, T], [B] -> two of [B, T].
 
     return_t = sum of the rewards of counted tokens from t on.
     """
     mask = response_mask.to(token_level_rewards.dtype)
     returns = (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
     return (returns - reward_baselines.unsqueeze(-1)) * mask, returns
+
+
+@register_adv_est(AdvantageEstimator.OPD)
+@torch.no_grad()
+def compute_on_policy_distillation_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, old_log_probs: Tensor, ref_log_prob: Tensor, config=None,
+    **kwargs,
+) -> Estimate:
+    """log teacher - log student of each sampled token, on that token alone; rewards are ignored. [B, T] -> [B, T] x2.
+
+    Its policy gradient is that of the reverse KL(student || teacher) of the next-token distributions at the student's
+    own prefixes, estimated from the sampled token (on-policy distillation, GKD with student samples, arXiv 2306.13649).
+    The reference policy is the teacher (`actor_rollout_ref.ref.model_path`).
+    """
+    advantages = torch.where(response_mask != 0, ref_log_prob - old_log_probs, 0.0)
+    return advantages, advantages

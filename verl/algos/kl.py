@@ -12,7 +12,7 @@ def _k2(diff: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(diff: torch.Tensor) -> torch.Tensor:
-    """exp(-d) - 1 + d, d clamped to 20 and the result to 10 so that one odd token cannot rule the batch."""
+    """exp(-d) - 1 + d, d clamped to 20 and the result to 10 so that one outlier token cannot dominate the batch."""
     negative = (-diff).clamp(-20, 20)
     return (negative.exp() - negative - 1).clamp(-10, 10)
 
@@ -56,7 +56,7 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
 def compute_rewards(
     token_level_scores: torch.Tensor, old_log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kl_ratio: float
 ) -> torch.Tensor:
-    """Scores less the KL penalty k1: s - kl_ratio * (old - ref), all [B, T]."""
+    """Scores minus the KL penalty k1: s - kl_ratio * (old - ref), all [B, T]."""
     return token_level_scores - kl_ratio * (old_log_prob - ref_log_prob)
 
 

@@ -235,7 +235,7 @@ def compute_policy_loss_clip_cov(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor,
     loss_agg_mode: str = "token-mean", config=None, rollout_is_weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """PPO's loss, less a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> scalar, metrics.
+    """PPO's loss, without a few random tokens of high covariance (Clip-Cov, arXiv 2505.22617). [B, T] -> [], metrics.
 
     Tokens with clip_cov_lb < cov(A, log pi) < clip_cov_ub drive the entropy down; max(1, clip_cov_ratio * tokens) of
     them, those that PPO clips already excepted, lose their gradient (`choose_tokens`).

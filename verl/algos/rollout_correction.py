@@ -56,7 +56,7 @@ def compute_is_metrics(
     rollout_is_weights: Tensor, log_ratio_for_metrics: Tensor, response_mask: Tensor, rollout_is: str,
     rollout_is_threshold: float,
 ) -> dict[str, float]:
-    """Spread of the weights before truncation; effective sample size is (sum w)^2 / (n sum w^2) of truncated ones."""
+    """Spread of the weights [B, R] before truncation; the effective sample size (sum w)^2 / (n sum w^2) after it."""
     measures = _spread("rollout_is_", rollout_is_weights, response_mask, rollout_is_threshold, 1 / rollout_is_threshold)
     cut = rollout_is_weights.clamp(max=rollout_is_threshold)[response_mask.bool()]
     size = cut.sum().square() / (len(cut) * cut.square().sum()).clamp(min=1e-12) if len(cut) else torch.ones(())
@@ -67,7 +67,7 @@ def compute_rs_metrics(
     rollout_is_weights: Tensor, log_ratio_for_metrics: Tensor, response_mask: Tensor, rollout_rs: str,
     rollout_rs_threshold: float, rollout_rs_threshold_lower: float,
 ) -> dict[str, float]:
-    """Spread of the ratios that rejection looks at."""
+    """Spread of the ratios [B, R] that rejection looks at."""
     return _spread(
         "rollout_rs_", rollout_is_weights, response_mask, rollout_rs_threshold, rollout_rs_threshold_lower
     )
@@ -154,10 +154,10 @@ def compute_rollout_correction_and_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, Any]:
-    """How far the two policies are apart on sequences with a counted token; perplexities are means over sequences.
+    """How far the log-probs [B, R] are apart on sequences with a counted token; perplexities are means over sequences.
 
     kl: mean of log pi_rollout - log pi_old, an estimate of KL(rollout || old); k3_kl: mean of r - 1 - log r with
-    r = pi_old / pi_rollout (Schulman 2020); chi2: mean of r^2 less 1, of tokens and of sequences.
+    r = pi_old / pi_rollout (Schulman 2020); chi2: mean of r^2 minus 1, of tokens and of sequences.
     """
     kept = response_mask.sum(-1) > 0
     if not kept.any():
@@ -172,7 +172,7 @@ def compute_offpolicy_metrics(
     if rollout_log_prob is not None:
         theirs = mean_log_prob(rollout_log_prob)
         log_ratio = (old_log_prob - rollout_log_prob).detach()[kept]
-        gap = theirs - ours  # log perplexity of the trained model less the rollout's
+        gap = theirs - ours  # log perplexity of the trained model minus the rollout's
         bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
         total = masked_sum(log_ratio, mask, axis=-1).clamp(-SAFETY_BOUND, SAFETY_BOUND)
         measures |= {
@@ -188,7 +188,7 @@ def compute_offpolicy_metrics(
 def compute_rollout_corr_metrics_from_logprobs(
     log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """compute_offpolicy_metrics under their full names."""
+    """compute_offpolicy_metrics of log-probs and mask [B, R], under their full names."""
     measures = compute_offpolicy_metrics(log_prob, rollout_log_prob, response_mask)
     return {PREFIX + name: value for name, value in measures.items()}
 

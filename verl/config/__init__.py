@@ -1,1 +1,1 @@
-"""Settings: one dataclass a section, with default, type, range and help of every key."""
+"""Settings: one dataclass per section, with default, type, range and help of every key."""

@@ -42,6 +42,18 @@ class PolicyLossConfig(BaseConfig, section="actor.policy_loss", mutable=("loss_m
 
 
 @dataclass
+class RefineLossConfig(BaseConfig, section="actor.refine_loss"):
+    """The refinement loss that keeps a policy able to draft its own tokens (rollout refine)."""
+
+    samples: str = setting(
+        "all", "Samples it is taken on: all, or those of positive advantage.", choices=("all", "positive")
+    )
+    windows_per_sample: int = setting(8, "Windows per sample.", low=1)
+    num_iterations: int = setting(1, "Refinement rounds per window.", low=1)
+    aligned_windows: float = setting(0.0, "Share of windows that start at multiples of their width.", low=0, high=1)
+
+
+@dataclass
 class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_info")):
     """The PPO update of the policy; batch sizes count prompts over all ranks, *_per_gpu samples on one rank."""
 
@@ -81,6 +93,8 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     rollout_n: int = setting(MISSING, "Samples of each prompt.", low=1, unused="actor_rollout_ref.rollout.n decides")
     model_config: HFModelConfig | None = None
     global_batch_info: dict[str, Any] = setting(dict)
+    refine_loss_coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)
+    refine_loss: RefineLossConfig = setting(RefineLossConfig, "That loss.")
     share_prompt_forward: bool = setting(False, "Compute a prompt once for its samples, in one micro-batch.")
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
@@ -111,6 +125,9 @@ class FSDPActorConfig(ActorConfig):
 class FSDPRefConfig(BaseConfig, section="ref"):
     """The reference policy: a forward only."""
 
+    model_path: str | None = setting(
+        None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
+    )
     rollout_n: int = setting(1, "Samples of each prompt.", low=1, unused="rows are scored as they come")
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     use_torch_compile: bool = torch_compile()

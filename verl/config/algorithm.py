@@ -136,7 +136,7 @@ class AlgoConfig(BaseConfig, section="algorithm"):
 
     gamma: float = setting(1.0, "Discount of later rewards.", low=0, high=1)
     lam: float = setting(1.0, "Lambda of generalized advantage estimation.", low=0, high=1)
-    adv_estimator: str = setting("gae", "Registered advantage estimator, such as gae, grpo, rloo or remax.")
+    adv_estimator: str = setting("gae", "Registered advantage estimator, such as gae, grpo, rloo, remax or opd.")
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the standard deviation of the group.")
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from each token's reward.")
     kl_penalty: str = setting("kl", "Estimator of that KL: k1, abs, k2, low_var_kl (k3).", choices=KL_CHOICES)

@@ -9,10 +9,6 @@ from verl.config.fields import setting
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
-def _contents() -> Any:
-    return setting(factory=lambda: list(CHECKPOINT_CONTENTS[:3]), each_of=CHECKPOINT_CONTENTS)
-
-
 def sequence_parallel_size() -> Any:
     """The setting ulysses_sequence_parallel_size, which several roles have."""
     return setting(1, "Neighbouring ranks that share each sequence; their rows are computed together.", low=1)
@@ -99,7 +95,7 @@ class RewardManagerConfig(BaseConfig, section="reward_manager"):
 
 @dataclass
 class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
-    """Seconds that ranks may take for one call of a phase before the run ends; None waits for ever."""
+    """Seconds that ranks may take for one call of a phase before the run ends; None waits forever."""
 
     init: float | None = setting(1800.0, "Loading the models.", above=0)
     generate: float | None = setting(3600.0, "One batch of generation.", above=0)
@@ -109,8 +105,8 @@ class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
 
 
 @dataclass
-class TrainerConfig(BaseConfig, section="trainer"):
-    """One run on nnodes x n_gpus_per_node ranks; steps count optimizer rounds, -1 turns a frequency off."""
+class RunConfig(BaseConfig, section="trainer"):
+    """What every training has: length, ranks, trackers, checkpoints, resume; -1 turns a frequency off."""
 
     total_epochs: int = setting(30, "Epochs over the training data.", low=1)
     total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
@@ -126,22 +122,9 @@ class TrainerConfig(BaseConfig, section="trainer"):
     device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
     dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
     report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
-    watchdog: WatchdogConfig = setting(
-        WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."
-    )
     nonfinite_steps_max: int = setting(5, "Skipped updates (NaN or Inf) in a row after which the run stops.", low=1)
-    balance_batch: bool = setting(True, "Distribute samples so that ranks get equal numbers of tokens.")
-    critic_warmup: int = setting(0, "Steps in which only the critic is trained.", low=0)
-    val_before_train: bool = setting(True, "Validate the untrained model first.")
-    val_only: bool = setting(False, "End the run after that first validation.")
     test_freq: int = setting(-1, "Steps between validations; -1 for none.", low=-1)
-    log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
-    rollout_data_dir: str | None = setting(None, "Folder of a jsonl file of training samples per step; null for none.")
-    validation_data_dir: str | None = setting(None, "Folder of a jsonl file per validation; null for none.")
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
-    esi_redundant_time: float = setting(
-        0, "Seconds to spare in the checkpoint that is saved before a rented instance expires.", low=0
-    )
     resume_mode: str = setting(
         "auto",
         "auto resumes from the newest valid checkpoint, resume_path from resume_from_path.",
@@ -155,11 +138,30 @@ class TrainerConfig(BaseConfig, section="trainer"):
         "Remote folder that checkpoints are copied to; null for none.",
         unused="checkpoints stay in trainer.default_local_dir",
     )
+    use_legacy_worker_impl: str = setting(
+        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
+    )
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    """One RL run on nnodes x n_gpus_per_node ranks; steps count optimizer rounds."""
+
+    watchdog: WatchdogConfig = setting(
+        WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."
+    )
+    balance_batch: bool = setting(True, "Distribute samples so that ranks get equal numbers of tokens.")
+    critic_warmup: int = setting(0, "Steps in which only the critic is trained.", low=0)
+    val_before_train: bool = setting(True, "Validate the untrained model first.")
+    val_only: bool = setting(False, "End the run after that first validation.")
+    log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
+    rollout_data_dir: str | None = setting(None, "Folder of a jsonl file of training samples per step; null for none.")
+    validation_data_dir: str | None = setting(None, "Folder of a jsonl file per validation; null for none.")
+    esi_redundant_time: float = setting(
+        0, "Seconds to spare in the checkpoint that is saved before a rented instance expires.", low=0
+    )
     del_local_ckpt_after_load: bool = setting(False, "Delete a checkpoint once it is loaded.")
     max_actor_ckpt_to_keep: int | None = setting(None, "Newest actor checkpoints to keep; null keeps all.", low=1)
     max_critic_ckpt_to_keep: int | None = setting(None, "Newest critic checkpoints to keep; null keeps all.", low=1)
     ray_wait_register_center_timeout: int = setting(300, "Seconds to wait until all ranks have registered.", low=1)
-    use_legacy_worker_impl: str = setting(
-        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
-    )
     local: bool = setting(False, "Run the one rank in the command's own process, without Ray, for a debugger.")

@@ -7,9 +7,8 @@ from verl.base_config import BaseConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.ppo import CustomRewardFunctionConfig
-from verl.config.reward_model import SandboxFusionConfig
+from verl.config.reward_model import GradingConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.sandbox import SandboxConfig
 
 
 @dataclass
@@ -74,18 +73,10 @@ class GenerationConfig(BaseConfig, section=""):
 
 
 @dataclass
-class EvaluationRewardConfig(BaseConfig, section="reward_model"):
+class EvaluationRewardConfig(GradingConfig):
     """How answers are graded."""
 
     num_workers: int = setting(2, "Processes that grade.", low=0)
-    item_timeout: float = setting(300.0, "Seconds of one answer before its process is killed.", above=0)
-    error: str = setting(
-        "raise",
-        "An answer that raises or hangs: raise ends the run and names the row, drop skips it.",
-        choices=("raise", "drop"),
-    )
-    sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
-    sandbox: SandboxConfig = setting(SandboxConfig, "The local sandbox; limits of one program on one test case.")
 
 
 @dataclass

@@ -70,7 +70,22 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
 
 
 @dataclass
-class RewardModelConfig(BaseConfig, section="reward_model"):
+class GradingConfig(BaseConfig, section="reward_model"):
+    """The processes that call reward functions, and the sandboxes of programs."""
+
+    num_workers: int = setting(1, "Reward processes; 0: in the trainer, without time limits; prime: all cores.", low=0)
+    error: str = setting(
+        "raise",
+        "A reward that raises or hangs: raise ends the run and names the row, drop skips it.",
+        choices=("raise", "drop"),
+    )
+    item_timeout: float = setting(300.0, "Seconds of one row's reward before its process is killed.", above=0)
+    sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
+    sandbox: SandboxConfig = setting(SandboxConfig, "The local sandbox; limits of one program on one test case.")
+
+
+@dataclass
+class RewardModelConfig(GradingConfig):
     """Where scores come from: rule rewards through a manager, or a model."""
 
     reward_manager: str | None = setting(
@@ -81,13 +96,6 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     n_gpus_per_node: int = setting(8, "Its ranks on each machine.", low=0)
     nnodes: int = setting(0, "The machines of those ranks.", low=0)
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
-    num_workers: int = setting(1, "Reward processes; 0: in the trainer, without time limits; prime: all cores.", low=0)
-    error: str = setting(
-        "raise",
-        "A reward that raises or hangs: raise ends the run and names the row, drop skips it.",
-        choices=("raise", "drop"),
-    )
-    item_timeout: float = setting(300.0, "Seconds of one row's reward before its process is killed.", above=0)
     batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
     launch_reward_fn_async: bool = setting(
         False, "Compute rewards in parallel with old log-probs, reference log-probs and values."
@@ -122,5 +130,3 @@ class RewardModelConfig(BaseConfig, section="reward_model"):
     profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
     rollout: RewardModelRolloutConfig = setting(RewardModelRolloutConfig, "Servers of the reward model.")
     model: RewardModelModelConfig = setting(RewardModelModelConfig, "The reward model.")
-    sandbox_fusion: SandboxFusionConfig = setting(SandboxFusionConfig, "A remote sandbox service for code rewards.")
-    sandbox: SandboxConfig = setting(SandboxConfig, "The local sandbox; limits of one program on one test case.")

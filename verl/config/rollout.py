@@ -10,9 +10,11 @@ from verl.config.common import ModuleConfig
 from verl.config.fields import setting
 from verl.utils.profiler.config import ProfilerConfig
 
-ROLLOUTS_OF_THE_ACTOR = ("hf", "spd")  # these generate with the actor's own module: no second engine, no second weights
+# These generate with the actor's own module: no second engine, no second weights.
+ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
+NO_PARALLEL = NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"}
 NO_SERVER = NO_ENGINE | {"vllm/sync": "agent loops and servers need rollout.mode=async"}
 
 
@@ -121,7 +123,9 @@ class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
 class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
     """How completions are generated; prompt_length and response_length are in tokens."""
 
-    name: str | None = setting(MISSING, "Registered name of the rollout: hf (transformers' generate), vllm, spd.")
+    name: str | None = setting(
+        MISSING, "Registered name of the rollout: hf and refine (the actor's own module), vllm, spd."
+    )
     mode: str = setting(
         "sync",
         "sync: the ranks answer batches of prompts; async: agent loops hold conversations against the ranks' servers.",
@@ -158,25 +162,10 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         None, "Batch sizes with CUDA graphs; null lets the engine choose.", unused=NO_ENGINE
     )
     free_cache_engine: bool = setting(True, "Free the KV cache during training.", unused=NO_ENGINE)
-    data_parallel_size: int = setting(
-        1,
-        "Ranks of one engine that split the requests.",
-        low=1,
-        unused=NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"},
-    )
-    expert_parallel_size: int = setting(
-        1,
-        "Ranks of one engine that split the experts.",
-        low=1,
-        unused=NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"},
-    )
+    data_parallel_size: int = setting(1, "Ranks of one engine that split the requests.", low=1, unused=NO_PARALLEL)
+    expert_parallel_size: int = setting(1, "Ranks of one engine that split the experts.", low=1, unused=NO_PARALLEL)
     tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1, unused=NO_ENGINE)
-    pipeline_model_parallel_size: int = setting(
-        1,
-        "Ranks of one engine that split the layers among them.",
-        low=1,
-        unused=NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"},
-    )
+    pipeline_model_parallel_size: int = setting(1, "Ranks that split the layers.", low=1, unused=NO_PARALLEL)
     max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
     logprobs_mode: str | None = setting("processed_logprobs", "Which log-probs the engine returns.", unused=NO_ENGINE)
     val_kwargs: SamplingConfig = setting(lambda: SamplingConfig(temperature=0, do_sample=False), "Validation sampling.")

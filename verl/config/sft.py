@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import CheckpointConfig, ModuleConfig, sequence_parallel_size
+from verl.config.common import CheckpointConfig, ModuleConfig, RunConfig, sequence_parallel_size
 from verl.config.fields import setting
 
 STRATEGIES = ("fsdp", "fsdp2")
@@ -112,44 +112,19 @@ class SFTOptimConfig(BaseConfig, section="optim"):
 
 
 @dataclass
-class SFTTrainerConfig(BaseConfig, section="trainer"):
-    """One run under torchrun; -1 turns a frequency off, the last step is saved and validated all the same."""
+class SFTTrainerConfig(RunConfig):
+    """One run under torchrun; the last step is saved and validated all the same."""
 
-    default_local_dir: str = setting("checkpoints/gsm8k-sft/test", "Folder of checkpoints and report.")
-    default_hdfs_dir: str | None = setting(
-        None,
-        "Remote folder that checkpoints are copied to; null for none.",
-        unused="checkpoints stay in trainer.default_local_dir",
-    )
-    project_name: str = setting("gsm8k-sft", "Project in the trackers and in default_local_dir.")
-    experiment_name: str = setting("test", "Experiment in the trackers and in default_local_dir.")
-    total_epochs: int = setting(4, "Epochs over the training data.", low=1)
-    total_training_steps: int | None = setting(None, "Maximum number of steps; null follows from the epochs.", low=1)
-    logger: Any = setting(
-        lambda: ["console", "wandb"],
-        "Trackers: console, file, tensorboard, wandb, mlflow, swanlab, trackio, clearml, vemlp_wandb.",
-    )
+    default_local_dir: str = "checkpoints/gsm8k-sft/test"
+    project_name: str = "gsm8k-sft"
+    experiment_name: str = "test"
+    total_epochs: int = 4
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
-    save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     test_freq: int = setting(-1, "Steps between validations; -1 for one at the end only.", low=-1)
     nnodes: int = setting(1, "Machines, for the plan of a dry run; torchrun decides.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, for the plan of a dry run; torchrun decides.", low=1)
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null keeps all.", low=1)
-    resume_mode: str = setting(
-        "auto",
-        "auto resumes from the newest valid checkpoint, resume_path from resume_from_path.",
-        choices=("auto", "disable", "resume_path"),
-    )
-    resume_from_path: str | None = setting(None, "Folder global_step_N to resume from with resume_mode=resume_path.")
-    allow_data_change: bool = setting(False, "Allow a resumed run to use other training data than the checkpoint's.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
-    device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
-    nonfinite_steps_max: int = setting(5, "Skipped steps (NaN or Inf) in a row after which the run stops.", low=1)
-    dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
-    report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
-    use_legacy_worker_impl: str = setting(
-        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
-    )
 
 
 @dataclass

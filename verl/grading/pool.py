@@ -108,7 +108,7 @@ class Together:
 
 
 def call_for_batch(function: Any, /, **arguments: Any) -> list[Any]:
-    """The result of one call for a batch, as a list; it has one score a row."""
+    """The result of one call for a batch, as a list; it has one score per row."""
     return list(finished(function(**arguments)))
 
 

@@ -20,7 +20,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     common.add_argument("--dtype", default="auto", help="fp32, bf16, fp16; auto: as config.json of the checkpoint says")
     common.add_argument("--tie-word-embedding", action="store_true", help="the output layer is the embedding")
     common.add_argument("--trust-remote-code", action="store_true", help="the model may run code that comes with it")
-    common.add_argument("--is-value-model", action="store_true", help="a critic: one value a token")
+    common.add_argument("--is-value-model", action="store_true", help="a critic: one value per token")
     common.add_argument("--use_cpu_initialization", action="store_true", help="taken, and not needed: nothing is built")
     parser = argparse.ArgumentParser(prog="python -m verl.model_merger", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="operation", required=True)
@@ -33,7 +33,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 when merged or equal, 1 with one sentence otherwise."""
+    """0 when merged or equal, 1 with one message otherwise."""
     args = parse_args(argv)
     if args.backend == "megatron":
         sys.exit("--backend megatron is not supported: this package trains with FSDP2 only.")

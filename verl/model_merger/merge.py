@@ -135,10 +135,10 @@ class MergedWeights(TensorSource):
 
     def _check_shapes(self) -> None:
         for name, wanted in self.described.items():
-            found = self.trained.described[self.plain[name]] if name in self.plain else self.base.described[name]
-            if found.shape != wanted.shape:
+            tensor = self.trained.described[self.plain[name]] if name in self.plain else self.base.described[name]
+            if tensor.shape != wanted.shape:
                 raise MergeError(
-                    f"{name} has shape {tuple(found.shape)}, but the config describes {tuple(wanted.shape)}; "
+                    f"{name} has shape {tuple(tensor.shape)}, but the config describes {tuple(wanted.shape)}; "
                     "checkpoint and config.json are of two models."
                 )
 
@@ -162,7 +162,7 @@ def merge(options: MergeOptions, target_dir: Path) -> None:
         partial.rmdir()
         raise disk_full(target_dir, needed)
     try:
-        _copy_beside(options, partial)
+        _copy_other_files(options, partial)
         weights.config.save_pretrained(partial)
         _write_weights(weights, partial, options.max_shard_size)
         if target_dir.exists():
@@ -173,7 +173,7 @@ def merge(options: MergeOptions, target_dir: Path) -> None:
     logger.info("{} weights, {:.1f} MiB, written to {}", len(weights.described), needed / 2**20, target_dir)
 
 
-def _copy_beside(options: MergeOptions, target: Path) -> None:
+def _copy_other_files(options: MergeOptions, target: Path) -> None:
     """Tokenizer, generation config, the model's own code: the checkpoint's, else those of hf_model_path."""
     folders = [folder for folder in (options.hf_model_path, options.local_dir / "huggingface") if folder is not None]
     for file in (file for folder in folders if folder.is_dir() for file in sorted(folder.iterdir())):
@@ -190,7 +190,7 @@ def _write_weights(weights: TensorSource, target: Path, max_shard_size: str) -> 
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def differences(options: MergeOptions, test_hf_dir: Path, tell: Callable[[str], None], atol: float = 1e-6) -> int:
+def differences(options: MergeOptions, test_hf_dir: Path, report: Callable[[str], None], atol: float = 1e-6) -> int:
     """Number of weights of the checkpoint that are not those of `test_hf_dir`; each is reported in a line.
 
     Both are compared in the coarser of their dtypes.
@@ -199,17 +199,17 @@ def differences(options: MergeOptions, test_hf_dir: Path, tell: Callable[[str], 
     tied = {n for n in reference.described if n not in weights.described and weights.config.tie_word_embeddings}
     odd = sorted(set(weights.described) ^ (set(reference.described) - tied))
     for name in odd:
-        tell(f"{name}: only in {test_hf_dir if name in reference.described else options.local_dir}")
+        report(f"{name}: only in {test_hf_dir if name in reference.described else options.local_dir}")
     wrong = len(odd)
     for name in sorted(set(weights.described) & set(reference.described)):
         mine, theirs = weights.read(name), reference.read(name)
         if mine.shape != theirs.shape:
-            tell(f"{name}: shape {tuple(mine.shape)}, {test_hf_dir} has {tuple(theirs.shape)}")
+            report(f"{name}: shape {tuple(mine.shape)}, {test_hf_dir} has {tuple(theirs.shape)}")
             wrong += 1
             continue
         coarser = min(mine.dtype, theirs.dtype, key=lambda t: t.itemsize)
         gap = (mine.to(coarser).double() - theirs.to(coarser).double()).abs().max().item() if mine.numel() else 0.0
         if not gap <= atol:
-            tell(f"{name}: differs by up to {gap:.3g}")
+            report(f"{name}: differs by up to {gap:.3g}")
             wrong += 1
     return wrong

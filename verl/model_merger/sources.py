@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file a rank."""
+"""Reads the tensors of a checkpoint one at a time: ours (torch distributed checkpoint), or one file per rank."""
 
 import pickle
 from abc import ABC, abstractmethod
@@ -143,12 +143,12 @@ def _rank_file(file: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _named_in_errors(file: Path) -> Iterator[None]:
-    """Whatever a torn or hostile file makes its reader raise, in one sentence that names the file."""
+    """Whatever an incomplete or hostile file makes its reader raise, in one message that names the file."""
     try:
         yield
     except pickle.UnpicklingError as error:
         raise MergeError(f"{file} holds more than tensors and is not loaded: {one_line(error)}") from error
     except (MergeError, UntrustedMetadataError, WeightFileError):
         raise
-    except Exception as error:  # a torn archive makes torch and safetensors raise almost anything
-        raise MergeError(f"{file} is torn or no file of weights: {one_line(error)}") from error
+    except Exception as error:  # an incomplete archive makes torch and safetensors raise almost anything
+        raise MergeError(f"{file} is incomplete or not a file of weights: {one_line(error)}") from error

@@ -63,7 +63,7 @@ def prompts_a_step(config: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def steps_in_all(draws: int, config: Mapping[str, Any]) -> int:
-    """Steps of trainer.total_epochs of `draws` each: one draw a step, or as many as data.train_batch_size takes."""
+    """Steps of trainer.total_epochs of `draws` each: one draw per step, or as many as data.train_batch_size takes."""
     drawn, wanted = (config["data"][name] for name in ("gen_batch_size", "train_batch_size"))
     return max(1, draws * config["trainer"]["total_epochs"] * drawn // max(drawn, wanted))
 

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.algos.names import reads_reference
 from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
@@ -104,9 +105,8 @@ def tree_problems(
 
 def roles_in_use(plain: Mapping[str, Any]) -> tuple[bool, bool]:
     """(reference policy, critic): whether the config needs each."""
-    algorithm, critic = plain["algorithm"], plain["critic"]["enable"]
-    reference = algorithm["use_kl_in_reward"] or plain["actor_rollout_ref"]["actor"]["use_kl_loss"]
-    return reference, algorithm["adv_estimator"] == "gae" if critic is None else critic
+    critic = plain["critic"]["enable"]
+    return reads_reference(plain), plain["algorithm"]["adv_estimator"] == "gae" if critic is None else critic
 
 
 def known_tree(config_name: str | None = None, overrides: Sequence[str] | None = None) -> DictConfig | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.algos.names import reads_reference
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.utils.registry import Registry
 
@@ -108,7 +109,7 @@ def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micr
     checkpointed = roles["model"]["enable_gradient_checkpointing"]
     deferred = engine["defer_gradient_sync"]
     parts = training_memory(size, engine, shards, tokens, logits, checkpointed, deferred)
-    if (config["algorithm"]["use_kl_in_reward"] or roles["actor"]["use_kl_loss"]) and roles["model"]["lora_rank"] == 0:
+    if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
         parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
     shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
     split, kept_as = (1, compute) if shares else (rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]])

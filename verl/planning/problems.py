@@ -1,4 +1,4 @@
-"""What is wrong with a run, said before it starts."""
+"""Problems of a run, reported before it starts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def absent(key: str, message: str) -> Problem:
 
 
 def one_line(value: Any) -> str:
-    """A value, or the text of an error, short enough to stand in a sentence."""
+    """A value, or the text of an error, short enough for a message."""
     text = " ".join(str(value).split()) or type(value).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 

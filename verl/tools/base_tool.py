@@ -52,7 +52,7 @@ class BaseTool(ABC):
     ) -> tuple[ToolResponse, float, dict]:
         """Answer one call, whose `parameters` fit the schema: (response, step reward, metrics).
 
-        An exception is told to the model and gives no step reward.
+        The model reads an exception as the result; it gives no step reward.
         """
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:

@@ -4,20 +4,14 @@ from typing import Any
 
 from verl.grading.sandbox import Outcome, SandboxConfig, run_python
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import (
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionSchema,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
-)
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.threads import in_thread
 from verl.utils.reward_score.code_cases import extract_code
 
-CODE_PARAMETERS = OpenAIFunctionParametersSchema(
-    type="object",
-    properties={"code": {"type": "string", "description": "The program. Only what it prints is returned."}},
-    required=["code"],
-)
+CODE_PARAMETERS = {
+    "properties": {"code": {"type": "string", "description": "The program. Only what it prints is returned."}},
+    "required": ["code"],
+}
 
 
 class CodeTool(BaseTool):
@@ -35,13 +29,8 @@ class CodeTool(BaseTool):
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema given in the tools' file, else one for a function `code_interpreter`."""
-        return self.tool_schema or OpenAIFunctionToolSchema(
-            type="function",
-            function=OpenAIFunctionSchema(
-                name="code_interpreter", description="Run a Python program and return what it prints.",
-                parameters=CODE_PARAMETERS,
-            ),
-        )  # fmt: skip
+        description = "Run a Python program and return what it prints."
+        return self.tool_schema or OpenAIFunctionToolSchema.of("code_interpreter", description, CODE_PARAMETERS)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

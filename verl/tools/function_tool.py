@@ -10,12 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, validate_call
 
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import (
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionSchema,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
-)
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.threads import in_thread
 from verl.utils.import_utils import load_module
 from verl.utils.user_code import defined_at
@@ -45,14 +40,12 @@ def function_schema(function: Callable) -> OpenAIFunctionToolSchema:
         schema = TypeAdapter(function).json_schema()
     except Exception as error:
         raise ValueError(f"{where}: its type hints have no JSON schema: {error}") from error
-    described = {name: " ".join(text.split()) for found in (_ARGUMENT, _PARAM) for name, text in found.findall(doc)}
+    described = {name: " ".join(text.split()) for form in (_ARGUMENT, _PARAM) for name, text in form.findall(doc)}
     for name, prop in schema.get("properties", {}).items():
         if name in described:
             prop.setdefault("description", described[name])
     summary = " ".join(_SECTION.split(f"\n{doc}")[0].split())
-    parameters = OpenAIFunctionParametersSchema.from_json_schema(schema)
-    function_part = OpenAIFunctionSchema(name=function.__name__, description=summary, parameters=parameters)
-    return OpenAIFunctionToolSchema(type="function", function=function_part)
+    return OpenAIFunctionToolSchema.of(function.__name__, summary, schema)
 
 
 class FunctionTool(BaseTool):

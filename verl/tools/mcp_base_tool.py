@@ -13,7 +13,7 @@ class MCPBaseTool(BaseTool):
     """Sends each call to the server that offers the function; `initialize_tools_from_config` creates it.
 
     Keys of `config`: timeout (30 s) of a call, rate_limit (calls per second of this process; absent: none). An answer
-    that the server marks as an error is told to the model.
+    that the server marks as an error is shown to the model as one.
     """
 
     parallel_calls = True

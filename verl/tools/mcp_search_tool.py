@@ -15,8 +15,8 @@ class MCPSearchTool(MCPBaseTool):
         try:
             results = json.loads(text)["results"]
             blocks = [
-                f"Doc {number} (Title: {found.get('title', '')})\n{found.get('content', '')}\n{found.get('url', '')}"
-                for number, found in enumerate(results, start=1)
+                f"Doc {number} (Title: {page.get('title', '')})\n{page.get('content', '')}\n{page.get('url', '')}"
+                for number, page in enumerate(results, start=1)
             ]
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return ToolResponse(text=text)  # another form

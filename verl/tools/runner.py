@@ -132,7 +132,7 @@ class ToolRunner:
         return decoded
 
     def failed(self, kind: str, name: str, text: str, error: BaseException | None = None) -> ToolResult:
-        """Count a failure; the result that tells the model. An exception's traceback is logged once per tool."""
+        """Count a failure; the result that the model reads. An exception's traceback is logged once per tool."""
         self.counts[kind] += 1
         if error is not None and (kind, name) not in self._logged:
             self._logged.add((kind, name))
@@ -300,7 +300,7 @@ class ToolConversation:
         """Release every instance, each within the time limit; failures are counted. A second call does nothing."""
         self._closed = True
         instances, self._instances = self._instances, {}
-        # Shielded: a conversation that is cancelled a second time leaves no instance behind either.
+        # Shielded: a conversation that is cancelled a second time leaves no instance running either.
         await asyncio.shield(asyncio.gather(*(self._release(*item) for item in instances.items())))
 
     async def _release(self, name: str, instance: _Instance) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.code_tool import CODE_PARAMETERS
-from verl.tools.schemas import OpenAIFunctionSchema, OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.execution_pool import ExecutionWorker, PoolMode, TokenBucketWorker, init_execution_pool
 from verl.utils.http_json import ServiceError, post_json
 
@@ -36,13 +36,8 @@ class SandboxFusionTool(BaseTool):
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema given in the tools' file, else one for a function `code_interpreter`."""
-        return self.tool_schema or OpenAIFunctionToolSchema(
-            type="function",
-            function=OpenAIFunctionSchema(
-                name="code_interpreter", description="Run a program and return what it prints.",
-                parameters=CODE_PARAMETERS,
-            ),
-        )  # fmt: skip
+        description = "Run a program and return what it prints."
+        return self.tool_schema or OpenAIFunctionToolSchema.of("code_interpreter", description, CODE_PARAMETERS)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -61,6 +61,13 @@ class OpenAIFunctionToolSchema(BaseModel):
     type: str
     function: OpenAIFunctionSchema
 
+    @classmethod
+    def of(cls, name: str, description: str, parameters: dict[str, Any]) -> "OpenAIFunctionToolSchema":
+        """The entry of a function; `parameters` is any JSON schema of an object."""
+        schema = OpenAIFunctionParametersSchema.from_json_schema(parameters)
+        function = OpenAIFunctionSchema(name=name, description=description, parameters=schema)
+        return cls(type="function", function=function)
+
 
 class OpenAIFunctionParsedSchema(BaseModel):
     """A call as the model wrote it; `arguments` is the text of a JSON object."""
@@ -88,7 +95,7 @@ class OpenAIFunctionCallSchema(BaseModel):
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; ValueError, with the reason, where the text is no JSON object."""
+    """The arguments of a call; ValueError, with the reason, where the text is not a JSON object."""
     try:
         arguments = json.loads(text)
     except RecursionError:

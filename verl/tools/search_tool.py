@@ -3,12 +3,7 @@
 from typing import Any
 
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import (
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionSchema,
-    OpenAIFunctionToolSchema,
-    ToolResponse,
-)
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.execution_pool import ExecutionWorker as SearchExecutionWorker
 from verl.tools.utils.execution_pool import PoolMode, TokenBucketWorker
 from verl.tools.utils.execution_pool import init_execution_pool as init_search_execution_pool
@@ -42,15 +37,9 @@ class SearchTool(BaseTool):
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema given in the tools' file, else one for a function `search`."""
         queries = {"type": "array", "items": {"type": "string"}, "description": "Texts to search for."}
-        return self.tool_schema or OpenAIFunctionToolSchema(
-            type="function",
-            function=OpenAIFunctionSchema(
-                name="search", description="Search for passages on each of several texts.",
-                parameters=OpenAIFunctionParametersSchema(
-                    type="object", properties={"query_list": queries}, required=["query_list"]
-                ),
-            ),
-        )  # fmt: skip
+        parameters = {"properties": {"query_list": queries}, "required": ["query_list"]}
+        description = "Search for passages on each of several texts."
+        return self.tool_schema or OpenAIFunctionToolSchema.of("search", description, parameters)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -69,11 +58,11 @@ class SearchTool(BaseTool):
         body = {"queries": query_list, "topk": topk, "return_scores": True}
         reply = await post_json(retrieval_service_url, body, timeout)
         try:
-            found = [[passage["document"]["contents"] for passage in passages] for passages in reply["result"]]
+            results = [[passage["document"]["contents"] for passage in passages] for passages in reply["result"]]
         except (KeyError, TypeError) as error:
             raise ServiceError(f"{retrieval_service_url} answered in another format: {str(reply)[:200]}") from error
-        metrics = {"query_count": len(query_list), "total_results": sum(map(len, found))}
-        return "\n---\n".join(_shown(contents) for contents in found) or "No results.", metrics
+        metrics = {"query_count": len(query_list), "total_results": sum(map(len, results))}
+        return "\n---\n".join(_shown(contents) for contents in results) or "No results.", metrics
 
 
 def _shown(contents: list[str]) -> str:

@@ -46,7 +46,7 @@ def hydra_main(
     """hydra.main for entries that check keys themselves.
 
     Hydra refuses `a.b=1` where b is unknown, without saying which key is near, and takes any `+a.b=1`. Here both reach
-    `find_problems`, which refuses both alike and names the nearest. `groups=False`: the tree has none, so that a name
+    `find_problems`, which refuses both and names the nearest. `groups=False`: the tree has none, so that a name
     without a dot is a key too.
     """
 

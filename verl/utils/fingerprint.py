@@ -96,6 +96,28 @@ def folder_fingerprint(folder: str | Path, hf_config: PretrainedConfig) -> str |
     return digest.hexdigest()[:32] if pickles else None
 
 
+def cached_folder_fingerprint(folder: str | Path) -> str | None:
+    """`folder_fingerprint` with the folder's own config; it stays in the user's cache while the files stay the same.
+
+    Files count as the same while their names, sizes and times of change do: for checks at each start of a server.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(folder).expanduser().resolve()
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"])
+    state = [(file.name, (known := file.stat()).st_size, known.st_mtime_ns, known.st_ctime_ns) for file in files]
+    key = hashlib.sha256(json.dumps([str(folder), state]).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "verl" / "fingerprints" / key
+    if cache.is_file():
+        return cache.read_text()
+    if fingerprint := folder_fingerprint(folder, AutoConfig.from_pretrained(folder)):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = cache.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(fingerprint)
+        unfinished.replace(cache)
+    return fingerprint
+
+
 def model_fingerprint(model: PreTrainedModel, just_loaded: bool = False) -> str:
     """`folder_fingerprint` of the folder a model was loaded from; of its own weights where these differ from it.
 

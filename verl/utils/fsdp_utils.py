@@ -140,12 +140,12 @@ def kept_gathered(module: nn.Module, reshard_after_forward: bool) -> Iterator[No
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; a plain tensor is returned as it is."""
+    """This rank's part [n / ranks, ...] of a sharded tensor [n, ...]; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """The full tensor on every rank, by a collective call where it is sharded; moved to `device` before that."""
+    """The full tensor, of its global shape, on every rank: a collective call if sharded; moved to `device` first."""
     tensor = tensor.detach()
     if device is not None:
         tensor = tensor.to(device)
@@ -186,7 +186,7 @@ def gathered(
 
 def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """What `gathered` gives for tensors of one dtype."""
-    sharded = {name: t for name, t in bucket if is_row_sharded(t)}
+    sharded = {name: t for name, t in bucket if is_row_sharded(t) and t.device_mesh.size(t.device_mesh.ndim - 1) > 1}
     parts: dict[str, torch.Tensor] = {}
     blocks: list[torch.Tensor] = []
     if sharded:
@@ -210,7 +210,9 @@ def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -
             shape = tuple(dict(bucket)[name].shape)
             raise FloatingPointError(f"weight '{name}' {shape} is not finite as {tensor.dtype}; it is not sent.")
     for name, t in bucket:
-        yield name, parts[name].reshape(-1, *t.shape[1:])[: len(t)] if name in parts else whole[name]
+        value = parts[name].reshape(-1, *t.shape[1:])[: len(t)] if name in parts else whole[name]
+        # Who keeps a tensor must not keep the padding of its last rank, or the bucket, with it.
+        yield name, value.clone() if name in parts and value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def is_row_sharded(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ def as_torch_index(index: Any, device: torch.device | str | None = None) -> torc
         index = index.detach().cpu().numpy()
     labels = np.asarray(index)
     if labels.ndim != 1:
-        raise ValueError(f"group labels have shape {labels.shape}; expected one label a sample, shape [N]")
+        raise ValueError(f"group labels have shape {labels.shape}; expected one label per sample, shape [N]")
     seen: dict[Any, int] = {}
     numbers = [seen.setdefault(label, len(seen)) for label in labels.tolist()]
     return torch.tensor(numbers, dtype=torch.int64, device=device)

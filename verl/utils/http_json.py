@@ -25,7 +25,7 @@ class _TryAgain(ServiceError):
 async def post_json(url: str, body: Any, timeout: float, max_bytes: int = MAX_RESPONSE_BYTES) -> Any:
     """The decoded answer. A busy or unreachable service is asked up to four times, each for `timeout` seconds.
 
-    ServiceError where it refuses, or where the answer is no JSON or longer than `max_bytes`: reading stops there.
+    ServiceError where it refuses, or where the answer is not JSON or longer than `max_bytes`: reading stops there.
     """
     patience = aiohttp.ClientTimeout(total=timeout)
     async with (

@@ -65,7 +65,7 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
 def load_extern_object(module_path: str, object_name: str) -> object:
     """The object named `object_name` in a module given as for `load_module`.
 
-    AttributeError if the module has no such object, or if no path is given.
+    AttributeError if the module lacks the object, or if no path is given.
     """
     module = load_module(module_path)
     if module is None:

@@ -1,4 +1,4 @@
-"""Reads files with one JSON object a line."""
+"""Reads files with one JSON object per line."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 def read_objects(path: Path, growing: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) of each line that is not empty.
 
-    Raises ValueError, with file and line, for a line that is no JSON object. A `growing` file may be missing, and its
+    Raises ValueError, with file and line, for a line that is no object. A `growing` file may be missing, and its
     last line may be incomplete: it is left out.
     """
     if growing and not path.exists():

@@ -70,6 +70,13 @@ class RowCache(Cache):
         self.writes = WritePositions(rows, slots)
         super().__init__(layers=[RowLayer(self.writes) for _ in range(layers)])
 
+    def repeat_interleave(self, n: int) -> None:
+        """Each row n times over, adjacent."""
+        self.writes.rows *= n
+        for layer in self.layers:
+            if n > 1 and layer.is_initialized:
+                layer.keys, layer.values = (states.repeat_interleave(n, 0) for states in (layer.keys, layer.values))
+
     def announce(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Set the positions [B, q] of rows 0..B-1 for the next forward; returns its additive mask [B, 1, q, span].
 

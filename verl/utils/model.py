@@ -140,7 +140,7 @@ def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwar
 
 @register_model_loader("value_head")
 def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
-    """AutoModelForTokenClassification with one label a token: a critic or a reward model. Logits are [B, T, 1]."""
+    """AutoModelForTokenClassification with one label per token: a critic or a reward model. Logits are [B, T, 1]."""
     return _load_from_auto_class("value_head", model_config, torch_dtype, **kwargs)
 
 
@@ -314,7 +314,7 @@ def print_model_size(model: nn.Module, name: str | None = None) -> None:
 
 
 def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Names as they stand in the model's own checkpoint files, for models that rename weights when loading."""
+    """The tensors, of any shape, by their names in the model's checkpoint files, for models that rename on loading."""
     reverse = {new: old for old, new in (model._checkpoint_conversion_mapping or {}).items()}
     if not reverse:
         return state_dict

@@ -117,7 +117,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the second dict's columns to the first, in place; a shared column must be equal, NaN equal to NaN."""
+    """Add the second dict's columns [B, ...] to the first, in place; a shared one must be equal (NaN equals NaN)."""
     for key, value in tensor_dict2.items():
         here = tensor_dict1.setdefault(key, value)
         if not isinstance(value, np.ndarray) or not isinstance(here, np.ndarray):
@@ -160,7 +160,7 @@ def mini_batches(
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Two batch dimensions from one: tensors [B, ...] -> [new, B/new, ...], columns likewise."""
+    """Two batch dimensions from one: tensors [B, ...] -> [new, B/new, ...], as are columns."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise DataProtoError(f"{len(data)} rows cannot be folded into {new_batch_size}")
     size = (new_batch_size, len(data) // new_batch_size)

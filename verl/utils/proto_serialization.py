@@ -53,7 +53,7 @@ def deserialize_single_tensor(arr: Any) -> torch.Tensor:
 
 
 def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, tuple[str, Any]]]:
-    """A flat TensorDict -> (batch size, device it was on, {key: serialised tensor})."""
+    """A flat TensorDict, tensors of any shape -> (batch size, its device, {key: serialised tensor})."""
     device = None if batch.device is None else str(batch.device)
     return tuple(batch.batch_size), device, {str(k): serialize_single_tensor(v) for k, v in batch.items()}
 
@@ -130,7 +130,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def save_parts(path: str | Path, batch: TensorDict | None, non_tensors: dict[str, np.ndarray], meta: dict) -> None:
-    """Write the three parts of a DataProto as one safetensors file, the non-tensor part as JSON inside it."""
+    """Write the parts of a DataProto, columns [B, ...], as one safetensors file with the non-tensor part as JSON."""
     document = _Document()
     text = json.dumps(
         {

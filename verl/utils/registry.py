@@ -33,11 +33,12 @@ class Registry(dict[K, T]):
         """
 
         def enter(entry: T) -> T:
-            present = self.get(name)
-            if present is not None and not _same_origin(present, entry):
+            present, origin = self.get(name), _origin(entry)
+            taken = present is not None and present is not entry  # a module imported twice registers again
+            if taken and (_origin(present) != origin or "<locals>" in origin):
                 shown = "/".join(name) if isinstance(name, tuple) else name
-                taken = f"'{shown}' is already registered by {_origin(present)}"
-                raise ValueError(f"{self.key}: {taken}; {_origin(entry)} needs another name.")
+                by = _origin(present)
+                raise ValueError(f"{self.key}: '{shown}' is already registered by {by}; {origin} needs another name.")
             self[name] = entry
             return entry
 
@@ -54,8 +55,3 @@ class Registry(dict[K, T]):
 
 def _origin(entry: object) -> str:
     return entry if isinstance(entry, str) else f"{entry.__module__}.{entry.__qualname__}"  # str: a dotted name
-
-
-def _same_origin(present: object, entry: object) -> bool:
-    """True when a module was imported twice and registers the same definition again."""
-    return present is entry or _origin(present) == _origin(entry) and "<locals>" not in _origin(entry)

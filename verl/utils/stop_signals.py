@@ -18,7 +18,7 @@ SAME_STOP_S = 2.0  # seconds in which further signals belong to the first
 def stop_with_parent() -> None:
     """Have the kernel send SIGTERM when the process that started this one is gone, however it ended (Linux).
 
-    torchrun starts its ranks in sessions of their own: without this they would train on when it is killed.
+    torchrun starts its ranks in sessions of their own: without this they would continue training when it is killed.
     """
     if sys.platform == "linux":
         parent = os.getppid()

@@ -16,7 +16,7 @@ from verl.utils.py_functional import deep_equal
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
-    """Set a value of the full batch."""
+    """Set a value of the full batch [B], such as a temperature."""
     tensor_dict.set(key, NonTensorData(val, batch_size=tensor_dict.batch_size))
 
 
@@ -30,7 +30,7 @@ def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list) -> Non
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: Any) -> None:
-    """Set columns (lists) and values of the full batch (everything else) by name."""
+    """Set columns (lists of B values) and values of the full batch (everything else) by name."""
     for key, value in kwargs.items():
         (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
 
@@ -41,7 +41,7 @@ def unwrap_non_tensor_data(data: Any) -> Any:
 
 
 def get_non_tensor_data(data: TensorDict, key: str, default: Any) -> Any:
-    """A value of the full batch, or `default`."""
+    """A value of the full batch [B], or `default`."""
     return unwrap_non_tensor_data(data.get(key, default))
 
 
@@ -76,7 +76,7 @@ def concat_nested_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
-    """The first of batches that hold values of the full batch alone; DataProtoError if another one has rows."""
+    """The first of batches of shape [] that only hold values of the full batch; DataProtoError if another has rows."""
     for batch in data:
         if len(batch.batch_size):
             raise DataProtoError(f"expected batches without rows, got the batch size {tuple(batch.batch_size)}")
@@ -84,7 +84,7 @@ def concat_tensordict_with_none_bsz(data: list[TensorDict]) -> TensorDict:
 
 
 def concat_tensordict(data: list[TensorDict]) -> TensorDict:
-    """The rows of all parts in order; values of the full batch are those of the first part."""
+    """All rows in order, [B_i, ...] -> [sum of B_i, ...]; values of the full batch are those of the first part."""
     if not data:
         raise DataProtoError("concat of an empty list of TensorDicts")
     if not len(data[0].batch_size):
@@ -123,7 +123,7 @@ def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | list[int
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
-    """`chunks` equal consecutive parts; DataProtoError if the rows cannot be divided so."""
+    """`chunks` consecutive parts [B / chunks]; DataProtoError if `chunks` does not divide the rows [B]."""
     if chunks < 1 or len(td) % chunks:
         raise DataProtoError(f"{len(td)} rows cannot be divided into {chunks} equal chunks")
     size = len(td) // chunks
@@ -131,7 +131,7 @@ def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
 
 
 def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Add the second batch's columns to the first, in place; a column in both must be equal."""
+    """Add the second batch's columns [B, ...] to the first, in place; a column in both must be equal."""
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
         sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
         raise DataProtoError(f"union of batches of size {sizes}; both need the same rows")
@@ -151,7 +151,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """DataProtoError (an AssertionError) unless both have the same columns with equal values."""
+    """DataProtoError (an AssertionError) unless both have the same columns, with equal shapes and values."""
     if odd := sorted(set(tensordict1.keys()) ^ set(tensordict2.keys())):
         raise DataProtoError(f"only one of the batches has the columns {odd}")
     for key in tensordict1.keys():
@@ -163,13 +163,13 @@ def make_iterator(
     tensordict: TensorDict, mini_batch_size: int, epochs: int, seed: int | None = None,
     dataloader_kwargs: dict | None = None,
 ) -> Iterator[TensorDict]:
-    """Mini-batches of `mini_batch_size` rows, `epochs` times; `dataloader_kwargs` takes shuffle, drop_last, ..."""
+    """Mini-batches [mini_batch_size] of the rows [B], `epochs` times; `dataloader_kwargs`: shuffle, drop_last, ..."""
     select = partial(index_select_tensor_dict, tensordict)
     return mini_batches(len(tensordict), select, mini_batch_size, epochs, seed, dataloader_kwargs)
 
 
 def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """A tensor, the list of a column's values, or the value of the full batch; `default` if the key is missing."""
+    """A tensor [B, ...], the list of a column's B values, or a value of the full batch; `default` without the key."""
     if key not in tensordict.keys():
         return default
     value = tensordict.get(key)
@@ -177,7 +177,7 @@ def get(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """A batch with these columns; KeyError naming a missing one."""
+    """The batch [B] with these columns only; KeyError naming a missing one."""
     keys = list(keys)
     for key in keys:
         if key not in tensordict.keys():
@@ -187,7 +187,7 @@ def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
-    """As `get`, and remove the column."""
+    """As `get`, of the same shape, and remove the column."""
     value = get(tensordict, key, default)
     if key in tensordict.keys():
         tensordict.pop(key)
@@ -195,7 +195,7 @@ def pop(tensordict: TensorDict, key: str, default: Any = None) -> Any:
 
 
 def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
-    """As `get_keys`, and remove the columns."""
+    """As `get_keys`, of the same rows [B], and remove the columns."""
     taken = get_keys(tensordict, keys)
     for key in taken.keys():
         tensordict.pop(key)
@@ -203,7 +203,7 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Append rows from the start, cyclically, up to a multiple of `size_divisor`; (batch, number of rows added)."""
+    """Append rows from the start, cyclically, [B] -> [B + added], a multiple of `size_divisor`; (batch, added)."""
     if not isinstance(data, TensorDict):
         raise DataProtoError(f"expected a TensorDict, got a {type(data).__name__}")
     pad = -len(data) % size_divisor
@@ -211,5 +211,5 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
-    """Drop the last `pad_size` rows."""
+    """Drop the last `pad_size` rows: [B] -> [B - pad_size]."""
     return index_select_tensor_dict(data, list(range(len(data) - pad_size))) if pad_size else data

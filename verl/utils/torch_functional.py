@@ -74,12 +74,12 @@ def logprobs_from_logits_flash_attn(logits: torch.Tensor, labels: torch.Tensor, 
 
 
 def logprobs_from_logits_naive(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The plain form, for tests: log_softmax, then gather. Shapes as `logprobs_from_logits`."""
+    """The plain form, for tests: log_softmax, then gather; logits [..., V], labels [...] -> [...]."""
     return gather_from_labels(F.log_softmax(logits, dim=-1), labels)
 
 
 def logprobs_from_logits_v2(logits: torch.FloatTensor, labels: torch.Tensor) -> torch.Tensor:
-    """`logprobs_from_logits` that leaves the logits alone."""
+    """`logprobs_from_logits` that leaves the logits alone; logits [..., V], labels [...] -> [...]."""
     return logprobs_from_logits(logits, labels, inplace_backward=False)
 
 
@@ -95,24 +95,24 @@ def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_from_logits_with_chunking(logits: torch.Tensor, chunk_size: int = 2048) -> torch.Tensor:
-    """`entropy_from_logits` in float32, `chunk_size` rows at a time."""
+    """`entropy_from_logits` in float32, `chunk_size` rows at a time; logits [..., V] -> [...]."""
     flat = logits.reshape(-1, logits.shape[-1])
     parts = [entropy_from_logits(rows.float()) for rows in flat.split(chunk_size)]
     return torch.cat(parts).view(logits.shape[:-1])
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Sum of values * mask (one shape); what the mask hides may be NaN or infinite."""
+    """Sum of values * mask, both [...], over `axis` (None: all); values whose mask is 0 may be NaN or infinite."""
     return (torch.where(mask.bool(), values, 0.0) * mask).sum(dim=axis)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor, axis: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Mean of the values whose mask is 1; 0 where the mask hides all of them."""
+    """Mean over `axis` (None: all) of the values [...] whose mask [...] is 1; 0 where no mask is."""
     return masked_sum(values, mask, axis) / (mask.sum(dim=axis) + 1e-8)
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
-    """Variance of the values whose mask is 1; ValueError when fewer than two are and `unbiased` is asked."""
+    """Variance [] of the values [...] whose mask [...] is 1; ValueError if `unbiased` and fewer than two are."""
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean) ** 2, mask)
     if not unbiased:
@@ -124,7 +124,7 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Values scaled to variance 1 over the mask, and to mean 0 when `shift_mean`."""
+    """Values [...] scaled to variance 1 over the mask [...], and to mean 0 with `shift_mean`; of the same shape."""
     mean, var = masked_mean(values, mask), masked_var(values, mask)
     whitened = (values - mean) * torch.rsqrt(var + 1e-8)
     return whitened if shift_mean else whitened + mean
@@ -144,7 +144,7 @@ def compute_grad_norm(model: torch.nn.Module) -> float:
 
 
 def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> list[TensorDict]:
-    """Consecutive parts of `batch_size` rows; the rows must divide."""
+    """Consecutive parts [batch_size, ...] of tensors [B, ...]; ValueError unless `batch_size` divides B."""
     if tensors.batch_size[0] % batch_size:
         raise ValueError(f"{tensors.batch_size[0]} rows cannot be cut into batches of {batch_size}")
     return list(tensors.split(batch_size))

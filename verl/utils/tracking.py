@@ -206,7 +206,7 @@ class VemlpWandbLogger(RunLogger):
 
 
 class ClearMLLogger(Backend):
-    """ClearML: one task a run, scalars grouped by what stands before their last slash."""
+    """ClearML: one task per run, scalars grouped by what stands before their last slash."""
 
     def __init__(self, project_name: str, experiment_name: str, config: dict[str, Any] | None = None) -> None:
         clearml = _optional("clearml")
@@ -274,13 +274,13 @@ class ValidationGenerationsLogger:
             getattr(self, f"log_generations_to_{name}")(samples, step)
 
     def log_generations_to_wandb(self, samples: list[list[Any]], step: int) -> None:
-        """One table a step, in the run that Tracking opened."""
+        """One table per step, in the run that Tracking opened."""
         wandb = _optional("wandb")
         table = wandb.Table(columns=["input", "output", "score"], data=[list(row[:3]) for row in samples])
         wandb.log({"val/generations": table}, step=step)
 
     def log_generations_to_tensorboard(self, samples: list[list[Any]], step: int) -> None:
-        """One text entry a sample."""
+        """One text entry per sample."""
         writer = _tensorboard_writer(self.project_name, self.experiment_name)
         for number, (prompt, answer, score, *_) in enumerate(samples):
             text = f"**input**\n\n{prompt}\n\n**output**\n\n{answer}\n\n**score** {score}"

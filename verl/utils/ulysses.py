@@ -46,6 +46,8 @@ def all_to_all_tensor(
 ) -> Tensor | Callable[[], Tensor]:
     """Split `scatter_dim` among the ranks and concatenate what they send along `gather_dim`; not differentiable.
 
+    For example [B, T / n, H, D] -> [B, T, H / n, D] with scatter_dim=2, gather_dim=1 on n ranks.
+
     With `async_op` a function is returned that waits and gives the result. Raises ValueError if the ranks cannot share
     `scatter_dim` evenly.
     """
@@ -78,7 +80,7 @@ def all_gather_tensor(
 
 
 class SeqAllToAll(torch.autograd.Function):
-    """`all_to_all_tensor` with the reverse exchange as its backward; `async_op` changes nothing: autograd waits."""
+    """`all_to_all_tensor`, same shapes, with the reverse exchange as its backward; `async_op` is ignored."""
 
     @staticmethod
     def forward(
@@ -96,7 +98,8 @@ class SeqAllToAll(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """All parts along `gather_dim`; the backward takes this rank's part of the gradient.
+    """All parts along `gather_dim`, [B, T / n, ...] -> [B, T, ...] for dimension 1 on n ranks; the backward takes this
+    rank's part of the gradient.
 
     `grad_scaler` multiplies it by the number of ranks: the loss is then a mean over them, each of which computes the
     loss of the full sequence. Parts may differ in size along `gather_dim` only. `async_op` changes nothing: autograd
@@ -132,7 +135,7 @@ class Gather(torch.autograd.Function):
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """A part of the sequence with all heads -> the full sequence with a part of the heads.
+    """A part of the sequence with all heads, [B, T / n, H, D] -> the full one with a part of them, [B, T, H / n, D].
 
     `unpadded_dim_size` is the sequence's length without padding, which is cut off; 0 keeps all positions.
     """
@@ -144,7 +147,7 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """The full sequence with a part of the heads -> a part of the sequence, padded to an even share, with all heads."""
+    """[B, T, H / n, D] -> [B, T / n, H, D], after T is padded to a multiple of the n ranks: inverse of the above."""
     group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
     size = get_ulysses_sequence_parallel_world_size(group)
     if size == 1:
@@ -153,7 +156,7 @@ def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: Proc
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part of `x` along `dim`; with `padding` zeros fill it up to an even share first.
+    """This rank's part of `x` along `dim`, [B, T] -> [B, T / n]; with `padding` zeros first fill T to a multiple of n.
 
     Raises ValueError if the ranks cannot share `dim` evenly without padding.
     """
@@ -169,7 +172,7 @@ def gather_outputs_and_unpad(
     x: Tensor, gather_dim: int, unpad_dim: int | None = None, padding_size: int = 0, grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """All ranks' parts along `gather_dim`, without the last `padding_size` positions of `unpad_dim`."""
+    """All ranks' parts along `gather_dim`, [B, T / n] -> [B, T], without the last `padding_size` of `unpad_dim`."""
     group = group or _ULYSSES_SEQUENCE_PARALLEL_GROUP
     if get_ulysses_sequence_parallel_world_size(group) == 1:
         return x
@@ -203,7 +206,7 @@ def ulysses_pad_and_slice_inputs(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """`ulysses_pad`, then this rank's part of both; with `skip_position_ids_rmpad` the positions stay complete.
+    """`ulysses_pad`, then this rank's part of both, [1, T / n]; `skip_position_ids_rmpad` leaves positions complete.
 
     Raises ValueError if `sp_size` is not the number of ranks in the group.
     """

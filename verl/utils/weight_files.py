@@ -20,7 +20,7 @@ DTYPES = {
 
 
 class WeightFileError(ValueError):
-    """A weight file is missing or torn; the text names it."""
+    """A weight file is missing or incomplete; the text names it."""
 
 
 def safetensors_of(folder: str | Path) -> list[Path]:
@@ -51,7 +51,7 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 parts = {name: opened.get_slice(name) for name in opened.keys()}
                 tensors |= {n: StoredTensor(file, n, p.get_dtype(), tuple(p.get_shape())) for n, p in parts.items()}
         except (OSError, SafetensorError) as error:
-            raise WeightFileError(f"{file} is missing or torn ({one_line(error)}); copy or save it again.") from error
+            raise WeightFileError(f"{file} is missing or incomplete ({one_line(error)}); copy it again.") from error
     return tensors
 
 

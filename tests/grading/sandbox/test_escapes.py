@@ -84,6 +84,14 @@ ATTEMPTS = {
     "kernel keys": ("syscall(248, id(b'user') + 32, id(b'k') + 32, id(b'v') + 32, 1, -3)", False),
     "io_uring": ("syscall(425, 1, id(bytes(120)) + 32)", False),
     "bpf": ("syscall(321, 0, 0, 0)", False),
+    "personality": ("syscall(135, 0xFFFFFFFF)", True),
+    "descriptor tables": ("syscall(154, 0, 0, 0)", True),
+    "handle of a process": ("os.pidfd_open(os.getpid())", True),
+    "message queue": ("syscall(68, 0, 0o1600)", False),
+    "semaphores": ("syscall(64, 0, 1, 0o1600)", False),
+    "sealed memory": ("syscall(462, 0, 0, 0)", False),
+    "server": ("socket.create_server(('127.0.0.1', 0))", True),
+    "a call of a later kernel": ("syscall(600, 0, 0)", False),
     "x32 numbers": ("syscall(0x40000000 + 41, 2, 1, 0)", False),
 }
 
@@ -148,6 +156,32 @@ def test_does_not_get_out(name, world, request):
 @pytest.mark.parametrize("name", [name for name, (_, works) in ATTEMPTS.items() if works])
 def test_the_same_works_unconfined(name, world):
     assert tried(ATTEMPTS[name][0], world, unconfined=True, disk_mb=64)[0].strip() == "GOT"
+
+
+@pytest.mark.process
+def test_what_programs_need_works(request):
+    if refused(request):
+        return
+    program = """
+import asyncio, concurrent.futures, os, pathlib, random, resource, select, shutil, signal, sqlite3, tempfile, time
+async def both():
+    return sum(await asyncio.gather(asyncio.to_thread(len, "a"), asyncio.sleep(0.01, 2)))
+with concurrent.futures.ThreadPoolExecutor(3) as pool, tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder, "a")
+    file.write_text("7")
+    shutil.copy(file, file.with_suffix(".b"))
+    os.rename(file, file.with_suffix(".c"))
+    names = sorted(path.name for path in pathlib.Path(folder).iterdir())
+    sqlite3.connect(pathlib.Path(folder, "d")).execute("create table t (x)")
+    print(asyncio.run(both()), sum(pool.map(len, ["ab", "c"])), names, os.path.getsize(file.with_suffix(".b")))
+caught = []
+signal.signal(signal.SIGALRM, lambda *got: caught.append(got[0]))
+signal.setitimer(signal.ITIMER_REAL, 0.01)
+time.sleep(0.05)
+print(caught, random.SystemRandom().random() < 1, resource.getrusage(0).ru_maxrss > 0, bool(os.sched_getaffinity(0)))
+"""
+    outcome = run_python(program, limits=SandboxConfig(seconds=20, disk_mb=16))
+    assert outcome.stderr == b"" and outcome.stdout == b"3 3 ['a.b', 'a.c'] 1\n[14] True True True\n"
 
 
 @pytest.mark.process

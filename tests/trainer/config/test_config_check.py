@@ -70,7 +70,7 @@ def test_open_mappings_take_any_key(override):
     assert problems(override) == []
 
 
-def test_a_removed_key_is_told():
+def test_a_removed_key_is_reported():
     assert "trainer.report was removed" in only("~trainer.report").message
 
 
@@ -99,7 +99,7 @@ def test_a_removed_key_is_told():
         ("reward_model.item_timeout=10", "reward_model.sandbox.seconds=10 must be below reward_model.item_timeout=10"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_mend(override, said):
+def test_a_wrong_value_is_named_with_its_fix(override, said):
     reported = only(override)
     key, _, value = override.partition("=")
     assert key.rpartition(".")[2] in reported.message
@@ -250,7 +250,7 @@ def test_the_reference_needs_its_micro_batch_size_when_there_is_one():
     assert problems("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8") == []
 
 
-def test_the_critic_tells_only_what_the_actor_did_not():
+def test_the_critic_reports_only_what_the_actor_did_not():
     def arithmetic(*overrides):
         plain = OmegaConf.to_container(compose_ppo(*SOUND, *overrides), resolve=True)
         return [p.key for p in batch_problems(plain, use_reference_policy=False, use_critic=True)]

@@ -111,7 +111,7 @@ def test_public_keys_are_frozen():
 
 
 @pytest.mark.parametrize("path", sorted(p.relative_to(CONFIG_DIR).as_posix() for p in CONFIG_DIR.rglob("*.yaml")))
-def test_a_sentence_stands_above_each_key(path):
+def test_a_description_is_above_each_key(path):
     if path.startswith("_generated"):
         return
     lines = (CONFIG_DIR / path).read_text().splitlines()

@@ -56,7 +56,7 @@ class Case:
         return {
             "token_level_rewards": self.rewards, "response_mask": self.mask, "gamma": self.gamma, "lam": self.lam,
             "values": self.values, "reward_baselines": self.greedy, "norm_adv_by_std_in_grpo": self.by_std,
-            "config": SimpleNamespace(gamma=self.gamma),
+            "config": SimpleNamespace(gamma=self.gamma), "old_log_probs": self.rewards, "ref_log_prob": self.values,
             "index": np.array([f"u{g}" for g in self.groups], dtype=object) if self.by_uid else np.array(self.groups),
         }  # fmt: skip
 
@@ -197,10 +197,15 @@ def remax(case: Case) -> tuple[dict, dict]:
     return {place: value - float(case.greedy[place[0]]) for place, value in returns.items()}, returns
 
 
+def opd(case: Case) -> dict:
+    """2306.13649 with student samples: log teacher - log student of each sampled token."""
+    return {(i, t): float(case.values[i, t] - case.rewards[i, t]) for i, ts in enumerate(case.positions) for t in ts}
+
+
 REFERENCES = {
     "gae": gae, "grpo": grpo, "grpo_vectorized": grpo, "grpo_passk": grpo_passk, "rloo": rloo,
     "rloo_vectorized": rloo, "opo": opo, "gpg": gpg, "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "remax": remax,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "remax": remax, "opd": opd,
 }  # fmt: skip
 
 
@@ -272,3 +277,17 @@ def test_remax_gives_uncounted_tokens_no_advantage():
         "reward_baselines": torch.tensor([0.5]),
     }  # fmt: skip
     assert estimate_advantages("remax", inputs)[0].tolist() == [[1.5, 0.0, 1.5]]
+
+
+def test_opd_has_the_gradient_of_the_reverse_kl():
+    """Enumerated over a vocabulary of 5: E[advantage * grad log student] = -grad KL(student || teacher)."""
+    logits, teacher = normal(3, 5).requires_grad_(), normal(4, 5).log_softmax(-1)
+    student = logits.log_softmax(-1)
+    kl = (student.exp() * (student - teacher)).sum()
+    expected = -torch.autograd.grad(kl, logits, retain_graph=True)[0]
+    tokens = student.detach()[:, None]  # a batch of all tokens, [5, 1]
+    inputs = {"token_level_rewards": torch.zeros_like(tokens), "response_mask": torch.ones(5, 1),
+              "old_log_probs": tokens, "ref_log_prob": teacher[:, None]}  # fmt: skip
+    advantages, _ = estimate_advantages("opd", inputs)
+    estimate = (student.detach().exp() * advantages[:, 0] * student).sum()
+    assert torch.allclose(torch.autograd.grad(estimate, logits)[0], expected, atol=1e-12)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from tests.helpers.models import make_tokenizer
+from tests.helpers.models import WORDS, make_tokenizer, save_markov_llama, save_tiny_llama
 from tests.helpers.rl_run import compose_run, metrics_rows
 from verl.utils.metric.names import unknown_metrics
 
@@ -120,6 +120,19 @@ def test_dapo_learns_from_groups_that_differ(control, tiny_llama, tmp_path):
     assert all(row["training/requested_samples"] == row["training/scored_samples"] + row["training/dropped_samples"]
                for row in rows)  # fmt: skip
     assert all(row["train/num_gen_batches"] >= 1 for row in rows)
+
+
+@pytest.mark.process
+def test_on_policy_distillation_brings_the_student_to_its_teacher(tmp_path):
+    student = save_tiny_llama(tmp_path / "student", vocab_size=len(make_tokenizer()))
+    teacher = save_markov_llama(tmp_path / "teacher", WORDS, dict.fromkeys(WORDS, "7"), sharpness=7.0)
+    distil = {"algorithm__adv_estimator": "opd", "actor_rollout_ref__ref__model_path": teacher}
+    rows = run(tmp_path / "run", student, **distil)
+    kl = [-row["critic/advantages/mean"] for row in rows]  # log student - log teacher, per token
+    assert kl[0] > 1 and sum(kl[-3:]) / 3 < 0.5 * kl[0]
+    make_tokenizer(["other", *WORDS[1:]]).save_pretrained(teacher)
+    with pytest.raises(ValueError, match=r"ref.model_path=.* has another vocabulary .* differ at the token '0'"):
+        run(tmp_path / "foreign", student, **distil)
 
 
 def test_a_reward_model_scores_the_last_token_of_each_answer(tiny_llama, tmp_path):

@@ -314,7 +314,7 @@ class FourRanks(FakeGroup):
 
 @pytest.mark.process
 @pytest.mark.parametrize("group", [OneRank, FourRanks])
-def test_a_run_of_two_ranks_goes_on_with_the_same_prompts_on_another_number(tmp_path, group):
+def test_a_run_of_two_ranks_continues_with_the_same_prompts_on_another_number(tmp_path, group):
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole = fake_trainer(compose_run(tmp_path / "whole", "unused"))

@@ -44,7 +44,7 @@ def test_epochs_follow_each_other_in_new_orders_and_uids_count_on():
 
 
 @pytest.mark.parametrize("before", range(8))  # 3 and 6 are ends of an epoch
-def test_resumed_stream_goes_on_where_it_was(before):
+def test_resumed_stream_continues_at_its_position(before):
     whole = drawn(stream(), 8)
     first = stream()
     drawn(first, before)

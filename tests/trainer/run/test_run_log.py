@@ -17,7 +17,7 @@ def steps_in(path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_rows_after_the_resumed_step_and_a_torn_last_line_are_cut(tmp_path):
+def test_rows_after_the_resumed_step_and_an_incomplete_last_line_are_cut(tmp_path):
     rows = JsonlLog(tmp_path / "m.jsonl")
     rows.append([{"step": s} for s in (0, 1, 2, 3)])
     with open(rows.path, "a") as f:

@@ -64,7 +64,7 @@ def dropout_model(tiny_llama, tmp_path):
 @pytest.mark.parametrize(("saved", "killed", "more"), [
     (2, 3, {}), (3, 3, {"data__packing": "true"}), (1, 1, {"data__dataloader_num_workers": 1}),
 ], ids=["within an epoch", "between epochs", "with a reading process"])  # fmt: skip
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, tiny_llama, saved, killed, more):
+def test_a_killed_run_is_resumed_bit_for_bit(tmp_path, tiny_llama, saved, killed, more):
     model = dropout_model(tiny_llama, tmp_path)
     more = {"trainer__save_freq": saved, "trainer__test_freq": 2, **more}
     whole = make_trainer(write_pairs(tmp_path / "whole"), model, **more)

@@ -100,7 +100,7 @@ def test_every_assistant_turn_is_learned_with_its_end(tmp_path):
     assert mask == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_what_the_template_writes_behind_an_end_of_turn_is_not_learned(tmp_path):
+def test_what_the_template_writes_after_an_end_of_turn_is_not_learned(tmp_path):
     template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}q {{ m['content'] }} {% else %}"
         "a {{ m['content'] }} <eos> : {% endif %}{% endfor %}{% if add_generation_prompt %}a {% endif %}"

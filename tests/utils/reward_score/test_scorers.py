@@ -34,7 +34,7 @@ def test_every_source_of_the_conventions_has_a_rule():
         assert default_compute_score(source, "no code", json.dumps({"inputs": [""], "outputs": [""]})) == 0.0
 
 
-def test_another_source_is_refused_with_the_mend():
+def test_another_source_is_refused_with_the_fix():
     with pytest.raises(NotImplementedError) as caught:
         default_compute_score("mine/puzzles", "x", "1")
     said = str(caught.value)

@@ -1,4 +1,4 @@
-"""Reward models that are served: their addresses behind one, and the score of a discriminative one."""
+"""Reward models that are served: one address for all of them, and the score of a discriminative one."""
 
 import asyncio
 import threading
@@ -96,8 +96,8 @@ class RequestProxy:
 class ServedRewardManager(RewardManagerBase):
     """The score that a served discriminative reward model gives a chat, whose last turn is the answer.
 
-    Asks POST /classify, which vLLM and SGLang answer alike for models with one label; a chat that is too long loses its
-    beginning. The extra acc is the score.
+    Asks POST /classify, which vLLM and SGLang answer in the same form for models with one label; a chat that is too
+    long loses its beginning. The extra acc is the score.
     """
 
     def __init__(

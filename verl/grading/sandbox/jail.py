@@ -5,8 +5,8 @@ CONTROL_FD is a socket: a request comes in (8 bytes of length, then JSON), a rep
 closes, the program is killed. Descriptors 0, 1, 2 are the program's.
 
 Layers: user, pid, mount, network, ipc, uts and cgroup namespaces; a root of read-only libraries and one small tmpfs;
-rlimits; no new privileges; Landlock; a filter of system calls (no fork, socket, ptrace, mount, ...). The program is
-process 1 of its pid namespace, so that nothing outlives it.
+rlimits; no new privileges; Landlock; a filter that allows known system calls only (no fork, no socket to elsewhere).
+The program is process 1 of its pid namespace, so that nothing outlives it.
 """
 
 import ctypes
@@ -30,12 +30,18 @@ SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR, SYS_PIVOT_ROOT = 428, 429, 442
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 MACHINE = "x86_64"  # the numbers above and below are this machine's
-# fork, vfork, ptrace, socket, shmget, the mount family, process_vm_*, keys, bpf, io_uring, namespaces, modules, memfd
-FORBIDDEN = (
-    57, 58, 101, 41, 29, 155, 161, 165, 166, 428, 429, 430, 431, 432, 433, 442, 310, 311, 312, 438, 248, 249, 250, 321,
-    425, 426, 427, 298, 323, 303, 304, 246, 320, 175, 313, 176, 272, 308, 319, 447, 163, 167, 169,
+# What a Python program with threads needs: (first, last) numbers. Memory, files, clocks, signals to itself, threads,
+# waiting on descriptors, pairs of connected sockets (asyncio), reading of ids and limits, another Python by execve.
+ALLOWED = (
+    (0, 28), (32, 40), (44, 48), (51, 55), (59, 63), (72, 91), (95, 100), (102, 102), (104, 104), (107, 108),
+    (110, 111), (115, 115), (118, 118), (120, 121), (124, 124), (127, 128), (130, 132), (137, 138), (140, 140),
+    (143, 143), (145, 148), (158, 158), (160, 160), (186, 187), (201, 202), (204, 204), (213, 213), (217, 219),
+    (221, 226), (228, 235), (247, 247), (257, 258), (262, 271), (273, 274), (280, 287), (289, 293), (295, 296),
+    (302, 302), (309, 309), (315, 316), (318, 318), (324, 324), (326, 328), (332, 332), (334, 334), (436, 437),
+    (439, 439), (441, 441), (449, 449), (452, 452),
 )  # fmt: skip
-SYS_CLONE, SYS_CLONE3, SYS_PRCTL, CLONE_THREAD = 56, 435, 157, 0x00010000
+FIRST_NEW = 424  # libc tries numbers from here on and takes older ones where the kernel does not know them
+SYS_CLONE, SYS_PRCTL, CLONE_THREAD, PR_NAMES = 56, 157, 0x00010000, (15, 16)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -143,22 +149,21 @@ def landlock() -> None:
 
 
 def filter_calls() -> None:
-    """Forbid the calls above, new processes (threads are allowed), and giving up the death signal."""
-    load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    """Forbid all calls but those of ALLOWED, new threads and the name of a thread."""
+    load, equal, at_least, above, any_bit, leave = 0x20, 0x15, 0x35, 0x25, 0x45, 0x06
     allow, kill = 0x7FFF0000, 0x80000000
     not_permitted, not_known = 0x00050000 | 1, 0x00050000 | 38
     code = [
         (load, 0, 0, 4), (equal, 1, 0, 0xC000003E), (leave, 0, 0, kill),  # another architecture
         (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (leave, 0, 0, kill),  # the x32 numbers
-        (equal, 0, 1, SYS_CLONE3), (leave, 0, 0, not_known),  # libc then takes clone, whose flags can be seen
         (equal, 0, 4, SYS_CLONE), (load, 0, 0, 16), (any_bit, 1, 0, CLONE_THREAD), (leave, 0, 0, not_permitted),
         (leave, 0, 0, allow),
-        (equal, 0, 4, SYS_PRCTL), (load, 0, 0, 16), (equal, 0, 1, PR_SET_PDEATHSIG), (leave, 0, 0, not_permitted),
-        (leave, 0, 0, allow),
+        (equal, 0, 5, SYS_PRCTL), (load, 0, 0, 16), (equal, 2, 0, PR_NAMES[0]), (equal, 1, 0, PR_NAMES[1]),
+        (leave, 0, 0, not_permitted), (leave, 0, 0, allow),
     ]  # fmt: skip
-    for number in FORBIDDEN:
-        code += [(equal, 0, 1, number), (leave, 0, 0, not_permitted)]
-    code.append((leave, 0, 0, allow))
+    for first, last in ALLOWED:
+        code += [(at_least, 0, 2, first), (above, 1, 0, last), (leave, 0, 0, allow)]
+    code += [(at_least, 0, 1, FIRST_NEW), (leave, 0, 0, not_known), (leave, 0, 0, not_permitted)]
     packed = b"".join(struct.pack("HBBI", *line) for line in code)
     keep = ctypes.create_string_buffer(packed, len(packed))
     program = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(keep))

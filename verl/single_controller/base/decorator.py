@@ -71,7 +71,7 @@ def dummy_direct_rollout_call(worker_group: WorkerGroup, *args, **kwargs) -> Non
 
 
 def dispatch_all_to_all(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """Arguments pass as they are: the caller gives lists with one entry a rank, or what all ranks get."""
+    """Arguments pass as they are: the caller gives lists with one entry per rank, or what all ranks get."""
     return args, kwargs
 
 
@@ -81,7 +81,7 @@ def collect_all_to_all(worker_group: WorkerGroup, output: Any) -> Any:
 
 
 def dispatch_dp_compute(worker_group: WorkerGroup, *args, **kwargs) -> tuple[tuple, dict]:
-    """The caller has cut each argument: a list or tuple with one entry a rank."""
+    """The caller has cut each argument: a list or tuple with one entry per rank."""
     for name, value in [*enumerate(args), *kwargs.items()]:
         size = len(value) if isinstance(value, list | tuple) else type(value).__name__
         if size != worker_group.world_size:

@@ -84,8 +84,8 @@ class Worker(WorkerHelper):
     @classmethod
     def env_keys(cls) -> list[str]:
         """Environment variables that place a rank in its world."""
-        places = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
-        return [*places, "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"]
+        names = ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"]
+        return [*names, "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"]
 
     def _choose_device(self) -> None:
         """Make LOCAL_RANK the index of this rank's own GPU, whether Ray hides the others or not."""

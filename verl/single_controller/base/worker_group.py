@@ -71,7 +71,7 @@ class ClassWithInitArgs:
 
 
 def check_workers_alive(workers: list, is_alive: Callable, gap_time: float = 1) -> None:
-    """Look at every worker each `gap_time` seconds, for ever; end this process when one is gone."""
+    """Look at every worker every `gap_time` seconds, forever; end this process when one is gone."""
     while True:
         for rank, worker in enumerate(workers):
             if not is_alive(worker):

@@ -90,13 +90,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def _start_workers(self, strategy: str, detached: bool) -> None:
         pool, cls = self.resource_pool, self.ray_cls_with_init
-        places = pool.bundles(strategy, self.device_name)
+        slots = pool.bundles(strategy, self.device_name)
         share = round(1 / pool.max_colocate_count - 5e-5, 4)  # rounded down: all shares must fit into the bundle
-        self.master_address, self.master_port = _master_address_near(places[0][0], places[0][1])
+        self.master_address, self.master_port = _master_address_near(slots[0][0], slots[0][1])
         label = unwrap(cls.cls).__name__
-        for rank, (group, bundle, local_rank, local_world) in enumerate(places):
+        for rank, (group, bundle, local_rank, local_world) in enumerate(slots):
             name = f"{self.name_prefix}{label}_{rank}:{local_rank}"
-            environment = self._rank_environment(rank, len(places), local_rank, local_world)
+            environment = self._rank_environment(rank, len(slots), local_rank, local_world)
             lifetime = {"lifetime": "detached"} if detached else {}
             runtime: dict[str, Any] = {"env_vars": environment}
             if self.nsight_options is not None:
@@ -198,7 +198,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_async(self, method_name: str, *args, **kwargs) -> list[ray.ObjectRef]:
         """Call every rank; references in rank order.
 
-        When every argument is a list with one entry a rank, each rank gets its entry; else all get all arguments.
+        When every argument is a list with one entry per rank, each rank gets its entry; else all get all arguments.
         """
         ranks = range(len(self._workers))
         values = [*args, *kwargs.values()]

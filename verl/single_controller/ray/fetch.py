@@ -57,14 +57,14 @@ def _explain(error: Exception, label: str, method: str, others: list[str]) -> Ex
         cause.add_note(f"raised by {label} in {method}{also}; traceback of the worker:\n{_plain(error)}")
         return cause
     what = "could not be constructed" if error.actor_init_failed else f"died while the group was in {method}"
-    return WorkerDiedError(f"{label} {what}{also}: {_last_words(error)}")
+    return WorkerDiedError(f"{label} {what}{also}: {_reason(error)}")
 
 
 def _plain(error: Exception) -> str:
     return _COLOUR.sub("", str(error)).strip()
 
 
-def _last_words(error: RayActorError) -> str:
+def _reason(error: RayActorError) -> str:
     """Ray's reason without its boilerplate: the error line of a constructor, the cause of death of a process."""
     lines = [line.strip() for line in _plain(error).splitlines() if line.strip()]
     if error.actor_init_failed:

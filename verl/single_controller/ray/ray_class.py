@@ -1,4 +1,4 @@
-"""Actor classes with their constructors' arguments: one role a process, or several roles that share one."""
+"""Actor classes with their constructors' arguments: one role per process, or several roles that share one."""
 
 import inspect
 from typing import Any
@@ -50,7 +50,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 
 def unwrap(cls: Any) -> type:
-    """The user's own class behind an actor class."""
+    """The user's own class that an actor class wraps."""
     return cls.__ray_metadata__.modified_class if isinstance(cls, ActorClass) else cls
 
 

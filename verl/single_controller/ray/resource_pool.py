@@ -1,4 +1,4 @@
-"""Reserves resources for ranks: one placement group a node, one bundle a rank."""
+"""Reserves resources for ranks: one placement group per node, one bundle per rank."""
 
 import secrets
 import string
@@ -34,7 +34,7 @@ def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[Placement
 
 
 class RayResourcePool(ResourcePool):
-    """Ranks per node, reserved in Ray when first used: 1 CPU a rank, with 1 GPU unless `use_gpu` is False.
+    """Ranks per node, reserved in Ray when first used: 1 CPU per rank, with 1 GPU unless `use_gpu` is False.
 
     `max_colocate_count` groups may share the pool; each of their ranks takes that share of its bundle.
     """
@@ -57,7 +57,7 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """One placement group a node, ready, in the order of the nodes' addresses; reserved on the first call."""
+        """One placement group per node, ready, in the order of the nodes' addresses; reserved on the first call."""
         if self.pgs is not None:
             return self.pgs
         prefix = name or f"{self.name_prefix}verl_group_" + "_".join(map(str, self.store))
@@ -91,8 +91,8 @@ class RayResourcePool(ResourcePool):
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
         """For every rank: placement group, bundle, local rank, local world size."""
         groups = self.get_placement_groups(strategy=strategy, device_name=device_name)
-        places = zip(groups, self.store, strict=True)
-        return [(group, local, local, count) for group, count in places for local in range(count)]
+        slots = zip(groups, self.store, strict=True)
+        return [(group, local, local, count) for group, count in slots for local in range(count)]
 
     def release(self) -> None:
         """Release the reserved resources; actors that still run there are ended by Ray."""
@@ -120,8 +120,8 @@ class SubRayResourcePool(RayResourcePool):
         self.store = [count for count in counts if count]
 
     def bundles(self, strategy: str, device_name: str) -> list[tuple[PlacementGroup, int, int, int]]:
-        places = zip(self._own, self.local_rank_list(), self.local_world_size_list(), strict=True)
-        return [(group, bundle, local, count) for (group, bundle), local, count in places]
+        slots = zip(self._own, self.local_rank_list(), self.local_world_size_list(), strict=True)
+        return [(group, bundle, local, count) for (group, bundle), local, count in slots]
 
     def release(self) -> None:
         raise ValueError("a sub-pool does not own its resources; release the pool it was split from")

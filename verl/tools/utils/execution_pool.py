@@ -93,21 +93,14 @@ class ExecutionWorker:
 def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
     import ray
 
-    TokenBucketWorker(rate_limit)  # a wrong limit is refused here, not in the actor
+    bucket = TokenBucketWorker(rate_limit)  # a wrong limit is refused here, not in the actor
     if not ray.is_initialized():
-        bucket = TokenBucketWorker(rate_limit)
         return bucket.acquire, bucket.release
     actor = ray.remote(TokenBucketWorker).options(
         name=name, get_if_exists=True, lifetime="detached", num_cpus=0, max_concurrency=10_000
     ).remote(rate_limit)  # fmt: skip
 
-    async def acquire() -> int:
-        return await actor.acquire.remote()
-
-    async def release(token: int) -> None:
-        await actor.release.remote(token)
-
-    return acquire, release
+    return actor.acquire.remote, actor.release.remote
 
 
 def init_execution_pool(

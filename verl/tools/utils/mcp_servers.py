@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from verl.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionSchema, OpenAIFunctionToolSchema
+from verl.tools.schemas import OpenAIFunctionToolSchema
 
 _CONNECT_S = 60.0
-# JSON-RPC: no such method, wrong parameters, internal error. The server has refused this request; it goes on.
+# JSON-RPC: unknown method, wrong parameters, internal error. The server refused this request and still runs.
 _ANSWERED = (-32601, -32602, -32603)
 
 
@@ -56,12 +56,9 @@ class McpServer:
                 reason = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
                 connected.set_exception(ConnectionError(f"MCP server {self.name!r}: {type(reason).__name__}: {reason}"))
         finally:
-            self._forget(connected)
-
-    def _forget(self, connected: Future) -> None:
-        with self._lock:
-            if self._connected is connected:
-                self._connected = None
+            with self._lock:
+                if self._connected is connected:
+                    self._connected = None
 
     async def _client(self, stack: contextlib.AsyncExitStack) -> Any:
         try:
@@ -88,7 +85,8 @@ class McpServer:
                 tools += page.tools
             return tools
 
-        return [_schema(tool) for tool in await self._ask(all_pages, _CONNECT_S)]
+        tools, of = await self._ask(all_pages, _CONNECT_S), OpenAIFunctionToolSchema.of
+        return [of(tool.name, tool.description or "", tool.input_schema) for tool in tools]
 
     async def call_tool(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
         """The server's result of a call (mcp.types.CallToolResult); TimeoutError after `timeout` seconds."""
@@ -114,12 +112,6 @@ class McpServer:
         if connected is not None and connected.done() and connected.exception() is None:
             _, loop, stop = connected.result()
             loop.call_soon_threadsafe(stop.set)
-
-
-def _schema(tool: Any) -> OpenAIFunctionToolSchema:
-    parameters = OpenAIFunctionParametersSchema.from_json_schema(tool.input_schema)
-    function = OpenAIFunctionSchema(name=tool.name, description=tool.description or "", parameters=parameters)
-    return OpenAIFunctionToolSchema(type="function", function=function)
 
 
 @functools.cache

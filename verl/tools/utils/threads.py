@@ -1,4 +1,4 @@
-"""Blocking calls beside an event loop."""
+"""Blocking calls in threads next to an event loop."""
 
 import asyncio
 import threading
@@ -10,12 +10,12 @@ async def in_thread(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """The result of a blocking call, made in a thread of its own.
 
     Unlike with `asyncio.to_thread`, a call that hangs takes no thread from others and does not keep the process from
-    ending. If the awaiting task is cancelled, the thread goes on and its result is discarded.
+    ending. If the awaiting task is cancelled, the thread runs to its end and its result is discarded.
     """
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
-    def settle(method: Callable, value: Any) -> None:
+    def resolve(method: Callable, value: Any) -> None:
         if not future.done():
             method(value)
 
@@ -28,7 +28,7 @@ async def in_thread(function: Callable, *args: Any, **kwargs: Any) -> Any:
                 kept = RuntimeError("StopIteration")
             outcome = (future.set_exception, kept)
         try:
-            loop.call_soon_threadsafe(settle, *outcome)
+            loop.call_soon_threadsafe(resolve, *outcome)
         except RuntimeError:
             pass  # the loop was closed while the call hung
 

@@ -108,7 +108,7 @@ def bootstrap_metric(
     data: list[Any], subset_size: int, reduce_fns: list[Callable[[np.ndarray], float]], n_bootstrap: int = N_BOOTSTRAP,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """(mean, std) of each statistic over `n_bootstrap` resamples of `subset_size` entries, drawn with replacement."""
+    """(mean, std) of each statistic over `n_bootstrap` resamples [subset_size] of the data [n], with replacement."""
     if not data:
         raise ValueError("bootstrap_metric needs at least one entry in `data`.")
     draws = _draws(len(data), subset_size, n_bootstrap, seed)
@@ -124,7 +124,7 @@ def _draws(size: int, subset_size: int, n_bootstrap: int, seed: int) -> np.ndarr
 
 def calc_maj_val(data: list[dict[str, Any]], vote_key: str, val_key: str) -> float:
     """The value of the most frequent vote (of its first entry; the earlier vote of equals)."""
-    votes = Counter(entry[vote_key] for entry in data)  # in order of appearance, which settles a tie
+    votes = Counter(entry[vote_key] for entry in data)  # in order of appearance, which decides a tie
     winner = max(votes, key=votes.__getitem__)
     return next(entry[val_key] for entry in data if entry[vote_key] == winner)
 

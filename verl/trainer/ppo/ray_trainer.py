@@ -91,6 +91,7 @@ class RayPPOTrainer:
             or prompts_a_step(config)[1] > actor.ppo_mini_batch_size
             or config.algorithm.use_kl_in_reward
             or rollout.calculate_log_probs
+            or "old_log_probs" in core_algos.inputs_of(config.algorithm.adv_estimator)
         )
         self.scorer = ThreadPoolExecutor(1) if config.reward_model.launch_reward_fn_async else None
         self.pending_scores: Future | None = None  # of the step's samples, from `_gather_batch` to `_await_scores`

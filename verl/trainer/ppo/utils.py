@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from verl.algos.names import reads_reference
 from verl.utils.registry import nearest
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def need_critic(config: DictConfig) -> bool:
 
 
 def uses_kl(config: DictConfig) -> bool:
-    """True when the loss or the reward holds a KL term, so that a reference policy is needed."""
-    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
+    """True when the loss, the reward or the estimator holds a KL term, so that a reference policy is needed."""
+    return reads_reference(config)
 
 
 def rollout_correction(config: DictConfig) -> DictConfig | None:

@@ -56,7 +56,7 @@ class ResourcePoolManager:
                 raise ValueError(f"{text}.")
             logger.warning(f"{text}; the CPU ranks of all {needed} run on {nodes}.")
         for name, ranks_of_nodes in self.resource_pool_spec.items():
-            # Colocated roles share one process, hence one worker a bundle.
+            # Colocated roles share one process, hence one worker per bundle.
             self.resource_pool_dict[name] = RayResourcePool(
                 process_on_nodes=ranks_of_nodes, use_gpu=self.use_gpu, max_colocate_count=1, name_prefix=name
             )

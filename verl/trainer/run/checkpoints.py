@@ -228,7 +228,7 @@ def _load_plain(file: Path) -> Any:
     """Load a file of tensors and plain values; anything else is refused."""
     try:
         return torch.load(file, weights_only=True)
-    except Exception as error:  # torn bytes make an unpickler raise almost anything
+    except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointCorruptError(f"{file} cannot be loaded: {one_line(error)}") from error
 
 

@@ -35,14 +35,14 @@ class JsonlLog:
         self.path = path
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        """Append the rows with one write, so that a killed run leaves at most one torn line, the last."""
+        """Append the rows with one write, so that a killed run leaves at most one incomplete line, the last."""
         if rows:
             text = "".join(json.dumps(row, default=json_value) + "\n" for row in rows)
             with open(self.path, "a", encoding="utf-8") as f:
                 f.write(text)
 
     def cut_after(self, step: int) -> None:
-        """Keep the rows up to `step`; later rows and a torn last line belong to steps that will run again."""
+        """Keep the rows up to `step`; later rows and an incomplete last line belong to steps that will run again."""
         if not self.path.exists():
             return
         kept = []
@@ -52,7 +52,7 @@ class JsonlLog:
                 row = json.loads(line)
             except json.JSONDecodeError as e:
                 if number == len(lines):
-                    logger.warning(f"{self.path}: removing the last line, which is torn (the run was killed)")
+                    logger.warning(f"{self.path}: removing the last line, which is incomplete (the run was killed)")
                     break
                 raise ValueError(f"{self.path}, line {number}: not JSON ({e.msg}); repair or remove the line.") from e
             if row["step"] <= step:

@@ -19,7 +19,7 @@ GRACE_S = 3.0
 
 
 def below(processes: list[psutil.Process]) -> set[psutil.Process]:
-    """All descendants of the processes, less this one."""
+    """All descendants of the processes, except this one."""
     descendants: set[psutil.Process] = set()
     for process in processes:
         try:

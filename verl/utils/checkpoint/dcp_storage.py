@@ -66,7 +66,7 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
         metadata = _AllowListUnpickler(file.read_bytes(), file).load()
     except UntrustedMetadataError:
         raise
-    except Exception as error:  # torn bytes make an unpickler raise almost anything
+    except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise UntrustedMetadataError(f"{file} is not a checkpoint's metadata: {one_line(error)}") from error
     if not isinstance(metadata, Metadata):
         raise UntrustedMetadataError(f"{file} holds a {type(metadata).__name__}, not a checkpoint's metadata.")
@@ -82,7 +82,7 @@ def read_metadata(folder: str | os.PathLike) -> Metadata:
 def save_tensors(
     tensors: dict[str, torch.Tensor], folder: str | os.PathLike, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Writes tensors, sharded or alike on all ranks, as one distributed checkpoint. All ranks call it.
+    """Writes tensors of any shape, sharded or the same on all ranks, as one distributed checkpoint. All ranks call it.
 
     `group` coordinates the ranks; None is the default group. Raises OSError when a file could not be written.
     """
@@ -94,9 +94,9 @@ def save_tensors(
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], folder: str | os.PathLike) -> None:
-    """Fills the given tensors in place, each sharded in its own way. All ranks call it.
+    """Fills the given tensors, of the saved (global) shapes and each sharded in its own way, in place; on all ranks.
 
-    Raises CheckpointCorruptError when a file does not hold the tensors that the metadata tells.
+    Raises CheckpointCorruptError when a file does not hold the tensors that the metadata lists.
     """
     try:
         dcp.load(tensors, storage_reader=SafeReader(folder))

@@ -36,7 +36,7 @@ _FORMAT = 1
 
 @runtime_checkable
 class SavesPretrained(Protocol):
-    """A model of a loader's own that writes itself: config, and the weights it is given."""
+    """A model of a loader's own that writes itself: config and the weights given, of their shapes in the module."""
 
     def save_pretrained(self, save_directory: str, *, state_dict: dict[str, torch.Tensor] | None = None) -> Any: ...
 
@@ -45,7 +45,7 @@ class SavesPretrained(Protocol):
 class CompletesAdapters(Protocol):
     """A model around an adapted one that trains more than adapters, and writes its other weights next to them."""
 
-    def save_beside_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
+    def save_with_adapters(self, directory: str, *, state_dict: dict[str, torch.Tensor]) -> Any: ...
 
 
 class FSDPCheckpointManager(BaseCheckpointManager):
@@ -202,7 +202,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             rest = full_params(self.model, lambda n, p: p.requires_grad and not n.startswith(adapted), self.device)
             state = {name: self._on_cpu(tensor) for name, tensor in rest}  # gathered by all ranks together
             if dist.get_rank() == 0:
-                writes.append(partial(self.model.save_beside_adapters, str(folder), state_dict=state))
+                writes.append(partial(self.model.save_with_adapters, str(folder), state_dict=state))
         return writes
 
     def _huggingface_writes(self, folder: Path) -> list[Callable[[], Any]]:
@@ -293,7 +293,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         file = folder / f"rng_rank_{dist.get_rank()}.safetensors"
         if not file.is_file():
             raise CheckpointCorruptError(
-                f"{file} is missing; take 'extra' out of checkpoint.load_contents to go on without it."
+                f"{file} is missing; remove 'extra' from checkpoint.load_contents to resume without it."
             )
         try:
             state = load_file(file)

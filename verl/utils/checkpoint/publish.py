@@ -71,7 +71,10 @@ class CheckpointWriter:
 
     def _publish(self) -> None:
         write_manifest(self.path)
-        replaced = self._set_aside()
+        replaced = self.root / f"{self.final.name}.old" if self.final.exists() else None
+        if replaced is not None:  # restore_interrupted undoes this after a crash
+            os.rename(self.final, replaced)
+            fsync_folder(self.root)
         os.rename(self.path, self.final)
         fsync_folder(self.root)
         write_tracker(self.root, self.step)
@@ -80,15 +83,6 @@ class CheckpointWriter:
         if self.max_to_keep:
             rotate(self.root, self.max_to_keep, keep=self.final)
         logger.info("checkpoint published: {}", self.final)
-
-    def _set_aside(self) -> Path | None:
-        """Rename an older folder of the same step; restore_interrupted undoes that after a crash."""
-        if not self.final.exists():
-            return None
-        aside = self.root / f"{self.final.name}.old"
-        os.rename(self.final, aside)
-        fsync_folder(self.root)
-        return aside
 
 
 def restore_interrupted(root: Path) -> None:
@@ -118,7 +112,7 @@ def published_steps(root: str | os.PathLike) -> list[int]:
 
 
 def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
-    """Removes all but the `max_to_keep` newest steps on the disk; `keep` stays always. Returns what went."""
+    """Removes all but the `max_to_keep` newest steps on the disk; `keep` always stays. Returns the removed steps."""
     root = Path(root)
     gone = []
     steps = published_steps(root)
@@ -152,7 +146,7 @@ def write_manifest(folder: str | os.PathLike) -> None:
 
 
 def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> None:
-    """Raises CheckpointCorruptError that names the first missing, torn, altered or unlisted file.
+    """Raises CheckpointCorruptError that names the first missing, incomplete, altered or unlisted file.
 
     `parts`: the beginnings of the files' names (from the folder on) to look at; all by default.
     """
@@ -174,7 +168,7 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
     for name, (size, _) in listed.items():
         actual = present[name].stat().st_size
         if actual != size:
-            raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: torn file.")
+            raise CheckpointCorruptError(f"{present[name]} has {actual} bytes, the manifest says {size}: incomplete.")
     names = list(listed)
     with ThreadPoolExecutor(max_workers=4) as pool:
         for name, digest in zip(names, pool.map(lambda n: _digest(present[n]), names), strict=True):
@@ -253,12 +247,9 @@ def _digest(file: Path) -> str:
 
 
 def _sync_and_digest(file: Path) -> tuple[int, str]:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return file.stat().st_size, _digest(file)
+    with open(file, "rb") as f:
+        os.fsync(f.fileno())
+        return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _write_synced(file: Path, text: str) -> None:

@@ -25,7 +25,7 @@ def get_rng_state() -> dict[str, torch.Tensor]:
 
 
 def load_rng_state(state: dict[str, torch.Tensor]) -> None:
-    """Sets what get_rng_state gave; a CUDA state is left alone on a machine without CUDA."""
+    """Sets what get_rng_state returned (tensors [n]); a CUDA state is ignored on a machine without CUDA."""
     torch.set_rng_state(state["cpu"])
     position, has_gauss = state["numpy.position"].tolist()
     keys = state["numpy.keys"].numpy().astype(np.uint32)

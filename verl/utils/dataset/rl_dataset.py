@@ -71,7 +71,7 @@ def collate_fn(data_list: list[dict]) -> dict:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object a line) as plain Python.
+    """The rows of a .parquet, .jsonl or .json file (a list of objects, or one object per line) as plain Python.
 
     Raises DatasetError for a file that cannot be read, also when the checksum of a parquet page does not match.
     """
@@ -175,7 +175,7 @@ class FileRows(Dataset):
 
 
 class RLHFDataset(FileRows):
-    """One sample a prompt: input_ids, attention_mask, position_ids [P] int64 (left-padded to data.max_prompt_length),
+    """One sample per prompt: input_ids, attention_mask, position_ids [P] int64 (left-padded to data.max_prompt_length),
     raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column.
 
     Settings are those of the `data` section: prompt_key, max_prompt_length, truncation, filter_overlong_prompts,

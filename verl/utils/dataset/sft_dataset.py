@@ -38,7 +38,7 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[i
 
 
 class SFTDataset(FileRows):
-    """One sample a row: input_ids, attention_mask, position_ids, loss_mask, each int64 [max_length], right-padded.
+    """One sample per row: input_ids, attention_mask, position_ids, loss_mask, each int64 [max_length], right-padded.
 
     loss_mask is 1 on the tokens that are learned (targets): the answer and its EOS. The question is a user's
     turn in the chat template. Settings are those of the `data` section: prompt_key, prompt_dict_keys, response_key,

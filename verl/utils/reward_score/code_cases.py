@@ -67,7 +67,7 @@ def extract_code(completion: str) -> str | None:
 def cases_of(code: str, test_cases: Any) -> list[Case]:
     """The runs of {inputs, outputs, fn_name?} (or its JSON text): stdin to stdout, or calls of `fn_name`.
 
-    A call's input is a list of arguments, or text with the JSON of one argument a line.
+    A call's input is a list of arguments, or text with the JSON of one argument per line.
     """
     tests = json.loads(test_cases) if isinstance(test_cases, str | bytes) else test_cases
     if not isinstance(tests, Mapping) or not {"inputs", "outputs"} <= set(tests):

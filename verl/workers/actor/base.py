@@ -20,4 +20,4 @@ class BasePPOActor(ABC):
 
     @abstractmethod
     def update_policy(self, data: DataProto) -> dict:
-        """Trains on the batch; returns metrics, each a list of one value a mini-batch."""
+        """Trains on the batch; returns metrics, each a list of one value per mini-batch."""

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.batch_cuts import micro_batches
@@ -36,6 +37,10 @@ class DataParallelPPOActor(BasePPOActor):
         self.policy = policy
         self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
         shared = config.share_prompt_forward
+        self.refine_loss = None
+        if config.refine_loss_coef:
+            refine_loss = load_class_from_fqn("dllm_reasoning.losses.refine_loss.RefineLoss", "actor.refine_loss")
+            self.refine_loss = refine_loss(config, engine)
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         policy.bind(engine.module)
 
@@ -76,14 +81,20 @@ class DataParallelPPOActor(BasePPOActor):
                 f"ppo_mini_batch_size={config.ppo_mini_batch_size} a rank, ppo_epochs={config.ppo_epochs}); "
                 "only a single step may leave them out."
             )
-        complete = self._choose_tokens if config.policy_loss.loss_mode in TOKEN_SCORES else None
         metrics = update_by_mini_batches(
             self.engine, config, data, lambda batch, counts: self._loss(batch, counts, temperature), "actor",
-            complete, **self._cut,
+            self._begin, **self._cut,
         )  # fmt: skip
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = [config.kl_loss_coef]
         return metrics
+
+    def _begin(self, mini: DataProto, number: int) -> None:
+        """What a mini-batch needs before it is cut."""
+        if self.refine_loss is not None:
+            self.refine_loss.begin(mini)
+        if self.config.policy_loss.loss_mode in TOKEN_SCORES:
+            self._choose_tokens(mini, number)
 
     def _choose_tokens(self, mini: DataProto, number: int) -> None:
         """Add the column `chosen` [b, R]: the choice is one over all micro-batches and ranks of a mini-batch.
@@ -120,6 +131,7 @@ class DataParallelPPOActor(BasePPOActor):
         config = replace(self.config, global_batch_info=info | chosen)
         mask = batch["response_mask"]
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        additive = {} if self.refine_loss is None else self.refine_loss.backward(batch)
         with self.engine.autocast():
             log_prob, entropy = self.policy.log_probs(
                 self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy
@@ -140,7 +152,7 @@ class DataParallelPPOActor(BasePPOActor):
                 f"policy loss {defined_at(self.loss_fn)} returned {kind(result)}; expected (loss, metrics): a tensor "
                 "of shape () and a dict of numbers."
             )
-        additive = {"actor/pg_loss": loss.item()}
+        additive["actor/pg_loss"] = loss.item()
         if wants_entropy:
             entropy_agg = agg_loss(entropy, mask, config.loss_agg_mode, **info)
             additive["actor/entropy"] = entropy_agg.item()

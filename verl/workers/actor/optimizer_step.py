@@ -47,13 +47,13 @@ def forward_in_order(
 
 def update_by_mini_batches(
     engine: FSDPEngine, config: ActorConfig | CriticConfig, data: DataProto, loss_of: LossOf, name: str,
-    complete: Callable[[DataProto, int], None] | None = None, **cut: Any,
+    begin: Callable[[DataProto, int], None] | None = None, **cut: Any,
 ) -> dict[str, list[float]]:  # fmt: skip
-    """One optimizer step a mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry a step.
+    """One optimizer step per mini-batch, `config.ppo_epochs` times over; lists in the metrics have one entry per step.
 
     An entry is this rank's share times the number of ranks: its mean over ranks is the value of the whole, and of names
-    with "max" the maximum. `name` ("actor", "critic") begins metrics; `cut`: options of `micro_batches`.
-    `complete` adds columns to a mini-batch, given its number, that need more than one micro-batch or rank.
+    with "max" the maximum. `name` ("actor", "critic") begins metrics; `begin` is called with each mini-batch of this
+    rank and its number first, and may add columns; `cut`: options of `micro_batches`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     budget = config.ppo_max_token_len_per_gpu * engine.sequence_parallel_size if config.use_dynamic_bsz else None
@@ -71,8 +71,8 @@ def update_by_mini_batches(
             if counts.batch_num_tokens == 0:
                 logger.warning("{}: skipping a mini-batch that has no counted token on any rank", name)
                 continue
-            if complete is not None:
-                complete(mini, number)
+            if begin is not None:
+                begin(mini, number)
             mini, _ = engine.joined(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)

@@ -1,4 +1,4 @@
-"""Settings of the workers, one dataclass a component."""
+"""Settings of the workers, one dataclass per component."""
 # ruff: noqa: F401, I001
 
 from verl.config.common import BaseModelConfig, CheckpointConfig, ModuleConfig, RewardManagerConfig

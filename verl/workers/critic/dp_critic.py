@@ -23,7 +23,7 @@ _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "re
 class DataParallelPPOCritic(BasePPOCritic):
     """Each rank brings its rows; the loss is the same however they are cut into micro-batches and ranks.
 
-    The engine's module gives one number a token, logits [B, T, 1]; `config.ppo_mini_batch_size` counts rows of a rank.
+    The engine's module gives one number per token, logits [B, T, 1]; `config.ppo_mini_batch_size` counts a rank's rows.
     """
 
     def __init__(self, config: FSDPCriticConfig, engine: FSDPEngine):

@@ -37,7 +37,7 @@ def build_module(
         for m in _outermost_pretrained(module):
             if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
                 m.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP shards one dtype a group; an adapter that peft made in float32 on a bfloat16 base follows the base. Buffers
+    # FSDP shards one dtype per group; an adapter that peft made in float32 on a bfloat16 base follows the base. Buffers
     # keep theirs: rotary frequencies in bfloat16 would be wrong by whole turns at a position of some thousands.
     for parameter in module.parameters():
         if parameter.is_floating_point():

@@ -190,7 +190,7 @@ class _Logits:
         With final logits z, p = softmax(z) and its entropy E, the gradient by z is
         grad_log_probs * (1_y - p) - grad_entropy * p (log p + E).
 
-        The first call must be for the chunk of the last `__call__`: the forward pass left its logits less a constant
+        The first call must be for the chunk of the last `__call__`: the forward pass left its logits minus a constant
         there, which softmax ignores. A soft cap does not: its slope needs the logits themselves.
         """
         inner, outer = self.final.inner, self.final.outer

@@ -83,17 +83,42 @@ class ActorRolloutRefWorker(ModelWorker):
             self.rollout.bind_actor(self.engine, self.policy)
         if self._is_ref and not self._ref_in_actor:
             ref_config: FSDPRefConfig = omega_conf_to_dataclass(self.config.ref, FSDPRefConfig)
-            self.ref_engine = self._make_engine(ref_config.fsdp_config, None, CheckpointConfig())
+            self.ref_engine = self._make_engine(
+                ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
+            )
             actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
             self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, self._make_policy(actor_config))
             self.ref_module_fsdp = self.ref_engine.module
 
     @property
     def _ref_in_actor(self) -> bool:
-        return self._is_actor and self.engine.has_adapters
+        return self._is_actor and self.engine.has_adapters and self.config.ref.model_path is None
 
-    def _make_engine(self, *parts: Any) -> FSDPEngine:
-        engine = FSDPEngine(self.model_config, *parts, device=self.device_name)
+    def _reference_model(self, config: FSDPRefConfig) -> HFModelConfig:
+        """The model of ref.model_path, without adapters; the actor's if that is not set.
+
+        Raises ValueError if its tokens are not those of the actor's tokenizer.
+        """
+        if config.model_path is None:
+            return self.model_config
+        settings = {"path": config.model_path, "tokenizer_path": None, "hf_config_path": None, "lora_rank": 0}
+        model = HFModelConfig(**{
+            name: settings.get(name, self.config.model[name])
+            for name in ("path", "tokenizer_path", "hf_config_path", "lora_rank", "use_shm", "trust_remote_code",
+                         "override_config", "use_remove_padding")
+        }).load()  # fmt: skip
+        own, other = self.model_config.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+        if own != other:
+            token = next(iter(sorted(set(own.items()) ^ set(other.items()))))[0]
+            raise ValueError(
+                f"actor_rollout_ref.ref.model_path={config.model_path} has another vocabulary than "
+                f"actor_rollout_ref.model.path={self.model_config.path} (they differ at the token {token!r}), so that "
+                "log-probs of the same ids cannot be compared. Use a model with the same tokenizer."
+            )
+        return model
+
+    def _make_engine(self, *parts: Any, model: HFModelConfig | None = None) -> FSDPEngine:
+        engine = FSDPEngine(model or self.model_config, *parts, device=self.device_name)
         engine.initialize()
         return engine
 

@@ -13,7 +13,7 @@ from verl.workers.roles.ranks import ModelWorker, per_rank_sizes
 
 
 class CriticWorker(ModelWorker):
-    """A value model over the ranks: one number a token, trained by clipped regression to the returns."""
+    """A value model over the ranks: one number per token, trained by clipped regression to the returns."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -48,7 +48,7 @@ class CriticWorker(ModelWorker):
 
 
 def value_model(model) -> HFModelConfig:
-    """The settings of critic.model or reward_model.model as those of an engine's model with one value a token."""
+    """The settings of critic.model or reward_model.model as those of an engine's model with one value per token."""
     names = ("path", "tokenizer_path", "override_config", "external_lib", "trust_remote_code")
     settings = {name: getattr(model, name) for name in names}
     trained = ("use_shm", "enable_gradient_checkpointing", "enable_activation_offload", "use_remove_padding")

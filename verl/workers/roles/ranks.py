@@ -2,6 +2,7 @@
 
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
+from transformers import PretrainedConfig
 
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -49,7 +50,7 @@ class ModelWorker(Worker, DistProfilerExtension):
         Empty where the device's peak or the kind of model is unknown, as on CPUs.
         """
         model = getattr(self.engine.module, "config", None)
-        if model is None:
+        if not isinstance(model, PretrainedConfig):  # a module of another kind, such as a recipe's
             return {}
         lengths = data.meta_info.get("global_token_num", ())
         reached, peak = FlopsCounter(model).estimate_flops(lengths, seconds)

@@ -19,7 +19,7 @@ from verl.workers.roles.ranks import ModelWorker
 
 
 class RewardModelWorker(ModelWorker):
-    """A frozen model with one value a token; an answer's score is the value at its last token.
+    """A frozen model with one value per token; an answer's score is the value at its last token.
 
     With `model.input_tokenizer` (the policy's) the conversation is decoded and rendered with the chat template of the
     reward model's own tokenizer.

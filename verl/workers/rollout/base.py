@@ -40,7 +40,7 @@ class BaseRollout(ABC):
         """Hand over the actor's engine with its policy, for rollouts that run the actor's own module."""
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:  # noqa: B027
-        """Take the actor's weights as a stream of (Hugging Face name, full tensor)."""
+        """Take the actor's weights as a stream of (Hugging Face name, full tensor of the shape in its checkpoint)."""
 
     def resume(self, tags: list[str]) -> None:  # noqa: B027
         """Bring weights and caches back into memory (`tags`: which of "weights", "kv_cache")."""
@@ -68,6 +68,7 @@ _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry
 )
 _ROLLOUT_REGISTRY |= {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
+    ("refine", "sync"): "dllm_reasoning.rollout.RefineRollout",
     ("spd", "sync"): "recipe.spd.rollout.SPDRollout",
     ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMAsyncRollout",
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout.vLLMRollout",

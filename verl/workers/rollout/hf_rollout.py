@@ -96,7 +96,7 @@ def choose(
     if sampling.greedy:
         token = logits.argmax(-1)
     elif sampling.top_k <= 0 and sampling.top_p >= 1:
-        token = _invert(log_probs.exp().double().cumsum(-1), uniform)
+        token = invert(log_probs.exp().double().cumsum(-1), uniform)
     else:
         probs, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
         if sampling.top_k > 0:
@@ -105,13 +105,13 @@ def choose(
             before = (probs.cumsum(-1) - probs) / probs.sum(-1, keepdim=True)  # of what top-k leaves, as in vLLM
             probs = probs.masked_fill(before >= sampling.top_p, 0.0)
         cumulative = probs.double().cumsum(-1)
-        token = order.gather(-1, _invert(cumulative, uniform).unsqueeze(-1)).squeeze(-1)
+        token = order.gather(-1, invert(cumulative, uniform).unsqueeze(-1)).squeeze(-1)
         if filtered:
             log_probs = log_probs - cumulative[:, -1:].log().to(log_probs.dtype)
     return token, log_probs.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
-def _invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def invert(cumulative: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """cumulative [B, V] float64, uniform [B] below 1 -> [B], the first position that exceeds that share of the sum.
 
     A product with a float32 below 1 stays below the sum: no token of probability 0 comes first. NaN gives the last one.

@@ -43,9 +43,8 @@ class RewardManagerBase(ABC):
         A row that fails raises RewardError, or is marked as lost with reward_model.error=drop.
         """
 
-
         async def all_rows() -> list[Any]:
-            return list(await asyncio.gather(*(self.graded(data[i : i + 1]) for i in range(len(data)))))
+            return await asyncio.gather(*(self.graded(data[i : i + 1]) for i in range(len(data))))
 
         rows = rows_of(data, self.reward_fn_key)
         drops = self.config.reward_model.get("error", "raise") == "drop"

@@ -56,7 +56,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     `resume(["weights"])`, `update_weights`, `resume(["kv_cache"])` wake it, `release` puts it to sleep. Where vLLM
     cannot sleep (CPU) weights and cache stay in memory, which is logged once. Log-probs are those of the distribution
-    that was sampled from (`logprobs_mode`; by default behind temperature, top-k and top-p). Without an actor
+    that was sampled from (`logprobs_mode`; by default after temperature, top-k and top-p). Without an actor
     (`bind_actor`) and unless load_format is dummy, the engine answers with the weights it was started with.
     """
 

@@ -1,0 +1,91 @@
+"""The refinement loss on a policy's own samples, so that an RL update keeps the policy able to draft for itself."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
+
+from dllm_reasoning.config.iterative import IterativeConfig
+from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
+from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
+from dllm_reasoning.losses.layouts import build_layout, count_labels
+from verl.protocol import DataProto
+from verl.workers.config import FSDPActorConfig
+from verl.workers.engine import FSDPEngine
+from verl.workers.policy.causal_lm import causal_model
+
+
+class RefineLoss:
+    """Packed windows next to each sample, as in refinement SFT, divided by the labels of all ranks' mini-batch.
+
+    Where windows begin depends on a sample's tokens only, so neither the cut into micro-batches nor the number of ranks
+    changes the loss. With `refine_loss.samples=positive`, samples of advantage 0 or less have no labels.
+    """
+
+    def __init__(self, config: FSDPActorConfig, engine: FSDPEngine) -> None:
+        model = causal_model(engine.module)
+        window = trained_window(model.config)
+        if window is None:
+            raise ValueError(
+                f"actor.refine_loss_coef={config.refine_loss_coef} needs a model trained by iterative refinement: its "
+                "config.json has no dllm_window. Train it with dllm_reasoning.train_iterative_refine "
+                "(iterative.noise_pattern=packed), or set actor.refine_loss_coef=0."
+            )
+        settings = config.refine_loss
+        self.config, self.engine = config, engine
+        self.noise_token = model.config.to_dict().get(NOISE_KEY, model.config.eos_token_id)
+        self.noise = IterativeConfig(
+            noise_pattern="packed", block_length=window, windows_per_sample=settings.windows_per_sample,
+            num_iterations=settings.num_iterations, aligned_windows=settings.aligned_windows,
+        )  # fmt: skip
+        share = sharing(model, "auto", settings.num_iterations, packed=True)
+        self.loss = IterativeLoss(self.noise.round_weights, ar_weight=0.0, share=share)
+        self.labels = 0
+
+    def begin(self, mini: DataProto) -> None:
+        """Count the labels of a mini-batch over all ranks: a collective call."""
+        rows = self._rows(mini.batch)
+        own = count_labels(rows["response_mask"], seeds_of(rows), self.noise)
+        labels = torch.tensor(own, device=self.engine.device)
+        dist.all_reduce(labels)
+        self.labels = int(labels)
+
+    def backward(self, batch: TensorDict) -> dict[str, float]:
+        """Add the weighted gradient of a micro-batch; its share of actor/refine_loss, a mean over labels and rounds."""
+        rows, ranks = self._rows(batch), self.engine.get_data_parallel_size()
+        layout = build_layout(rows, seeds_of(rows), self.noise, self.noise_token).to(self.engine.device)
+        share = ranks / max(1, self.labels) / self.noise.num_iterations
+        with self.engine.autocast():
+            losses = self.loss.run(
+                self.engine.module, layout, lambda loss, _: self.engine.backward(loss, is_last_micro_batch=False),
+                scale=self.config.refine_loss_coef * share, ar_scale=0.0, is_last=False,
+            )  # fmt: skip
+        return {"actor/refine_loss": sum(losses.rounds).item() * share}
+
+    def _rows(self, batch: TensorDict) -> dict[str, torch.Tensor]:
+        """Left-padded prompts with responses [b, P+R] as the right-padded rows of `build_layout`, on the CPU.
+
+        Every token of a response is a label, those of tools too, unless its sample counts nowhere.
+        """
+        generated = batch["response_mask"]  # [b, R], 1 = generated token
+        counts = generated.sum(-1) > 0  # [b]
+        if self.config.refine_loss.samples == "positive":
+            counts = counts & ((batch["advantages"] * generated).sum(-1) > 0)
+        attended, ids = batch["attention_mask"].bool().cpu(), batch["input_ids"].cpu()
+        answer = torch.arange(ids.shape[1]) >= ids.shape[1] - generated.shape[1]
+        answer = attended & answer & counts.cpu()[:, None]
+        columns = {"input_ids": ids, "attention_mask": attended.long(), "response_mask": answer.long()}
+        rows = {
+            name: pad_sequence([row[kept] for row, kept in zip(column, attended, strict=True)], batch_first=True)
+            for name, column in columns.items()
+        }
+        positions = torch.arange(rows["input_ids"].shape[1])
+        return rows | {"position_ids": positions.expand_as(rows["input_ids"])}
+
+
+def seeds_of(rows: dict[str, torch.Tensor]) -> list[int]:
+    """A seed below 2**56 per row, from its tokens."""
+    texts = (ids[mask.bool()].numpy() for ids, mask in zip(rows["input_ids"], rows["attention_mask"], strict=True))
+    return [int.from_bytes(hashlib.blake2b(text.tobytes(), digest_size=7).digest(), "big") for text in texts]

@@ -1,0 +1,112 @@
+"""Rollout `refine`: a model that was trained by iterative refinement drafts its own next tokens and verifies them."""
+
+from typing import Any
+
+import torch
+
+from dllm_reasoning.inference.adaptive import AdaptiveWindows, ForwardCosts, windows_of
+from dllm_reasoning.inference.commit_rules import Row
+from dllm_reasoning.inference.generator import decode
+from dllm_reasoning.inference.lenient import LenientDraws
+from dllm_reasoning.inference.model_runner import ModelRunner
+from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
+from verl.protocol import DataProto
+from verl.workers.rollout.base import register_rollout
+from verl.workers.rollout.hf_rollout import HFRollout, choose
+from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded
+
+LOGITS_AT_ONCE = 2**28  # numbers; a forward of more is never chosen for the sake of drafts
+
+
+@register_rollout("refine", "sync")
+class RefineRollout(HFRollout):
+    """Generates with the actor's own module, several tokens per forward.
+
+    Tokens and log-probs are those of rollout `hf` with the same seeds up to rounding: a token is kept only if the
+    forward that predicted it had read the final tokens before it. `rollout.custom`: `mode` (auto, plain, slide,
+    verify; default auto, which chooses by measured costs), `window` and `noise_token_id` (default: those in the model's
+    config.json), and `lenience` (LenientAcceptance): with it samples are not those of the policy, but their log-probs
+    are known. Raises ValueError for a model without a window if none is set. Metrics: rollout/tokens_per_forward,
+    tokens of all rows over the forwards that each of them took part in, and rollout/forwards, those of the batches.
+    """
+
+    rule: AdaptiveWindows | None = None
+    rule_version = -1
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        self.tokens = self.row_forwards = self.forwards = 0
+        samples = super().generate_sequences(prompts)
+        per_forward = self.tokens / max(1, self.row_forwards)
+        metrics = {"rollout/tokens_per_forward": [per_forward], "rollout/forwards": [self.forwards]}
+        samples.meta_info["metrics"] = metrics
+        return samples
+
+    def _generate(self, prompts: DataProto) -> dict[str, torch.Tensor]:
+        request = GenerationRequest.from_batch(prompts, self.config)
+        module, n, limit, pad = self.engine.module, request.n, self.config.response_length, request.pad_id
+        generators = [torch.Generator().manual_seed(seed) for seeds in request.seeds for seed in seeds]
+        uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(module.device)  # [B*n, R]
+
+        def choose_tokens(logits: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], list[list[float]]]:
+            """logits [B, w, V] -> tokens and log-probs [B][w]."""
+            width, device = logits.shape[1], logits.device
+            index = torch.tensor([[row.number, len(row.tokens) - row.prompt_length] for row in rows], device=device)
+            position = (index[:, 1:] + torch.arange(width, device=device)).clamp(max=limit - 1)  # [B, w]
+            uniform = uniforms[index[:, :1], position]
+            tokens, log_probs = choose(logits.flatten(0, 1).float(), uniform.flatten(), request.sampling, filtered=True)
+            return tokens.view(-1, width).tolist(), log_probs.view(-1, width).tolist()
+
+        rows = [Row(i, list(ids), len(ids), limit) for i, ids in
+                enumerate(ids for ids in request.prompt_ids for _ in range(n))]  # fmt: skip
+        longest = max(map(len, request.prompt_ids))
+        if self.rule is None:
+            self.rule = self._make_rule(request, len(rows), longest, choose_tokens)
+        if self.rule_version != self.weights_version:
+            self.rule.forget()
+            self.rule_version = self.weights_version
+        slots = longest + limit + 2 * len(self.rule.first_guesses()) + 1
+        runner = ModelRunner(module, len(request.prompt_ids), slots, pad, use_cache=True)
+        runner.prefill(rows, n)
+        ends = frozenset(() if self.config.ignore_eos else request.eos_ids)
+        lenience, sampling = (self.config.custom or {}).get("lenience"), request.sampling
+        if lenience is not None and not sampling.greedy:
+            if sampling.top_k > 0 or sampling.top_p < 1:
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.custom.lenience={lenience} needs top_k=-1 and top_p=1, not top_k="
+                    f"{sampling.top_k} and top_p={sampling.top_p}: set those, or leave lenience out."
+                )
+            seeds = [seed for seeds in request.seeds for seed in seeds]
+            choose_tokens = LenientDraws(self.rule, lenience, sampling.temperature, seeds)
+        self.forwards += 1 + decode(runner, rows, self.rule, ends, choose_tokens)
+        self.row_forwards += sum(row.forwards for row in rows)
+        answers = [row.tokens[row.prompt_length :] for row in rows]
+        self.tokens += sum(map(len, answers))
+        responses = right_padded(answers, limit, pad, torch.int64)
+        mask = right_padded([[1] * len(answer) for answer in answers], limit, 0, torch.int64)
+        log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
+        return answered(prompts, n, responses, mask, log_probs if self.config.calculate_log_probs else None)
+
+    def _make_rule(self, request: GenerationRequest, rows: int, longest: int, choose_tokens: Any) -> AdaptiveWindows:
+        """The windows of `rollout.custom.mode`, with measured costs if there is a choice."""
+        module, custom = self.engine.module, self.config.custom or {}
+        window = custom.get("window") or trained_window(module.config)
+        if window is None:
+            raise ValueError(
+                "actor_rollout_ref.rollout.name=refine needs a model trained by iterative refinement: its config.json "
+                "has no dllm_window. Train it with dllm_reasoning.train_iterative_refine "
+                "(iterative.noise_pattern=packed), or set actor_rollout_ref.rollout.custom.window to the number of "
+                "tokens that it predicts per forward."
+            )
+        noise = custom.get("noise_token_id", module.config.to_dict().get(NOISE_KEY))
+        if noise is None:
+            noise = request.eos_ids[0] if request.eos_ids else request.pad_id
+        windows = windows_of(custom.get("mode", "auto"), window)
+        if len(windows) == 1:
+            return AdaptiveWindows(windows, noise)
+        widths = [each.width for each in windows]
+        runner = ModelRunner(module, rows, longest + max(widths), request.pad_id, use_cache=True)
+        most = LOGITS_AT_ONCE // module.config.get_text_config().vocab_size
+        costs = ForwardCosts.measured(
+            lambda batch: choose_tokens(runner.logits(batch), batch), widths, rows, longest, most
+        )
+        return AdaptiveWindows(windows, noise, costs)

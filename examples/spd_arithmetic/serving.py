@@ -1,0 +1,53 @@
+"""Questions of the test bed put to a served model: accuracy, and the choice of a threshold."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig
+
+from recipe.spd.answers import is_correct
+from recipe.spd.decoder import end_ids
+
+DROP_POINTS = 0.5  # of accuracy on validation questions that a chosen threshold may cost
+
+
+@dataclass(frozen=True)
+class Question:
+    """A line of questions_SPLIT.jsonl."""
+
+    question_id: str
+    question: str
+    prompt_ids: list[int]
+    ground_truth: str
+
+
+def read_questions(path: Path, limit: int | None = None) -> list[Question]:
+    """The first `limit` questions of a test bed's file."""
+    return [Question(**json.loads(line)) for line in path.read_text().splitlines()[:limit]]
+
+
+def accuracy(model: str, questions: Sequence[Question], answers: Sequence[Sequence[int]]) -> float:
+    """Share of answers (token ids) that have ended and name the right number; `model` is the target's folder."""
+    decode, ends = _texts_of(model)
+    pairs = zip(questions, answers, strict=True)
+    right = [bool(ids) and ids[-1] in ends and is_correct(decode(list(ids)), q.ground_truth) for q, ids in pairs]
+    return sum(right) / len(right)
+
+
+def choose_threshold(exact: float, judged: Mapping[float, float], drop_points: float = DROP_POINTS) -> float:
+    """The lowest threshold that costs at most `drop_points` on validation questions; else the most accurate one.
+
+    `exact`, `judged`: accuracy of exact acceptance, and of each threshold.
+    """
+    kept = [threshold for threshold, right in judged.items() if 100 * (exact - right) <= drop_points + 1e-9]
+    return min(kept) if kept else max(judged, key=lambda threshold: (judged[threshold], threshold))
+
+
+@cache
+def _texts_of(model: str):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ends = end_ids(GenerationConfig.from_pretrained(model).eos_token_id) or end_ids(tokenizer.eos_token_id)
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends

@@ -1,0 +1,147 @@
+"""Decisions of a scorer on the rows of a vLLM step, and their counts."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from loguru import logger
+from torch import nn
+
+MATCHED, JUDGED, LET_THROUGH = range(3)
+COUNTS = ("matched", "judged", "let_through")
+KEPT_REQUESTS = 4096  # finished requests whose counts can still be asked for
+PENDING_STEPS = 256  # steps whose counts wait on the device: copying them each step would stall it
+RAISED = 1e4  # above the largest logit: certain at any temperature in use, and finite when divided by it
+
+
+def threshold_of(extra_args: Mapping[str, Any] | None, default: float) -> float:
+    """A request's threshold from its `vllm_xargs`: infinite (exact acceptance) for `spd: 0`.
+
+    A value that is no number means exact acceptance too: an error here would end the engine, not the request.
+    """
+    given = extra_args or {}
+    if str(given.get("spd", 1)).lower() in ("0", "0.0", "false", "off"):
+        return math.inf
+    try:
+        value = float(given.get("spd_threshold", default))
+    except (TypeError, ValueError):
+        value = math.nan
+    if math.isnan(value):
+        logger.warning("spd_threshold={!r} is no number; this request is not judged.", given["spd_threshold"])
+        return math.inf
+    return value
+
+
+@dataclass
+class Rows:
+    """Judged rows of a step: `request` [N] int64 (number in the step), `position` [N] in its block, and [N] bool."""
+
+    request: torch.Tensor
+    position: torch.Tensor
+    matched: torch.Tensor
+    judged: torch.Tensor
+    lifted: torch.Tensor
+
+
+@dataclass
+class Step:
+    """What a worker passes to its sampler: request ids [R], their thresholds, the states of the logits' rows."""
+
+    requests: Sequence[str]
+    thresholds: torch.Tensor  # [R] float32 on the device
+    judges: bool  # some request has a finite threshold
+    hidden: torch.Tensor  # [rows, H], the input of the target's output layer
+    rows: list[Rows] = field(default_factory=list)
+
+
+class ServedJudge:
+    """Lifts the logits of accepted mismatches, so that vLLM's own sampling accepts them.
+
+    head: (hidden, draft, target embeddings, each [N, H]) -> z [N]; embed: ids [N] -> [N, H].
+    """
+
+    def __init__(
+        self, head: nn.Module, embed: Callable[[torch.Tensor], torch.Tensor], threshold: float, device: torch.device
+    ) -> None:
+        self.head, self.embed, self.threshold, self.device = head, embed, threshold, device
+        self.thresholds: dict[str, float] = {}  # of running requests
+        self.counts: OrderedDict[str, list[int]] = OrderedDict()  # of running and of recently finished requests
+        self.totals = [0] * len(COUNTS)
+        self.step: Step | None = None
+        self._pending: list[tuple[Sequence[str], torch.Tensor]] = []
+
+    def admit(self, scheduler_output: Any) -> None:
+        """Take in the requests that start with this step, and forget the finished ones' thresholds."""
+        for request_id in scheduler_output.finished_req_ids:
+            self.thresholds.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            extra = new.sampling_params.extra_args if new.sampling_params else None
+            self.thresholds[new.req_id] = threshold_of(extra, self.threshold)
+
+    def begin(self, requests: Sequence[str], hidden: torch.Tensor) -> None:
+        """Announce the rows of a step with drafts; `requests` in the order of the logits' rows."""
+        values = [self.thresholds.get(request_id, math.inf) for request_id in requests]
+        thresholds = torch.tensor(values, dtype=torch.float32).to(self.device, non_blocking=True)
+        self.step = Step(list(requests), thresholds, min(values) < math.inf, hidden)
+
+    def lift(
+        self, logits: torch.Tensor, hidden: torch.Tensor, draft: torch.Tensor, request: torch.Tensor,
+        position: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Raise, in place, the draft token's logit in the rows that the scorer accepts.
+
+        logits [N, V] float32 after grammar and forbidden words (-inf is never raised); hidden [N, H]; draft [N] ids, -1
+        for no draft; request, position [N].
+        """
+        target = logits.argmax(-1)
+        drafted = draft >= 0
+        matched = draft == target
+        lifted = judged = torch.zeros_like(matched)
+        if self.step.judges:
+            ids = draft.clamp(min=0).long()
+            z = self.head(hidden, self.embed(ids), self.embed(target)).float()
+            threshold = self.step.thresholds[request]
+            judged = drafted & ~matched & (threshold < math.inf)
+            own = logits.gather(1, ids[:, None]).squeeze(1)
+            lifted = judged & (z > threshold) & (own > -math.inf)
+            raised = torch.where(lifted, logits.amax(-1) + RAISED, own)
+            logits.scatter_(1, ids[:, None], raised[:, None])
+        self.step.rows.append(Rows(request, position, matched & drafted, judged, lifted))
+
+    def finish(self, accepted: torch.Tensor) -> None:
+        """Count the step's decisions: `accepted` [R] are the leading draft tokens that each request keeps."""
+        step, self.step = self.step, None
+        if step is None or not step.rows:
+            return
+        request, position, *flags = (torch.cat([getattr(r, n) for r in step.rows]) for n in Rows.__annotations__)
+        limit = accepted[request]
+        kept, reached = position < limit, position <= limit
+        counted = torch.stack([flags[MATCHED] & kept, flags[JUDGED] & reached, flags[LET_THROUGH] & kept], dim=1)
+        sums = torch.zeros(len(step.requests), len(COUNTS), device=counted.device)
+        self._pending.append((step.requests, sums.index_add_(0, request, counted.float())))
+        if len(self._pending) >= PENDING_STEPS:
+            self._fold()
+
+    def _fold(self) -> None:
+        pending, self._pending = self._pending, []
+        for requests, sums in pending:
+            for request_id, values in zip(requests, sums.long().tolist(), strict=True):
+                known = self.counts.setdefault(request_id, [0] * len(COUNTS))
+                for i, value in enumerate(values):
+                    known[i] += value
+                    self.totals[i] += value
+        finished = [r for r in self.counts if r not in self.thresholds]
+        for request_id in finished[: max(0, len(finished) - KEPT_REQUESTS)]:
+            del self.counts[request_id]
+
+    def report(self, prefix: str | None = None) -> dict[str, Any]:
+        """Totals since the start; with `prefix` those of each known request whose id starts with it."""
+        self._fold()
+        if prefix is None:
+            return dict(zip(COUNTS, self.totals, strict=True))
+        return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items() if r.startswith(prefix)}

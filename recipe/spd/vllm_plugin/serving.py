@@ -1,0 +1,138 @@
+"""Settings of a scorer in a vLLM engine, checked against its target and drafter before the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from loguru import logger
+
+from recipe.spd.reward import refuse_unknown
+from recipe.spd.scoring_config import ScoringModelConfig
+from recipe.spd.trained import check_trained
+from verl.config.fields import check_settings, setting
+from verl.utils.fingerprint import cached_folder_fingerprint, model_folder
+
+WORKER = "recipe.spd.vllm_plugin.worker.SPDWorker"
+TESTED_VLLM = "0.32."
+# Engine option -> the values that work with a scorer (others are refused), and what to do instead.
+WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_lora": ((None, False), "A head reads the states of its own target only: serve the merged model."),
+    "decode_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
+    "prefill_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
+    "enable_batch_sharded_sampling": ((None, False), "Ranks would judge different rows: leave it out."),
+    "logprobs_mode": (
+        (None, "raw_logprobs", "raw_logits"),
+        "Processed values would show the logits of judged tokens: use a raw mode.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ServedScorer:
+    """Group `spd` of the engine's additional_config."""
+
+    section: ClassVar[str] = "spd"
+    scorer: str
+    threshold: float = setting(0.0, "Mismatches with z above it are accepted; a request's spd_threshold overrides it.")
+    allow_foreign_target: bool = setting(
+        False, "Serve a target with other weights than the head was trained on, such as a quantised one."
+    )
+    allow_foreign_drafter: bool = setting(False, "Serve another drafter than the one that the blocks came from.")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @classmethod
+    def from_engine(cls, additional_config: Mapping[str, Any]) -> ServedScorer:
+        """From an engine's additional_config; ValueError names a missing, unknown or wrong key."""
+        given = additional_config.get("spd")
+        if not isinstance(given, Mapping) or "scorer" not in given:
+            raise ValueError("additional_config needs {'spd': {'scorer': DIR}}, the folder of a saved scorer.")
+        refuse_unknown("spd", given, [f.name for f in fields(cls)])
+        return cls(**given)
+
+    def check(
+        self, target: str, speculative: Mapping[str, Any] | None, options: Mapping[str, Any]
+    ) -> ScoringModelConfig:
+        """The scorer's config, if it fits this target, drafter and engine; else one ValueError or OSError.
+
+        `speculative`: the engine's speculative_config. `options`: its other options, those left out are the defaults.
+        """
+        if not speculative:
+            raise ValueError("a scorer judges drafts: give the engine a speculative_config (a draft model, or n-gram).")
+        method = speculative.get("rejection_sample_method") or "standard"
+        if method != "standard":
+            raise ValueError(f"rejection_sample_method={method!r} does not work with a scorer. Use 'standard'.")
+        for name, (values, instead) in WORKS.items():
+            if options.get(name) not in values:
+                raise ValueError(f"{name}={options[name]!r} does not work with a scorer. {instead}")
+        saved = ScoringModelConfig.load(Path(self.scorer))
+        if saved.backbone != "target":
+            raise ValueError(
+                f"{self.scorer} holds a scorer with an own backbone. vLLM serves heads on the target's hidden states: "
+                "train one with spd.backbone=target."
+            )
+        here = replace(saved, base_model_path=target, base_fingerprint="", hidden_size=self._width(target))
+        if not self.allow_foreign_target:
+            here.base_fingerprint = _fingerprint(target)
+        try:
+            check_trained(Path(self.scorer), here, None)
+        except ValueError as error:
+            quantised = "" if self.allow_foreign_target else (
+                " For a quantised copy of that target set spd.allow_foreign_target, and check its answers."
+            )  # fmt: skip
+            raise ValueError(f"{error}{quantised}") from error
+        if not self.allow_foreign_drafter:
+            self._check_drafter(saved, speculative)
+        return saved
+
+    @staticmethod
+    def _width(target: str) -> int:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(target).get_text_config().hidden_size
+
+    def _check_drafter(self, saved: ScoringModelConfig, speculative: Mapping[str, Any]) -> None:
+        if not saved.draft_fingerprint:
+            logger.warning("{} does not say whose drafts it was trained on; nothing to compare.", self.scorer)
+            return
+        model = speculative.get("model") or ""
+        folder = model_folder(model)
+        if folder is None or _fingerprint(model) != saved.draft_fingerprint:
+            drafter = model or speculative.get("method")
+            raise ValueError(
+                f"the scorer in {self.scorer} was trained on blocks of another drafter (fingerprint "
+                f"{saved.draft_fingerprint}) than {drafter!r}. Name that one as the draft model, train a scorer on "
+                "blocks of this one, or set spd.allow_foreign_drafter and check the answers."
+            )
+
+
+def _fingerprint(model: str) -> str:
+    folder = model_folder(model)
+    return (cached_folder_fingerprint(folder) if folder else None) or ""
+
+
+def engine_options(
+    target: str, scorer: str, *, draft: str | None = None, threshold: float = 0.0, gamma: int = 8,
+    allow_foreign_target: bool = False, allow_foreign_drafter: bool = False, **engine: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `vllm.LLM` (and of AsyncEngineArgs) that serve `target` with a scorer, checked.
+
+    `draft`: folder of a draft model that proposes `gamma` tokens; or give `speculative_config` for another proposer.
+    `engine`: further arguments. Raises ValueError or OSError where scorer, target, drafter or arguments do not fit.
+    """
+    speculative = engine.pop("speculative_config", None)
+    if speculative is None and draft is not None:
+        speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+    given = {"scorer": str(Path(scorer).expanduser().resolve()), "threshold": threshold}
+    allowed = {"allow_foreign_target": allow_foreign_target, "allow_foreign_drafter": allow_foreign_drafter}
+    given |= {name: True for name, value in allowed.items() if value}
+    ServedScorer(**given).check(str(target), speculative, engine)
+    additional = {**engine.pop("additional_config", {}), "spd": given}
+    return {
+        "model": str(target), "worker_cls": WORKER, "speculative_config": speculative, "additional_config": additional,
+        **engine,
+    }  # fmt: skip

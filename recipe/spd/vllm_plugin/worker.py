@@ -1,0 +1,130 @@
+"""vLLM's worker with a scorer; named by `--worker-cls`, set up by additional_config["spd"]."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from loguru import logger
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from vllm.distributed import get_pp_group
+from vllm.platforms import current_platform
+
+from recipe.spd.scoring_config import ScoringModelConfig, make_head
+from recipe.spd.trained import HEAD_FILE
+from recipe.spd.vllm_plugin.judge import ServedJudge
+from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
+from verl.utils.fingerprint import model_folder
+from verl.utils.weight_files import safetensors_of
+from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
+
+EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+class SPDWorker(PlatformWorker):
+    """Judges between the target's forward and vLLM's sampling, whose code stays as it is."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self.served = ServedScorer.from_engine(vllm_config.additional_config)
+        self.scorer = check_engine(self.served, vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        self.judge: ServedJudge | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if self.use_v2_model_runner:
+            from recipe.spd.vllm_plugin import v2 as runner_parts
+        else:
+            from recipe.spd.vllm_plugin import v1 as runner_parts
+        check_interface(runner_parts)
+        if current_platform.is_cpu():
+            repair_expand_kernel()
+        self._parts = runner_parts
+        head = make_head(self.scorer).to(self.device).eval()
+        head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
+        embed = target_embedding(self.get_model(), self.vllm_config.model_config.model, self.device)
+        self.judge = ServedJudge(head, embed, self.served.threshold, self.device)
+        runner_parts.install(self.model_runner, self.judge)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.judge.admit(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self._parts.begin(self.model_runner, self.judge)
+        return super().sample_tokens(grammar_output)
+
+    def spd_counts(self, prefix: str | None = None) -> dict[str, Any]:
+        """See ServedJudge.report; for collective_rpc."""
+        return self.judge.report(prefix)
+
+
+def check_engine(served: ServedScorer, vllm_config: Any) -> ScoringModelConfig:
+    """`ServedScorer.check` for a composed vLLM config."""
+    parallel, model, speculative = (
+        vllm_config.parallel_config, vllm_config.model_config, vllm_config.speculative_config
+    )  # fmt: skip
+    options = {name: getattr(parallel, name, None) for name in WORKS}
+    options |= {"enable_lora": vllm_config.lora_config is not None, "logprobs_mode": model.logprobs_mode}
+    proposer = None
+    if speculative is not None:
+        names = ("method", "model", "rejection_sample_method")
+        proposer = {name: getattr(speculative, name) for name in names}
+    if not vllm.__version__.startswith(TESTED_VLLM):
+        logger.warning("the scorer was tested with vLLM {}x; this is {}.", TESTED_VLLM, vllm.__version__)
+    return served.check(model.model, proposer, options)
+
+
+def check_interface(parts: Any) -> None:
+    """RuntimeError where this vLLM's methods or fields are not those that `parts` (v1 or v2) overrides or reads."""
+    wrong = [
+        f"{method.__qualname__}{inspect.signature(method)}, expected {', '.join(names)}"
+        for method, names in parts.INTERFACE.items()
+        if tuple(inspect.signature(method).parameters) != names
+    ]
+    state, fields = parts.STATE
+    wrong += [f"{state.__name__} without {name}" for name in fields if name not in state._fields]
+    if wrong:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} has {'; '.join(wrong)}. The scorer's plugin was made for vLLM {TESTED_VLLM}x: "
+            "install that, or adapt recipe/spd/vllm_plugin."
+        )
+
+
+def target_embedding(model: nn.Module, path: str, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """ids [N] -> the target's input embeddings [N, H]; read from its files on a pipeline rank that lacks them."""
+    if get_pp_group().is_first_rank:
+        return model.embed_input_ids
+    for file in safetensors_of(model_folder(path)):
+        with safe_open(file, "pt", device=str(device)) as opened:
+            if names := [name for name in opened.keys() if name.endswith("embed_tokens.weight")]:
+                table = opened.get_tensor(names[0])
+                return lambda ids: nn.functional.embedding(ids, table)
+    raise ValueError(f"{path} has no embed_tokens.weight, which the last pipeline rank needs. Use tensor parallelism.")
+
+
+def repair_expand_kernel() -> None:
+    """Replace the CPU stand-in of a kernel that leaves its output unset (vLLM issue 55005): without this, sampled
+    requests with drafts are divided by uninitialised temperatures."""
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    values, ends = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
+    if expand_batch_to_tokens(values, ends, 3).tolist() == [0.5, 2.0, 2.0]:
+        return
+
+    def expand(
+        output: torch.Tensor, given: torch.Tensor, ends: torch.Tensor, replace_from: float, replace_to: float,
+        *_: Any, **__: Any,
+    ) -> None:
+        given = torch.where(given == replace_from, torch.full_like(given, replace_to), given)
+        output.copy_(given.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+    register_kernels({EXPAND_KERNEL: expand})

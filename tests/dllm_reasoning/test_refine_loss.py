@@ -1,0 +1,99 @@
+"""The refinement loss of an RL update against windows that are forwarded one at a time."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM
+
+from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
+from dllm_reasoning.losses.refine_loss import RefineLoss, seeds_of
+from dllm_reasoning.utils.noise_utils import row_generator, window_starts
+from tests.dllm_reasoning.models import tiny
+from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from verl.config.actor import RefineLossConfig
+
+WINDOW, NOISE, WINDOWS = 4, 3, 2
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    model = tiny("llama", seed=4, initializer_range=0.2)
+    model.config.update({WINDOW_KEY: WINDOW, NOISE_KEY: NOISE})
+    folder = tmp_path_factory.mktemp("refined")
+    model.save_pretrained(folder)
+    yield str(folder)
+    leave_group()
+
+
+def actor_of(path, micro=8, **more):
+    chosen = RefineLossConfig(windows_per_sample=WINDOWS, **more)
+    return make_actor(make_engine(path), micro=micro, refine_loss_coef=0.5, refine_loss=chosen)
+
+
+def batch():
+    return rl_batch(vocab=48)
+
+
+def by_hand(path, rows, rounds):
+    """Gradients and loss of all windows, each a forward of its clean prefix and noise; `rows`: which have labels."""
+    model = LlamaForCausalLM.from_pretrained(path)
+    data, losses, labels = batch().batch, [[] for _ in range(rounds)], 0
+    for i in rows:
+        kept = data["attention_mask"][i].bool()
+        ids, prompt = data["input_ids"][i][kept].tolist(), int(kept[:4].sum())
+        seed = seeds_of({"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))})[0]
+        for start in window_starts(len(ids) - prompt, WINDOWS, row_generator(seed)):
+            true = ids[prompt + start : prompt + start + WINDOW]
+            fed = [NOISE] * (WINDOW - 1)
+            labels += len(true)
+            for k in range(rounds):
+                logits = model(input_ids=torch.tensor([ids[: prompt + start] + fed])).logits[0, -WINDOW:]
+                losses[k].append(cross_entropy(logits[: len(true)], torch.tensor(true), reduction="sum"))
+                fed = logits.argmax(-1)[:-1].tolist()
+    loss = sum(sum(part) for part in losses) / labels / rounds
+    (0.5 * loss).backward()
+    return {name: p.grad for name, p in model.named_parameters()}, loss.item()
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("samples", ["all", "positive"])
+def test_gradient_and_value_are_those_of_windows_forwarded_one_by_one(model_path, rounds, samples):
+    data = batch()
+    generated, advantages = data.batch["response_mask"], data.batch["advantages"]
+    rows = [i for i in range(8) if generated[i].any()]
+    if samples == "positive":
+        rows = [i for i in rows if (advantages[i] * generated[i]).sum() > 0]
+        assert 0 < len(rows) < 8
+    expected, value = by_hand(model_path, rows, rounds)
+    actor = actor_of(model_path, samples=samples, num_iterations=rounds)
+    loss, engine = actor.refine_loss, actor.engine
+    assert isinstance(loss, RefineLoss)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        loss.begin(data)
+        metrics = loss.backward(data.batch)
+        nothing = engine.module(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.sum() * 0
+        engine.backward(nothing, is_last_micro_batch=True)  # the policy's loss, after which gradients are exchanged
+        gradients = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
+    assert metrics == {"actor/refine_loss": pytest.approx(value, rel=1e-5)}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_cuts_do_not_change_the_update(model_path):
+    whole = actor_of(model_path)
+    metrics = whole.update_policy(batch())
+    for cut in (dict(micro=2), dict(micro=3)):
+        pieces = actor_of(model_path, **cut)
+        again = pieces.update_policy(batch())
+        for name in ("actor/refine_loss", "actor/pg_loss", "actor/grad_norm"):
+            assert again[name] == pytest.approx(metrics[name], rel=1e-4), name
+        changed = weights_of(pieces.engine)
+        for name, weight in weights_of(whole.engine).items():
+            np.testing.assert_allclose(changed[name], weight, atol=2e-4)
+
+
+def test_a_model_without_a_window_is_refused(tiny_llama):
+    with pytest.raises(ValueError, match=r"actor.refine_loss_coef=0.5 needs a model trained by iterative refinement"):
+        actor_of(tiny_llama)

@@ -1,0 +1,117 @@
+"""A refined model as its own drafter in vLLM: the windows of commit_rules, and greedy tokens over HTTP."""
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from dllm_reasoning.inference.generator import iterative_generate
+from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY, SelfDraftSettings, self_draft_options
+from scripts.serve_spd import flags_of
+from tests.helpers.models import save_tiny_llama
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
+
+WINDOW, NOISE, EOS, LIMIT = 5, 3, 2, 24
+
+
+@pytest.fixture(scope="module")
+def refined(tmp_path_factory):
+    """A random model that says it was trained on a window: its guesses are poor, its greedy tokens are not."""
+    folder = save_tiny_llama(tmp_path_factory.mktemp("refined") / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(4.0)  # distinct logits: rounding must not decide
+    model.config.update({WINDOW_KEY: WINDOW, NOISE_KEY: NOISE})
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def prompts(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, 60, (6,), generator=generator).tolist() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "mode, budget, running, expected",
+    [("slide", 1, 64, (4, 0)), ("verify", 1, 64, (4, 4)), ("auto", 64, 1, (4, 4)), ("auto", 64, 7, (4, 4)),
+     ("auto", 64, 8, (4, 0)), ("auto", 64, 16, (3, 0)), ("auto", 64, 32, (1, 0)), ("auto", 64, 33, (0, 0)),
+     ("auto", 64, 500, (0, 0))],
+)  # fmt: skip
+def test_windows_shrink_with_the_running_requests_and_modes_are_kept(mode, budget, running, expected):
+    assert SelfDraftSettings(mode, budget).window(4, running) == expected
+
+
+def test_a_model_without_a_window_and_wrong_settings_are_refused(tiny_llama):
+    with pytest.raises(ValueError, match=f"no {WINDOW_KEY}"):
+        self_draft_options(tiny_llama)
+    with pytest.raises(ValueError, match="mode"):
+        self_draft_options(tiny_llama, mode="wide")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mode", ["slide", "verify"])
+def test_its_windows_are_those_of_our_own_generation(refined, mode):
+    """vLLM's part is played by a loop: verify the drafts in one forward, keep the confirmed ones and one more."""
+    from dllm_reasoning.inference.vllm_drafter import SelfDrafter
+
+    folder, model = refined
+    asked = prompts(6)
+    ours = iterative_generate(model, asked, EOS, 0, refine_iter=mode, max_new_tokens=LIMIT, return_details=True)
+    options = self_draft_options(folder, mode=mode)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=model.config), additional_config=options["additional_config"]
+    )
+    drafter = SelfDrafter(config)
+    for prompt, expected, forwards in zip(asked, ours.tokens, ours.stats.forwards, strict=True):
+        tokens, steps, drafts = list(prompt), 0, []
+        while len(tokens) < len(prompt) + LIMIT and EOS not in tokens[len(prompt) :]:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 :]
+            predicted = logits.argmax(-1).tolist()
+            agreed = next((i for i, d in enumerate(drafts) if d != predicted[i]), len(drafts))
+            drafter.observe(logits, [len(drafts)])
+            tokens += predicted[: agreed + 1]
+            (drafts,) = drafter.propose([predicted[: agreed + 1]], None, None)
+            steps += 1
+        new = tokens[len(prompt) :][:LIMIT]
+        new = new[: new.index(EOS) + 1] if EOS in new else new
+        assert new == expected
+        # Our own generation has noise tokens in its first forward; vLLM's prefill has none.
+        assert forwards <= steps <= forwards + 1
+
+
+@pytest.mark.process
+def test_greedy_answers_over_http_are_those_of_the_model_alone(refined, tmp_path):
+    folder, model = refined
+    options = self_draft_options(folder)
+    del options["model"]
+    server = LocalVllmServer(folder, tmp_path / "server.log", 128, [*flags_of(options), "--max-num-seqs", "8"])
+    try:
+        url = server.wait_ready(300)
+
+        def ask(prompt):
+            body = {"prompt": prompt, "max_tokens": LIMIT, "temperature": 0.0, "return_token_ids": True}
+            request = urllib.request.Request(
+                f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=120) as reply:
+                return json.load(reply)["choices"][0]["token_ids"]
+
+        asked = prompts(24)
+        with ThreadPoolExecutor(8) as pool:  # verify alone, slide with others: the number of requests varies
+            together = list(pool.map(ask, asked))
+        alone = [ask(prompt) for prompt in asked[:6]]
+        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+            page = reply.read().decode()
+    finally:
+        server.stop()
+    expected = iterative_generate(model, asked, EOS, 0, 0, 0, LIMIT, return_details=True).tokens
+    assert together == expected and alone == expected[:6]
+    (drafted,) = [line for line in page.splitlines() if line.startswith("vllm:spec_decode_num_draft_tokens_total")]
+    assert float(drafted.split()[-1]) > 0

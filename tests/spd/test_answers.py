@@ -1,0 +1,71 @@
+"""Answers out of texts, and their comparison with the ground truth, by tables of cases."""
+
+import pytest
+
+from recipe.spd.answers import extract_answer, is_correct
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("so 2 * 11 = 22 . the answer is 22", "22"),
+        ("the answer is 5 . no , the final answer is : 1,234.50 dollars", "1234.5"),
+        ("work #### 18", "18"),
+        (r"thus \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("The answer is $-3.", "-3"),
+        ("The answer is -$3.", "-3"),
+        ("The answer is **18**.", "18"),
+        (r"The answer is \( 18 \)", "18"),
+        ("The answer is 5 . Q: more ? #### 7", "7"),  # the last mark counts, whichever it is
+        (r"#### 7 so \boxed{9}", "9"),
+        (r"\boxed{9} so the answer is 7", "7"),
+        ("22 apples", None),
+        ("Answer is $18", "18"),
+        ("**Answer:** 18 dollars", "18"),
+        ("**Final Answer**: **$1,800**", "1800"),
+        ("The answer is 3 * 6 = 18 apples", "18"),
+        ("The answer is x = 18", "18"),
+        ("the answer is 5 . then 3 + 4 = 7", "5"),  # another sentence
+        (r"\boxed{\$18}", "18"),
+        (r"\boxed{18\%}", "18"),
+        (r"\boxed{18 \text{ dollars}}", "18"),
+        (r"\boxed{\text{18 dollars}}", "18"),
+        (r"\boxed{18 dollars}", "18"),
+        (r"\boxed{18\text{ m}}", "18"),
+        (r"\boxed{\textbf{18}}", "18"),
+        (r"\boxed{**18**}", "18"),
+        (r"\boxed{3 \times 6 = 18}", "18"),
+        (r"\boxed{1{,}800}", "1800"),
+        (r"\boxed{1\,800}", "1800"),
+        (r"\boxed{1, 800}", "1800"),
+        (r"\boxed{(1,2)}", "(1,2)"),
+        (r"\boxed{2x}", "2x"),
+        (r"\boxed{007.50}", "7.5"),
+        (r"\boxed{\text{Monday}}", "Monday"),
+    ],
+)
+def test_answers_by_hand(text, answer):
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, truth, right",
+    [
+        ("the answer is 2", "2", True),
+        ("the answer is 22", "2", False),
+        ("the answer is 2", "22", False),
+        ("the answer is 07", "7", True),
+        ("the answer is 18", "Janet has 18 . #### 18", True),
+        (r"\boxed{\$18.00}", "18", True),
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        ("the answer is 1/2", r"\frac{1}{2}", True),
+        (r"\boxed{.5}", "0.50", True),
+        (r"\boxed{2x}", "2", False),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
+        (r"\boxed{x^2 + 2x}", "(x+1)^2", False),
+        (r"\boxed{\text{Monday}}", "Monday", True),
+        (r"\boxed{\text{Monday}}", "Tuesday", False),
+    ],
+)
+def test_an_answer_is_compared_whole_and_by_value(text, truth, right):
+    assert is_correct(text, truth) is right

@@ -1,0 +1,87 @@
+"""Labels of single mismatches by hand, and a scorer fitted to them through the command."""
+
+import json
+
+import pytest
+
+import train_spd_scorer as entry
+from recipe.spd.client import CompletionCounts
+from recipe.spd.store import Completion
+from recipe.spd.supervised import label_blocks
+from spd_scorer import AutoModelForSPDScoring, SPDInputData
+from tests.spd.test_spd_rollout import ANSWER, IS, TOKENIZER, AnsweringServer
+
+# Two mismatches each, at positions 0 and 2; the answer is right after an even id, which the last token of a hybrid is.
+BLOCKS = {
+    "harmless": ([30, 31, 32], [11, 12, 13], [21, 12, 24, 26]),  # 24 after one accept, 26 after both: right
+    "second": ([30, 31, 32], [11, 12, 13], [21, 12, 22, 27]),
+    "first": ([30, 31, 32], [11, 12, 13], [20, 12, 25, 26]),
+    "wrong baseline": ([30, 31, 33], [11, 12, 13], [21, 12, 24, 26]),
+}
+
+
+def infos(*names):
+    return [
+        {"context_ids": c, "draft_ids": d, "target_ids": t, "ground_truth": "4", "is_correct_baseline": 1}
+        for c, d, t in (BLOCKS[name] for name in names)
+    ]
+
+
+class Completing:
+    """Answers as AnsweringServer does; counts the distinct contexts."""
+
+    def __init__(self, lost=()):
+        self.asked, self.lost = set(), lost
+
+    def complete(self, requests):
+        self.asked |= {ids for ids, _ in requests}
+        done = {r: Completion((ANSWER, IS, 5 + 4 + r[0][-1] % 2), False) for r in requests if r[0] not in self.lost}
+        return done, CompletionCounts()
+
+
+def test_labels_end_with_the_first_harmful_mismatch():
+    completer = Completing()
+    labels, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16)
+    assert labels == {0: [True, True], 1: [True, False], 2: [False]}
+    # Two baselines, hybrids after one mismatch (ending in 24, 22, 25, and 24 after the other context) and after two.
+    assert used == len(completer.asked) == 8
+    lost = (30, 31, 32, 11, 12, 13, 27)
+    assert label_blocks(infos("second"), Completing([lost]), TOKENIZER, {2}, 16)[0] == {0: [True]}
+
+
+def test_a_budget_of_completions_is_not_exceeded():
+    completer = Completing()
+    labels, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16, budget=6)
+    assert used == len(completer.asked) == 6 and labels == {0: [True], 1: [True], 2: [False]}
+
+
+@pytest.mark.process
+def test_the_command_fits_a_scorer_that_grpo_can_start_from(tiny_llama, tmp_path, monkeypatch):
+    names = [*BLOCKS][:3]
+    for name, rows in (
+        ("blocks", [{"question_id": name, **dict(zip(("context_ids", "draft_ids", "target_ids"), BLOCKS[name],
+                                                     strict=True))} for name in names]),
+        ("meta", [{"question_id": name, "question": "q", "ground_truth": "4", "is_correct_baseline": 1}
+                  for name in names]),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    options = [
+        "--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"), "--model", tiny_llama,
+        "--tokenizer", str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "--device", "cpu",
+        "--max-tokens", "16", "--batch-size", "3", "--steps", "40", "spd.rollout.served_model=served",
+    ]  # fmt: skip
+    server = AnsweringServer()
+    with server.running() as url:
+        monkeypatch.setenv("SPD_VLLM_URLS", url)
+        assert entry.main([*options, "--supervised"]) == 0
+    folder = tmp_path / "run" / "supervised"
+    figures = json.loads((folder / "supervised.json").read_text())
+    assert (figures["blocks"], figures["harmful"], figures["completions"]) == (3, 2, len(server.asked))
+    assert figures["loss"][-1] < 0.5 * figures["loss"][0]
+    scorer = AutoModelForSPDScoring.from_pretrained(folder)
+    columns = zip(*(BLOCKS[name] for name in names), strict=True)
+    z = scorer(**SPDInputData.from_blocks(*columns, sep_token_id=3, pad_token_id=0).as_kwargs())
+    assert z[0, 2] > 0 > z[1, 2] and z[0, 0] > 0 > z[2, 0]  # the same draft tokens, told apart by the target's
+    with pytest.raises(SystemExit):
+        entry.parse_args([*options, "--label-budget", "3"])

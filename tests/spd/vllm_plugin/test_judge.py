@@ -1,0 +1,86 @@
+"""Decisions and counts of a served scorer, without vLLM."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipe.spd.vllm_plugin.judge import ServedJudge, threshold_of
+
+VOCABULARY, HIDDEN = 6, 3
+
+
+class Head(torch.nn.Module):
+    """z is the first entry of the hidden state."""
+
+    def forward(self, hidden, draft, target):
+        assert draft.shape == target.shape == hidden.shape
+        return hidden[:, 0]
+
+
+def judge(threshold=0.0):
+    return ServedJudge(Head(), torch.nn.Embedding(VOCABULARY, HIDDEN), threshold, torch.device("cpu"))
+
+
+def started(judge, **requests):
+    """Requests by name with their xargs, taken in as by a worker."""
+    new = [SimpleNamespace(req_id=r, sampling_params=SimpleNamespace(extra_args=x)) for r, x in requests.items()]
+    judge.admit(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
+    return judge
+
+
+def rows_of(z):
+    return torch.tensor([[value, 0.0, 0.0] for value in z])
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [(None, 1.5), ({}, 1.5), ({"spd_threshold": -2}, -2.0), ({"spd": 0}, math.inf), ({"spd": "0"}, math.inf),
+     ({"spd": 1, "spd_threshold": "0.5"}, 0.5), ({"spd_threshold": "high"}, math.inf),
+     ({"spd_threshold": [1]}, math.inf), ({"spd_threshold": "nan"}, math.inf)],
+)  # fmt: skip
+def test_a_request_sets_its_threshold_and_an_unreadable_one_means_exact_acceptance(given, expected):
+    assert threshold_of(given, 1.5) == expected
+
+
+def test_only_accepted_mismatches_are_raised_and_forbidden_tokens_never():
+    judging = started(judge(), a={}, b={"spd_threshold": 5.0}, c={"spd": 0})
+    # a: match, accepted, rejected, forbidden, no draft; b: below its threshold, above it; c: opted out
+    draft = torch.tensor([0, 1, 1, 2, -1, 1, 1, 1])
+    request, position = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2]), torch.tensor([0, 1, 2, 3, 4, 0, 1, 0])
+    logits = torch.zeros(8, VOCABULARY)
+    logits[:, 0] = 1.0  # the target's choice
+    logits[3, 2] = -math.inf
+    before = logits.clone()
+    judging.begin(["a", "b", "c"], torch.zeros(0))
+    judging.lift(logits, rows_of([9, 1, -1, 9, 9, 4, 6, 9]), draft, request, position)
+    raised = (logits != before).nonzero().tolist()
+    assert raised == [[1, 1], [6, 1]]
+    assert logits.argmax(-1).tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
+
+
+def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
+    judging = started(judge(), first={}, second={})
+    draft = torch.tensor([0, 1, 1, 1, 0, 1, 0])
+    request, position = torch.tensor([0, 0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 2, 3, 0, 1, 2])
+    logits = torch.zeros(7, VOCABULARY)
+    logits[:, 0] = 1.0
+    judging.begin(["first", "second"], torch.zeros(0))
+    judging.lift(logits, rows_of([0, 1, -1, 1, 0, 1, 0]), draft, request, position)
+    judging.finish(torch.tensor([2, 3]))  # first: rejected at its third token; second: all accepted
+    assert judging.report() == {"matched": 3, "judged": 3, "let_through": 2}
+    judging.admit(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
+    assert judging.report("first") == {"first": {"matched": 1, "judged": 2, "let_through": 1}}
+    assert judging.report("second") == {"second": {"matched": 2, "judged": 1, "let_through": 1}}
+    assert judging.report("third") == {}
+
+
+def test_a_step_of_opted_out_requests_never_runs_the_head():
+    judging = started(judge(), a={"spd": 0})
+    judging.head = None
+    judging.begin(["a"], torch.zeros(0))
+    logits = torch.tensor([[1.0, 0, 0, 0, 0, 0]] * 2)
+    judging.lift(logits, rows_of([9, 9]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    judging.finish(torch.tensor([1]))
+    assert judging.report() == {"matched": 1, "judged": 0, "let_through": 0}
