@@ -73,8 +73,8 @@ def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
     ("template", "stop", "message"),
     [
         ("{% for m in messages %}{{ raise_exception('no') if m.role == 'tool' }}{{ m.content }} <|im_end|> "
-         "{% endfor %}", "<|im_end|>", "cannot render messages of role 'tool'"),
-        (CHATML, "<|endoftext|>", "ends the model's turn with none of the stop tokens"),
+         "{% endfor %}", "<|im_end|>", "role 'tool' cannot be added by the chat template: .*raised.*: no"),
+        (CHATML, "<|endoftext|>", "ends the turn before with none of the stop tokens"),
         (CHATML.replace("m.content", "m.content if loop.last else 4"), "<|im_end|>", "renders earlier turns different"),
     ],
 )  # fmt: skip

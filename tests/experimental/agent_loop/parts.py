@@ -41,6 +41,18 @@ class AddTool(BaseTool):
         EVENTS.append(("release", instance_id))
 
 
+class SayTool(BaseTool):
+    """Answers `texts[i]`."""
+
+    def get_openai_tool_schema(self):
+        function = {"name": "say", "description": "Says.", "parameters": {
+            "type": "object", "properties": {"i": {"type": "integer"}}, "required": ["i"]}}  # fmt: skip
+        return OpenAIFunctionToolSchema(type="function", function=function)
+
+    async def execute(self, instance_id, parameters, texts=(), **kwargs):
+        return ToolResponse(text=texts[parameters["i"] % len(texts)]), 0.0, {}
+
+
 class LoggedTool(BaseTool):
     """a + b after 0.2 s; writes the begin and the end of each call to the file config["log"]. Keeps no state."""
 
@@ -57,7 +69,10 @@ class LoggedTool(BaseTool):
 class PatientInteraction(BaseInteraction):
     """Asks "?" again until `turns` answers are there."""
 
-    async def generate_response(self, instance_id, messages, turns=2, **kwargs):
+    async def generate_response(self, instance_id, messages, turns=2, raises=False, hangs=False, **kwargs):
+        if raises:
+            raise ZeroDivisionError("no")
+        await asyncio.sleep(3600 if hangs else 0)
         answers = sum(message["role"] == "assistant" for message in messages)
         EVENTS.append(("asked", instance_id, [message["role"] for message in messages]))
         return answers >= turns, "again ?", 0.5, {"asked": answers}

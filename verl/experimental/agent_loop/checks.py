@@ -57,10 +57,11 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     key = f"{MULTI_TURN}.interaction_config_path"
     path = settings.interaction_config_path
     interactions = checked(key, initialize_interactions_from_config, path) if path else None
-    checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
+    parser = checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
     if findings.tokenizer is not None and (tools or interactions):
         kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs, resolve=True) or {}
-        encoder = MessageEncoder(findings.tokenizer, stop_ids(findings.tokenizer), **kwargs)
+        stops = stop_ids(findings.tokenizer) + (parser.stop_token_ids if parser else [])
+        encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         checked("actor_rollout_ref.model.path", encoder.check, roles, tool_schemas(tools))
     unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]

@@ -4,13 +4,18 @@ import time
 from typing import Any
 
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.conversation import Conversation
+
+#: By the server's reason.
+END_REASONS = {"completed": "stop", "length": "length", "aborted": "cancelled"}
 
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """Answers the prompt once, as rollout.mode=sync does: the same prompt ids, and the same samples."""
 
+    @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         given = kwargs.get("raw_prompt_ids")
         prompt_ids = self.encoder.prompt(list(kwargs["raw_prompt"])) if given is None else list(given)
@@ -26,5 +31,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
             response_logprobs=conversation.response_logprobs, num_turns=2,
             metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
-            extra_fields={"weights_versions": [version for version, _, _ in conversation.versions]},
+            extra_fields={
+                "weights_versions": [version for version, _, _ in conversation.versions],
+                "end_reason": END_REASONS.get(output.stop_reason, "stop"),
+            },
         )  # fmt: skip

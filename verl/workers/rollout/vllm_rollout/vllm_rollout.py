@@ -132,18 +132,23 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
         self.has_weights = False
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self.llm.reset_prefix_cache()  # what it holds was computed by the weights before
+        self.forget_prefixes()  # they were computed by the weights before
         self.has_weights = True
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; RuntimeError if the engine keeps it, as it does while requests run."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps its prefix cache, since requests run: wait for them, or abort them")
 
     def resume(self, tags: list[str]) -> None:
         if self.can_sleep:
             self.llm.wake_up(tags=tags)
         elif "kv_cache" in tags:
-            self.llm.reset_prefix_cache()  # a cache that slept comes back empty
+            self.forget_prefixes()  # a cache that slept comes back empty
 
     def release(self) -> None:
         if self.can_sleep:
-            self.llm.reset_prefix_cache()
+            self.forget_prefixes()
             self.llm.sleep(level=2)
             self.has_weights = False  # this level of sleep throws them away
 
