@@ -1,6 +1,9 @@
 """Tools, an interaction and loops for the tests, named in their config files."""
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.interactions.base import BaseInteraction
@@ -64,6 +67,17 @@ class LoggedTool(BaseTool):
                 log.write(f"{word}\n")
             await asyncio.sleep(0.2 if word == "begin" else 0)
         return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.25, {}
+
+
+class DeadlyTool(LoggedTool):
+    """LoggedTool whose fourth call kills this process, once."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        log, struck = Path(self.config["log"]), Path(self.config["log"] + ".struck")
+        if log.exists() and log.read_text().count("begin") >= 4 and not struck.exists():
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().execute(instance_id, parameters, **kwargs)
 
 
 class PatientInteraction(BaseInteraction):

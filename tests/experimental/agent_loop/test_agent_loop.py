@@ -110,6 +110,19 @@ def test_experts_are_cut_and_placed_like_the_ids(manager):
     assert (experts[2, : PROMPT - 1] == 0).all() and (experts[2, PROMPT - 1 :] == 2).all()
 
 
+def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
+    made = manager(lambda row, turn: [7, EOS])
+    (worker,) = made.agent_loop_workers
+    worker.tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    made.config.data.tool_config_path = str(tmp_path / "tools.yaml")
+    given = [None, [9, 8]]  # the data set's prompts have them already
+    output = generated(made, 2, agent="single_turn_agent", raw_prompt_ids=given)
+    words = ["add", "user", "what"]
+    assert worker.tokenizer.convert_ids_to_tokens(output.batch["prompts"][0])[-3:] == words
+    assert output.batch["prompts"][1, -2:].tolist() == [9, 8]
+
+
 def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):
     output = generated(manager(lambda row, turn: [] if row else [7, EOS]), 2)
     assert output.batch["response_mask"].sum(1).tolist() == [2, 0] and not output.non_tensor_batch[LOST].any()

@@ -1,12 +1,15 @@
 """The agent loop of one prompt and one answer."""
 
+import functools
 import time
 from typing import Any
 
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.tools.utils.tool_registry import schemas_of_file
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.conversation import Conversation
 
+schemas_of = functools.cache(schemas_of_file)
 #: By the server's reason.
 END_REASONS = {"completed": "stop", "length": "length", "aborted": "cancelled"}
 
@@ -18,7 +21,10 @@ class SingleTurnAgentLoop(AgentLoopBase):
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         given = kwargs.get("raw_prompt_ids")
-        prompt_ids = self.encoder.prompt(list(kwargs["raw_prompt"])) if given is None else list(given)
+        if given is None:  # a data set of the user's own
+            path = self.config.data.tool_config_path
+            given = self.encoder.prompt(list(kwargs["raw_prompt"]), schemas_of(path) if path else None)
+        prompt_ids = list(given)
         limit = self.rollout_config.response_length
         started = time.perf_counter()
         output = await self.server_manager.generate(

@@ -26,6 +26,8 @@ from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
 from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
 
+PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
+
 
 def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
     """Print config, plan and problems of an RL run; 1 if anything is wrong on every machine, else 0.
@@ -146,6 +148,7 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
         {
             "prompts for training": count_text(findings.train_prompts),
             "prompts for validation": count_text(findings.val_prompts),
+            **_longest_prompt(config, findings),
             **(plan.rows() if plan else {}),
             "steps per epoch": count_text(per_epoch),
             "steps in all": count_text(steps),
@@ -155,6 +158,22 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
         console.print(_memory_table(config, findings, plan))
     else:
         console.print("No memory estimate: it needs the model's config and batch sizes without problems.")
+
+
+def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
+    """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
+    from verl.utils.dataset.rl_dataset import DatasetError, RLHFDataset
+
+    prompts = findings.datasets.get("data.train_files")
+    if not isinstance(prompts, RLHFDataset):
+        return {}
+    first = range(min(len(prompts), PROMPTS_MEASURED))
+    try:
+        longest = max(len(prompts.prompt_ids(i)) for i in first)
+    except DatasetError:  # one of the problems
+        return {}
+    tools = ", with the schemas of the tools" if config.data.tool_config_path else ""
+    return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
 
 
 def _memory_table(config: DictConfig, findings: Findings, plan: BatchPlan) -> Table:
