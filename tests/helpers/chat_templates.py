@@ -146,7 +146,8 @@ FORMATS = {
                              prompt="GPT4 Correct Assistant:"), "<|end_of_turn|>", None,
                        "GPT4 Correct User: Again<|end_of_turn|>GPT4 Correct Assistant:"),
     "deepseek v3": Format(turns(
-        "<｜User｜>{{ c }}", "<｜Assistant｜>{{ c }}" + calls("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁call▁end｜>")
+        "<｜User｜>{{ c }}",
+        "<｜Assistant｜>{{ c }}" + calls("{{ '<｜tool▁call▁begin｜>' + f.name + f.arguments }}<｜tool▁call▁end｜>")
         + "<｜end▁of▁sentence｜>", one_turn("<｜tool▁outputs▁begin｜>",
         "<｜tool▁output▁begin｜>{{ c }}<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"), "{{ c }}",
         start="<｜begin▁of▁sentence｜>", prompt="{% if messages[-1].role == 'user' %}<｜Assistant｜>{% endif %}"),

@@ -3,7 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.helpers.chat_templates import FORMATS, byte_tokenizer
+from tests.helpers.chat_templates import FORMATS, IM, IM_PROMPT, Format, byte_tokenizer, turns
+from verl.utils.chat_template import initialize_system_prompt
 from verl.workers.rollout.message_encoder import MessageEncoder
 
 TOOL, USER = {"role": "tool", "content": "42", "name": "tool"}, {"role": "user", "content": "Again"}
@@ -39,6 +40,28 @@ def test_several_answers_of_tools(name):
     text = tokenizer.decode(encoder.added([TOOL, {**TOOL, "content": "58"}]))
     one = FORMATS[name].tool
     assert text.index("42") < text.index("58") and text.endswith(one[one.index("42") + 2 :])
+
+
+SYSTEM = "<|im_start|>system\n{{ who or 'Be good.' }}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (turns(IM % "user", IM % "assistant", start=SYSTEM, prompt=IM_PROMPT), SYSTEM),
+        (turns(IM % "user", IM % "assistant", start=SYSTEM, prompt=IM_PROMPT, end="<|endoftext|>"), SYSTEM),
+        (turns("{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}" + IM % "user",
+               IM % "assistant", start=SYSTEM), SYSTEM),
+        (FORMATS["olmo2"].template, "<|endoftext|>"),
+        (FORMATS["llama3"].template, "<|begin_of_text|>"),
+        (FORMATS["chatml"].template, ""),
+    ],
+)  # fmt: skip
+def test_the_default_system_prompt_is_what_stands_before_the_first_turn(template, expected):
+    tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
+    for who in ("Be good.", "Be bad."):
+        text = tokenizer.decode(initialize_system_prompt(tokenizer, who=who))
+        assert text == expected.replace("{{ who or 'Be good.' }}", who)
 
 
 @pytest.mark.parametrize("name", FORMATS)

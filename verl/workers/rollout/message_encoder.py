@@ -8,10 +8,14 @@ from verl.utils.chat_template import ChatTemplateError, render_chat
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 USER = {"role": "user", "content": "Hello."}
 CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates demand
-CALL = {"id": CALL_ID, "type": "function", "function": {"name": "tool", "arguments": {"value": "1"}}}
+# A call's arguments are an object; a few templates want its text.
+CALLS = [
+    {"id": CALL_ID, "type": "function", "function": {"name": "tool", "arguments": arguments}}
+    for arguments in ({"value": "1"}, '{"value": "1"}')
+]
 ANSWER = {"role": "assistant", "content": "Yes."}
 # With thoughts: some templates put an empty thought into the last turn only.
-CALLING = {"role": "assistant", "content": "", "reasoning_content": "Yes.", "tool_calls": [CALL]}
+CALLING = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
 
 
 class MessageEncoder:
@@ -51,8 +55,8 @@ class MessageEncoder:
         role = messages[0]["role"]
         if role == "tool":
             messages = [{"tool_call_id": CALL_ID, **message} for message in messages]
-            # Some templates allow one call a turn.
-            bases = [[USER, {**CALLING, "tool_calls": [CALL] * n}] for n in sorted({len(messages), 1}, reverse=True)]
+            numbers = sorted({len(messages), 1}, reverse=True)  # some templates allow one call a turn
+            bases = [[USER, {**CALLING, "tool_calls": [call] * n}] for n in numbers for call in CALLS]
         else:
             bases = [[USER, ANSWER], [USER]]  # some templates take the thoughts out of a turn once a user follows
         problem = ""
