@@ -10,10 +10,11 @@
 #   make test-quick               the tests that start no process (3 minutes)
 #   make test-all                 every test
 #   make bench                    measurements, medians in one run (benchmarks/)
-#   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
+#   make bench BENCH=agents       one of them by name
+#   make bench BENCH=grpo_demo    this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
-#   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
+#   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
@@ -83,6 +84,7 @@ bench: env
 chaos: env
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 	@$(PY) -m tests.chaos
+	@$(PY) -m tests.experimental.agent_loop.test_killed_tools_run 10
 
 audit: env
 	@mkdir -p outputs/audit

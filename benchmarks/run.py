@@ -6,7 +6,7 @@ import sys
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 
-NAMES = ("spd", "rl", "rewards", "sft", "dllm")
+NAMES = ("spd", "rl", "rewards", "sft", "dllm", "agents")
 LONG = ("grpo_demo", "dllm_demo", "spd_served")  # a quarter of an hour and more: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -34,6 +34,13 @@ WANTED: dict[str, Bound] = {
     "generation_cache_speedup": ("at least", 4),
     "lossless_wall_speedup": ("at least", 1),
     "lossless_wall_same_tokens": ("at least", 1),
+    "async_speedup": ("at least", 1.7),
+    "async_over_longest_wait": ("at most", 1.6),
+    "http_overhead_ms": ("at most", 3),
+    "prefix_hit_rate": ("at least", 0.7),
+    "reward_exposed_share": ("at most", 0.1),
+    "single_turn_async_ratio": ("at most", 1.05),
+    "tools_gain_points": ("at least", 20),
     "sft_packing_loss_difference": ("at most", 1e-5),
     "served_scorer_over_greedy": ("at least", 2.8),
     "served_scorer_over_exact": ("at least", 1.5),

@@ -123,6 +123,13 @@ def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
     assert output.batch["prompts"][1, -2:].tolist() == [9, 8]
 
 
+def test_a_prompt_that_is_too_long_costs_its_own_row_only(manager):
+    prompts = [[{"role": "user", "content": "what " * length}] for length in (PROMPT - 1, PROMPT)]
+    output = generated(manager(lambda row, turn: [7, EOS]), 2, agent="tool_agent", raw_prompt=prompts)
+    assert output.non_tensor_batch[LOST].tolist() == [False, True]
+    assert output.batch["responses"][0, :2].tolist() == [7, EOS]
+
+
 def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):
     output = generated(manager(lambda row, turn: [] if row else [7, EOS]), 2)
     assert output.batch["response_mask"].sum(1).tolist() == [2, 0] and not output.non_tensor_batch[LOST].any()
