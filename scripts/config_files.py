@@ -237,6 +237,7 @@ def files() -> dict[str, File]:
             values={
                 "gen_batch_size": "${data.train_batch_size}", "seed": "${oc.select:trainer.seed,null}",
                 "tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+                "function_tool_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
             },
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),

@@ -106,6 +106,16 @@ def test_routing_is_sticky_within_its_margin_and_skips_lost_servers():
         router.acquire("b")
 
 
+def test_requests_that_have_ended_do_not_count():
+    router = RequestRouter(2)
+    for name in "abcdef":
+        router.release(router.acquire(name))
+    assert router.running == [0, 0]
+    assert [router.acquire(name) for name in "xyz"] == [0, 1, 0]
+    router.release(0)
+    assert router.acquire("w") == 0
+
+
 def test_the_router_forgets_the_oldest_conversation():
     router = RequestRouter(2, max_cache_size=2)
     for name in "abc":

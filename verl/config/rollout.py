@@ -39,6 +39,7 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     enable: bool = setting(False, "Conversations of several turns; needs rollout.mode=async and a tool agent loop.")
     max_assistant_turns: int | None = setting(None, "Maximum turns of the assistant; null for no limit.", low=1)
     tool_config_path: str | None = setting(None, "File that lists the tools.")
+    function_tool_path: str | None = setting(None, "Python file whose public functions are tools as well.")
     max_user_turns: int | None = setting(None, "Maximum turns of the user; null for no limit.", low=1)
     max_parallel_calls: int = setting(1, "Tool calls of one turn that run in parallel.", low=1)
     max_tool_response_length: int = setting(256, "Characters of a tool's response that are kept.", low=1)

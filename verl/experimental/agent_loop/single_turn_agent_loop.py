@@ -5,11 +5,11 @@ import time
 from typing import Any
 
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from verl.tools.utils.tool_registry import schemas_of_file
+from verl.tools.utils.tool_registry import schemas_of_files
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.conversation import Conversation
 
-schemas_of = functools.cache(schemas_of_file)
+schemas_of = functools.cache(schemas_of_files)
 #: By the server's reason.
 END_REASONS = {"completed": "stop", "length": "length", "aborted": "cancelled"}
 
@@ -22,8 +22,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         given = kwargs.get("raw_prompt_ids")
         if given is None:  # a data set of the user's own
-            path = self.config.data.tool_config_path
-            given = self.encoder.prompt(list(kwargs["raw_prompt"]), schemas_of(path) if path else None)
+            tools = schemas_of(self.config.data.tool_config_path, self.config.data.function_tool_path)
+            given = self.encoder.prompt(list(kwargs["raw_prompt"]), tools)
         prompt_ids = list(given)
         limit = self.rollout_config.response_length
         started = time.perf_counter()

@@ -107,17 +107,16 @@ _INTERACTIONS: "WeakKeyDictionary[DictConfigWrap, dict[str, BaseInteraction]]" =
 class ToolAgentLoop(AgentLoopBase):
     """Generates, runs the calls that it finds or asks the interaction, and continues until the conversation ends.
 
-    Tools come from rollout.multi_turn.tool_config_path, interactions from interaction_config_path; both are created
-    once for all conversations of a worker. A conversation ends at a turn's boundary once an answer of a tool or user
-    does not fit into rollout.response_length with at least one more token.
+    Tools come from rollout.multi_turn.tool_config_path and function_tool_path, interactions from
+    interaction_config_path; all are created once for all conversations of a worker. A conversation ends at a turn's
+    boundary once an answer of a tool or user does not fit into rollout.response_length with at least one more token.
     """
 
     def __init__(self, trainer_config: DictConfigWrap, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer_config, *args, **kwargs)
         self.settings = settings = self.rollout_config.multi_turn
         if trainer_config not in _RUNNERS:
-            path = settings.tool_config_path
-            tools = initialize_tools_from_config(path) if path else []
+            tools = initialize_tools_from_config(settings.tool_config_path, settings.function_tool_path)
             _RUNNERS[trainer_config] = ToolRunner(
                 tools, max_tool_response_length=settings.max_tool_response_length,
                 tool_response_truncate_side=settings.tool_response_truncate_side, timeout=settings.tool_timeout,

@@ -172,7 +172,7 @@ def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
         longest = max(len(prompts.prompt_ids(i)) for i in first)
     except DatasetError:  # one of the problems
         return {}
-    tools = ", with the schemas of the tools" if config.data.tool_config_path else ""
+    tools = ", with the schemas of the tools" if "tools" in prompts.template_kwargs else ""
     return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
 
 

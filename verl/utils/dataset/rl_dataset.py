@@ -22,7 +22,7 @@ from verl.utils.fs import copy_to_shm
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 
-TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where data.tool_config_path is set
+TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where there are tools
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
@@ -197,8 +197,9 @@ class RLHFDataset(FileRows):
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
-        if path := data_setting(config, "tool_config_path"):
-            self.template_kwargs["tools"] = load_extern_object(TOOLS, "schemas_of_file")(path)
+        files = [data_setting(config, name) for name in ("tool_config_path", "function_tool_path")]
+        if any(files):
+            self.template_kwargs["tools"] = load_extern_object(TOOLS, "schemas_of_files")(*files)
         self.dropped_overlong = 0
         self.draw(max_samples, config)
         self.maybe_filter_out_long_prompts()
