@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.experimental.agent_loop.parts import EVENTS
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
@@ -189,11 +190,13 @@ def test_an_aborted_generation_is_lost(manager, agent):
 
 @pytest.mark.parametrize("fault", ["raises", "hangs"])
 def test_a_conversation_whose_interaction_fails_is_lost_and_the_others_are_not(manager, fault):
+    EVENTS.clear()
     made = manager(lambda row, turn: [7, EOS], interaction=True)
     kwargs = [{"turns": 2}, {"turns": 2, fault: True}]
     output = generated(made, 2, agent="tool_agent", interaction_kwargs=kwargs, tools_kwargs=[{}, {}])
     assert output.non_tensor_batch[LOST].tolist() == [False, True]
     assert output.non_tensor_batch["end_reason"].tolist() == ["stop", "tool_failed"]
+    assert len({instance for kind, instance, *_ in EVENTS if kind == "finalized"}) == 2  # however they ended
 
 
 def test_an_interactions_text_that_does_not_fit_is_left_out(manager):
