@@ -1,7 +1,7 @@
 """Chat templates in the formats that models' publishers describe, short forms of our own, and a tokenizer of bytes.
 
 Each has the token that ends a turn, and the text that follows that token when a tool answers "42", or a user writes
-"Again", up to where the model continues; None where the format has no such turn.
+"Again", up to where the model continues; None where the format lacks that turn.
 """
 
 import re
@@ -28,8 +28,8 @@ def byte_tokenizer(format: Format) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    found = re.findall(r"<[|｜]?[\w▁/]+[|｜]?>|\[/?[A-Z_]+\]|\[\|\w+\|\]", format.template)
-    markers = dict.fromkeys([format.stop, *format.more_stops, *found])
+    used = re.findall(r"<[|｜]?[\w▁/]+[|｜]?>|\[/?[A-Z_]+\]|\[\|\w+\|\]", format.template)
+    markers = dict.fromkeys([format.stop, *format.more_stops, *used])
     inner.add_special_tokens([AddedToken(marker, normalized=False) for marker in markers])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=format.stop)
     tokenizer.chat_template = format.template

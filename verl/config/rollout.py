@@ -145,7 +145,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     n: int = setting(1, "Samples of each prompt.", low=1)
     repetition_penalty: float = setting(1.0, "Penalty of repeated tokens; 1 for none.", above=0, unused=NO_ENGINE)
     over_sample_rate: float = setting(
-        0.0, "Share of a step's samples that are given up once the others have ended.", low=0, high=1, unused=NO_SERVER
+        0.0, "Share of a step's samples that are cancelled once the others have ended.", low=0, high=1, unused=NO_SERVER
     )
     prompt_length: int = setting(512, "Tokens of a prompt.", low=1)
     response_length: int = setting(512, "Tokens of a response.", low=1)

@@ -56,8 +56,8 @@ def _refuse_powers(template: str) -> None:
 def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any) -> list[int]:
     """The ids that the template puts in front of a conversation without a system message; [] for none.
 
-    What stands before a question, less the head of a user's turn: that is what follows an answer when a question comes
-    next, but not at the end of the text.
+    It is the text before the first question without the header of a user's turn. That header is what follows an answer
+    when another question comes, but not at the end of the text.
     """
     asked, answered = "question-7f3a", "answer-7f3a"
     pair = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]

@@ -137,7 +137,7 @@ def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):
     assert place_scores(output, [0.5, 0.25]).sum(1).tolist() == [0.5, 0.25]
 
 
-def test_the_slowest_are_given_up_once_the_others_have_ended(manager):
+def test_the_slowest_are_cancelled_once_the_others_have_ended(manager):
     cancelled = []
 
     async def answer(row):
@@ -157,7 +157,7 @@ def test_the_slowest_are_given_up_once_the_others_have_ended(manager):
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
-def test_nothing_is_given_up_of_validations_and_greedy_baselines(manager, meta):
+def test_validations_and_greedy_baselines_are_complete(manager, meta):
     async def answer(row):
         await asyncio.sleep(0.3 if row == 1 else 0)
         return [7, EOS]

@@ -82,7 +82,7 @@ def wait_for(condition, seconds=60):
 
 
 @pytest.mark.chaos
-def test_a_worker_that_dies_is_replaced_and_its_conversations_held_again(ray_cluster, servers, hold, tmp_path):
+def test_a_worker_that_dies_is_replaced_and_its_conversations_start_again(ray_cluster, servers, hold, tmp_path):
     finished = []
     output = hold([servers[0].handle], 16, "DeadlyTool", lambda i, row: finished.append(i))
     assert (tmp_path / "calls.log.struck").exists()
@@ -122,7 +122,7 @@ def test_conversations_of_a_server_that_dies_go_on_at_the_other_and_are_lost_wit
 
 
 @pytest.mark.chaos
-def test_every_sample_of_a_step_is_scored_or_dropped_when_the_slowest_are_given_up(model, tmp_path):
+def test_every_sample_of_a_step_is_scored_or_dropped_when_the_slowest_are_cancelled(model, tmp_path):
     more = ["actor_rollout_ref.rollout.over_sample_rate=0.25", "trainer.total_training_steps=2", "trainer.save_freq=-1"]
     subprocess.run([*command(tmp_path / "run", model), *more], check=True, timeout=300)
     rows = metrics_rows(tmp_path / "run")

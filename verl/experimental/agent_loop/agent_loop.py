@@ -84,8 +84,8 @@ class AgentLoopWorkerBase:
                 settings = OmegaConf.to_container(entry, resolve=True)
                 _agent_loop_registry[settings.pop("name")] = settings
         self._finished: asyncio.Queue[tuple[int, DataProto] | None] = asyncio.Queue()
-        self._tasks: list[asyncio.Task] = []  # the conversations that are held
-        self._gives_up = False
+        self._tasks: list[asyncio.Task] = []  # the running conversations
+        self._cancels_rest = False
         trace = self.rollout_config.trace
         if trace.backend is not None:
             RolloutTraceConfig.init(
@@ -110,13 +110,13 @@ class AgentLoopWorkerBase:
         rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
         before = self.server_manager.prompt_tokens, self.server_manager.cached_tokens
 
-        self._gives_up = False
+        self._cancels_rest = False
 
         async def hold(i: int) -> AgentLoopOutput | None:
             try:
                 output = await self._run_agent_loop(dict(meta["sampling"]), infos[i], **rows[i])
             except asyncio.CancelledError:
-                if not self._gives_up:
+                if not self._cancels_rest:
                     raise
                 return _empty("cancelled")
             if meta.get("report_finished") and not _is_lost(output):
@@ -137,9 +137,9 @@ class AgentLoopWorkerBase:
         result.meta_info["prefix"] = [manager.prompt_tokens - before[0], manager.cached_tokens - before[1]]
         return result
 
-    async def give_up_rest(self) -> None:
-        """End the running `generate_sequences`: conversations that have not ended are aborted, and lost."""
-        self._gives_up = True
+    async def cancel_rest(self) -> None:
+        """End the running `generate_sequences`: conversations that have not ended are cancelled, and lost."""
+        self._cancels_rest = True
         for task in self._tasks:
             task.cancel()
 
@@ -354,7 +354,7 @@ class AgentLoopManager:
                 if item is None:
                     over = True
                 elif ended.enough(*item):
-                    await worker.give_up_rest()
+                    await worker.cancel_rest()
         return await call
 
     def _generate_by_workers(self, batch: DataProto, ended: "_Ended") -> tuple[list[DataProto], int]:
@@ -384,7 +384,7 @@ class AgentLoopManager:
                 i, deaths = calls.pop(ref), deaths + 1
                 if deaths > self.rollout_config.server.max_attempts:
                     raise
-                logger.warning(f"agent loop worker {i} died; another one holds its {len(shares[i])} conversations")
+                logger.warning(f"agent loop worker {i} died; a new one starts its {len(shares[i])} conversations again")
                 workers[i] = self._start_worker(i)
                 start(i)
                 continue
@@ -395,8 +395,8 @@ class AgentLoopManager:
             for item in result:
                 if item is not None and ended.enough(int(shares[i][item[0]]), item[1]) and not over:
                     over = True
-                    given_up = [worker.give_up_rest.remote() for worker in workers[: len(shares)]]
-                    ray.wait(given_up, num_returns=len(given_up))
+                    cancelled = [worker.cancel_rest.remote() for worker in workers[: len(shares)]]
+                    ray.wait(cancelled, num_returns=len(cancelled))
             if None not in result:
                 reports[workers[i].next_finished.remote()] = i
         return [parts[i] for i in range(len(shares))], deaths
@@ -463,7 +463,7 @@ class _Ended:
         self.rows: set[int] = set()
 
     def enough(self, row: int, sample: DataProto) -> bool:
-        """A row has ended; whether the others may be given up."""
+        """A row has ended; whether the others may be cancelled."""
         self.rows.add(row)
         if self.on_finished is not None:
             self.on_finished(row, sample)
