@@ -58,7 +58,8 @@ class WaitTool(BaseTool):
     """Waits; the answer is the word with which the next turn begins. `answers` has (seconds, word) of each call."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        function = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
+        function = {"name": "wait", "description": "Waits.", "parameters": {
+            "type": "object", "properties": {}, "required": []}}  # fmt: skip
         return OpenAIFunctionToolSchema(type="function", function=function)
 
     async def create(self, instance_id: str | None = None, answers: Any = (), **kw: Any) -> tuple[str, ToolResponse]:
@@ -310,7 +311,7 @@ def run() -> list[Row]:
         model = save_model(folder / "model")
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
-            rollout = served(model, RESPONSE)
+            rollout = served(model)
             manager = manager_of(config_of(folder, model), rollout)
             rows += [*conversations(manager, rollout, hf_tokenizer(model), folder), http_overhead(rollout)]
             manager.close()

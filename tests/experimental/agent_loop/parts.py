@@ -80,6 +80,15 @@ class DeadlyTool(LoggedTool):
         return await super().execute(instance_id, parameters, **kwargs)
 
 
+class UnevenTool(LoggedTool):
+    """LoggedTool whose call number i takes i tenths of a second more, up to 1.5."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.started = getattr(self, "started", -1) + 1
+        await asyncio.sleep(0.1 * (self.started % 16))
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
 class PatientInteraction(BaseInteraction):
     """Asks "?" again until `turns` answers are there."""
 
