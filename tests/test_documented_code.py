@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from aiohttp import web
 from omegaconf import OmegaConf
 
 from tests.helpers.documents import ROOT, tracked
+from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.model import create_huggingface_actor
@@ -27,16 +27,20 @@ BLOCKS = {
 }
 
 
-def names_after(page, number=0, **names):
-    """The names that a block defines, run with `names`."""
-    exec(compile(textwrap.dedent(BLOCKS[page, number]), f"{page}, block {number}", "exec"), names)
+def names_after(page, number=0, replaced=(), **names):
+    """The names that a block defines, run with `names` and with pairs of texts replaced."""
+    text = BLOCKS[page, number]
+    for old, new in replaced:
+        assert old in text
+        text = text.replace(old, new)
+    exec(compile(text, f"{page}, block {number}", "exec"), names)
     return names
 
 
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
         ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1),
-        ("dllm_reasoning/README.md", 0),
+        ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
     }  # fmt: skip
 
 
@@ -105,3 +109,17 @@ def test_generation_in_blocks(tiny_llama):
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     assert names["answer"].tolist() == names["output_ids"][0, 3:].tolist() == names["details"].tokens[0]
+
+
+@pytest.mark.process
+def test_a_scorer_in_vllm(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    pair, prompts = make_pair(tmp_path), make_prompts(4)
+    replaced = [(f"/models/{name}", getattr(pair, name)) for name in ("target", "draft", "scorer")]
+    replaced += [("max_tokens=400", f"max_tokens={LIMIT}"), ("llm.generate(", "answers += llm.generate(")]
+    names = names_after(
+        "docs/serving.md", replaced=replaced, answers=[], prompts=[{"prompt_token_ids": ids} for ids in prompts]
+    )
+    names["llm"].llm_engine.engine_core.shutdown()
+    tokens = [list(answer.outputs[0].token_ids) for answer in names["answers"]]
+    assert tokens[4:] == pair.decode(prompts, None).tokens != tokens[:4]
