@@ -41,7 +41,7 @@ def save_tiny_llama(directory: Path, hidden: int = 64, layers: int = 2, seed: in
         num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 32,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

@@ -16,6 +16,7 @@ from verl.planning.checks import (
     ROWS_CHECKED,
     Findings,
     check_fills_a_batch,
+    check_length,
     check_loggers,
     check_machine,
     check_models,
@@ -49,6 +50,7 @@ def refuse_bad_input(config: DictConfig) -> None:
         return
     findings = Findings(to_start=True)
     check_models(config.actor_rollout_ref.model, findings)
+    findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
     findings.problems += check_loggers(config)
     check_data(config, findings, rows=ROWS_AT_START)
@@ -119,6 +121,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     """Print the plan; the problems of models, plug-ins, data and machine, and of checks that recipes registered."""
     findings = Findings()
     check_models(config.actor_rollout_ref.model, findings)
+    findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
     check_data(config, findings)
     findings.problems += check_machine(config)

@@ -77,7 +77,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise DatasetError(f"{path}: file does not exist. Set data.train_files / data.val_files to existing files.")
+        raise DatasetError(f"{path}: file does not exist.")
     if path.suffix not in (".parquet", ".json", ".jsonl"):
         raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
     try:

@@ -216,6 +216,11 @@ def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    # Without a tokenizer the engine's renderer has nothing to warm up, and says so with a traceback.
-    logging.getLogger("vllm.renderers.base").setLevel(logging.CRITICAL)
+    # Without a tokenizer there is no chat template to warm up, which is logged with a traceback. Rotary embeddings have
+    # no weights to reload, which is logged at each transfer. Filters outlast vLLM's set-up of logging, levels do not.
+    for name, text in (
+        ("renderers.base", "Chat template warmup failed"),
+        ("model_executor.model_loader.reload.layerwise", "RotaryEmbedding: Failed to load weights"),
+    ):
+        logging.getLogger(f"vllm.{name}").addFilter(lambda record, text=text: not record.getMessage().endswith(text))
     return LLM(**arguments)
