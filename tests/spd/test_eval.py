@@ -47,6 +47,14 @@ def test_measures_by_hand():
     assert (row.rule, row.threshold, row.seconds) == ("margin", 3.0, 2.5)
 
 
+def test_errors_of_several_samples_are_between_questions():
+    result = result_of([[1] * 4] * 4, [1] * 4, [3] * 4, [True] * 4)
+    row = measures.measure("exact", None, result, [True, False, True, True], exact_correct=[True] * 4, target_tokens=16,
+                           samples=2)  # fmt: skip
+    assert (row.accuracy, row.drop) == (0.75, 0.25)
+    assert row.drop_se == pytest.approx(0.25)  # two questions lose 0.5 and 0: variance 1/8, over two
+
+
 def test_unequal_lists_are_named():
     result = result_of([[1], [1]], [1, 1], [0, 0], [True, True])
     with pytest.raises(ValueError, match="margin: 2 answers, 1 checks, 2 checks of exact match"):
