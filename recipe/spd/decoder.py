@@ -138,9 +138,9 @@ def speculative_generate(
 
     Both models are greedy at temperature 0. Each round commits the leading accepted draft tokens and the target's token
     after them. A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the rest of
-    its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts [B]
-    int64 (before such a cut). Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge
-    that returns anything but bool [B, g].
+    its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts
+    [B] int64 (before such a cut). Raises ValueError for empty prompts or prompts too long for the models, TypeError for
+    a judge that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds}

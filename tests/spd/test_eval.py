@@ -251,8 +251,8 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     blocks = harm.read_labels(house / "labels.jsonl")
     labelled = harm.labelled_scores(rules.scores(model), target, draft, blocks)
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
-    swept = {row["threshold"] for row in rows if row["rule"] == "scorer_sweep"}
-    assert swept == {pytest.approx(labelled[0][0][0])}  # the one harmless mismatch
+    swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
+    assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch
 
 
 @pytest.mark.process
@@ -279,7 +279,7 @@ WITH_A_WORKER = """
 import argparse, time
 from rich.progress import Progress
 from scripts.spd_evaluation.pool import Job, Pool
-pool = Pool(Job(argparse.Namespace(), {}, []), 1, Progress(disable=True))
+pool = Pool(Job(argparse.Namespace(), {}, [], []), 1, Progress(disable=True))
 pool._executor.submit(print, "up", flush=True)
 time.sleep(600)
 """
