@@ -205,7 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=256)
     add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
         "--val-harm-labels -1 0 0.5 1 2")
-    add("--harmless-shares", type=float, nargs="+", default=[0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5])
+    add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5])
     add("--typicals", type=float, nargs="+", default=[0.09, 0.06, 0.045, 0.03, 0.015], help="eps; delta is eps / 0.3")
     add("--ranks", type=int, nargs="+", default=[2, 3, 5])
     add("--entropies", type=float, nargs="+", default=[0.01, 0.1, 0.3, 0.6], help="of the deferred rule, in nats")
