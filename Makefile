@@ -5,7 +5,7 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
-#   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about 90 minutes on 2 cores)
+#   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour a seed and u on 2 cores)
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
 #   make test-all                 every test

@@ -45,7 +45,7 @@ class Run:
 
     def size(self, job: Job) -> int:
         """Questions, for the progress bar."""
-        return len(job.questions[self.split])
+        return len(job.questions[self.split]) * job.args.samples
 
     def perform(self, worker: Worker) -> Outcome:
         return worker.decode(self)

@@ -31,7 +31,7 @@ class Outcome:
     """Result of a Run."""
 
     result: SpecResult
-    correct: list[bool]  # one entry a question; an answer cut at the limit is wrong
+    correct: list[bool]  # one entry a sample of each question in turn; an answer cut at the limit is wrong
 
 
 class Worker:
@@ -67,9 +67,11 @@ class Worker:
     def decode(self, run: Run) -> Outcome:
         """Decode the run's questions and check the answers."""
         questions = self.job.questions[run.split]
+        questions = [question for question in questions for _ in range(self.args.samples)]
         prompts = [question["prompt_ids"] for question in questions]
         size, counted = self.args.batch_size, 0
-        common = {"max_new_tokens": self.args.max_new_tokens, "eos_token_id": self.eos, "batch_size": size}
+        common = {"max_new_tokens": self.args.max_new_tokens, "eos_token_id": self.eos, "batch_size": size,
+                  "temperature": self.args.temperature, "seed": self.args.seed}  # fmt: skip
 
         def count(block: Block, _: torch.Tensor) -> None:
             nonlocal counted

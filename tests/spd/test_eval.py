@@ -47,6 +47,14 @@ def test_measures_by_hand():
     assert (row.rule, row.threshold, row.seconds) == ("margin", 3.0, 2.5)
 
 
+def test_errors_of_several_samples_are_between_questions():
+    result = result_of([[1] * 4] * 4, [1] * 4, [3] * 4, [True] * 4)
+    row = measures.measure("exact", None, result, [True, False, True, True], exact_correct=[True] * 4, target_tokens=16,
+                           samples=2)  # fmt: skip
+    assert (row.accuracy, row.drop) == (0.75, 0.25)
+    assert row.drop_se == pytest.approx(0.25)  # two questions lose 0.5 and 0: variance 1/8, over two
+
+
 def test_unequal_lists_are_named():
     result = result_of([[1], [1]], [1, 1], [0, 0], [True, True])
     with pytest.raises(ValueError, match="margin: 2 answers, 1 checks, 2 checks of exact match"):
@@ -243,8 +251,8 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     blocks = harm.read_labels(house / "labels.jsonl")
     labelled = harm.labelled_scores(rules.scores(model), target, draft, blocks)
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
-    swept = {row["threshold"] for row in rows if row["rule"] == "scorer_sweep"}
-    assert swept == {pytest.approx(labelled[0][0][0])}  # the one harmless mismatch
+    swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
+    assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch
 
 
 @pytest.mark.process
@@ -271,7 +279,7 @@ WITH_A_WORKER = """
 import argparse, time
 from rich.progress import Progress
 from scripts.spd_evaluation.pool import Job, Pool
-pool = Pool(Job(argparse.Namespace(), {}, []), 1, Progress(disable=True))
+pool = Pool(Job(argparse.Namespace(), {}, [], []), 1, Progress(disable=True))
 pool._executor.submit(print, "up", flush=True)
 time.sleep(600)
 """
