@@ -1,4 +1,4 @@
-"""Memory and time of 100,000 drafted blocks in the driver; run in a process of its own: python -m benchmarks.spd_blocks."""
+"""Memory and time of 100,000 drafted blocks in the driver, in a process of its own: benchmarks.spd_blocks DIR."""
 
 import json
 import subprocess
@@ -95,7 +95,7 @@ def run() -> list[Row]:
         "gb": "GB, peak of the data set above what the process held", "prepare_gb": "GB, peak of preparing",
     }  # fmt: skip
     values["gb"] = values.pop("check_gb")
-    return [Row(f"blocks_100k_{name}", values[name], unit, values[name], values[name], 1) for name, unit in units.items()]
+    return [Row(f"blocks_100k_{name}", v := values[name], unit, v, v, 1) for name, unit in units.items()]
 
 
 if __name__ == "__main__":

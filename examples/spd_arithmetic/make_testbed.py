@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Command that makes a complete SPD test bed: models, questions, drafted blocks and harm labels.
 
     python -m examples.spd_arithmetic.make_testbed --out DIR [--seed S] [--softness U]
@@ -269,10 +270,11 @@ def figures_table(figures: dict[str, float]) -> Table:
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
     return table
+=======
+"""The former name of `python -m examples.spd_arithmetic.prepare_blocks`."""
+>>>>>>> 6444894 (prepare_blocks: vLLM engines, Ray workers, resumable, official splits and prompts; features in safetensors files; a frozen target in the compute dtype)
 
+from examples.spd_arithmetic.prepare_blocks import run
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:  # a wrong option or file: no traceback
-        sys.exit(str(error))
+    run()

@@ -23,7 +23,7 @@ for name in QUESTIONS TARGET DRAFT; do
     fi
 done
 
-"$PYTHON" -m examples.spd_arithmetic.make_testbed --out "$OUT/testbed" --device cuda --max-new-tokens 400 \
+"$PYTHON" -m examples.spd_arithmetic.prepare_blocks --out "$OUT/testbed" --device cuda --max-new-tokens 400 \
     --questions "$QUESTIONS" --target "$TARGET" --draft "$DRAFT" \
     --n-train-questions "${N_TRAIN:-1000}" --n-val-questions "${N_VAL:-300}" --n-test-questions "${N_TEST:-1000}"
 "$PYTHON" train_spd_scorer.py --device cuda --backbone target --model "$OUT/testbed/target" \

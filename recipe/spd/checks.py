@@ -149,7 +149,7 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
         return
     settings = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     adapter = settings.pop("adapter_path", None)
-    for name in ("feature_store", "draft_path"):
+    for name in ("feature_store", "draft_path", "compute_dtype"):
         settings.pop(name, None)
     try:
         scorer = ScoringModelConfig(base_model_path=model.path, **settings)

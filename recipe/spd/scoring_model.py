@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import ScoringModelConfig, make_head
-from recipe.spd.store import FeatureStore
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
 from verl.trainer.run.ranks import any_rank
 from verl.utils.fingerprint import model_fingerprint
@@ -124,7 +124,7 @@ class ScoringActor(nn.Module):
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
             for text, (start, context, draft, length, _) in zip(texts, layout, strict=True)
         ]
-        states = self.features.get_many(blocks, self.config.hidden_size)
+        states = self.features.get_many(blocks)
         missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
         if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
@@ -132,7 +132,7 @@ class ScoringActor(nn.Module):
             hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma, pack)
             fresh = [hidden[k, : layout[i][3]] for k, i in enumerate(rows)]
             self.features.put_many([blocks[i] for i in rows], fresh)
-            states = self.features.get_many(blocks, self.config.hidden_size)
+            states = self.features.get_many(blocks)
         hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma, H]
         return F.pad(hidden, (0, 0, 0, gamma - hidden.shape[1])).to(input_ids.device)
 

@@ -92,6 +92,9 @@ def apply_fsdp2(
         offload_policy=CPUOffloadPolicy(pin_memory=True) if offload_policy and on_gpu else OffloadPolicy(),
     )
     units = shard_units(module, wrap_policy)
+    # A group has one dtype: trained parts next to a frozen one of lower precision are groups of their own.
+    first = next((p.dtype for p in module.parameters()), None)
+    units += [child for child in module.children() if child not in units and {first} < {first, *_dtypes(child)}]
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
     # None: the root stays gathered between forward and backward, where it would be gathered again at once.
@@ -103,6 +106,10 @@ def apply_fsdp2(
     if mesh.get_rank() == 0:
         logger.debug("{} sharded in {} groups over mesh {}", type(module).__name__, len(units) + 1, tuple(mesh.shape))
     return module
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in module.parameters()}
 
 
 def reshard(module: nn.Module) -> None:
