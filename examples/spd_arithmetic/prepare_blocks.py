@@ -253,11 +253,13 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
         questions = splits["test"]
         own = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
         labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
-        rows = [asdict(label) for label in labels]
-        pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
-            out / "harm_labels.parquet", write_page_checksum=True
-        )
-        (out / "harm_labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        validation = harm_labels(pair, paths["val"].blocks, {q.question_id: q for q in splits["val"]}, report)
+        for name, labelled in (("harm_labels", labels), ("harm_labels_val", validation)):
+            rows = [asdict(label) for label in labelled]
+            pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
+                out / f"{name}.parquet", write_page_checksum=True
+            )
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)
     reached = [label for label in labels if not label.already_broken]

@@ -64,7 +64,9 @@ class FeatureStore:
 
     def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
         """Keep the states [g, H] of distinct blocks in a new file, which is complete when this returns."""
-        tensors = {_key(block): state.detach().cpu().contiguous() for block, state in zip(blocks, states, strict=True)}
+        # Copies: a view would keep the states of its whole batch in memory.
+        pairs = zip(blocks, states, strict=True)
+        tensors = {_key(b): s.detach().cpu().clone(memory_format=torch.contiguous_format) for b, s in pairs}
         file = self.folder / f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.safetensors"
         partial = file.with_suffix(".partial")
         try:

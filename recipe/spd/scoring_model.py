@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from recipe.spd.features import FeatureStore
-from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
+from recipe.spd.masks import MASKS, create_position_ids
 from recipe.spd.scoring_config import ScoringModelConfig, make_head
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
 from verl.trainer.run.ranks import any_rank
@@ -69,17 +69,25 @@ class ScoringActor(nn.Module):
         else:
             mask = None
             if self.config.attention != "causal":
-                makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
-                mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
+                mask = MASKS[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
                 position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
             states = self._states(input_ids, attention_mask, position_ids, pack, mask)  # [B, P, H]
-            at_target = _rows_at(states, target_start + steps)
-            if self.config.head_inputs == "state":
-                z = self.head(at_target)
-            else:
-                before_draft = _rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
-                z = self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
-            z = self._mask_matches(z, draft_ids, target_ids)
+            return self.score_states(states, spd_layout, draft_ids, target_ids)
+        return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
+
+    def score_states(
+        self, states: torch.Tensor, spd_layout: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """z [B, g] of an `own` backbone from its states [B, P, H] and ids [B, g]; spd_layout: columns of the states."""
+        draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
+        steps = torch.arange(draft_ids.shape[1], device=states.device)
+        at_target = _rows_at(states, target_start + steps)
+        if self.config.head_inputs == "state":
+            z = self.head(at_target)
+        else:
+            before_draft = _rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
+            z = self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
+        z = self._mask_matches(z, draft_ids, target_ids)
         return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
