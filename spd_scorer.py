@@ -6,6 +6,7 @@ Naming this module in `actor_rollout_ref.model.external_lib` registers the model
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import recipe.spd.bernoulli_policy  # noqa: F401  (registers the policy "bernoulli")
 import recipe.spd.checks  # noqa: F401  (registers checks before a start)
@@ -38,9 +39,10 @@ def load_spd_scorer(
     """
     config = ScoringModelConfig(base_model_path=model_config.local_path or model_config.path, **settings)
     held = torch_dtype_of(compute_dtype, "compute_dtype") if config.backbone == "target" else torch_dtype
-    model = AutoModelForSPDScoring.from_config(
-        config, held, trust_remote_code=model_config.trust_remote_code, **dict(model_config.override_config)
-    )
+    # Rank 0 alone reads a frozen target; the engine gives the other ranks their shards of it.
+    shared = config.backbone == "target" and dist.is_initialized() and dist.get_rank() > 0
+    options = {"trust_remote_code": model_config.trust_remote_code, **model_config.override_config}
+    model = AutoModelForSPDScoring.from_config(config, held, without_weights=shared, **options)
     if draft_path and (folder := model_folder(draft_path)):
         config.draft_fingerprint = cached_folder_fingerprint(folder) or ""
     if adapter_path:

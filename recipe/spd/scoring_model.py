@@ -229,10 +229,17 @@ class AutoModelForSPDScoring:
     @staticmethod
     def from_config(
         config: ScoringModelConfig, torch_dtype: torch.dtype = torch.float32, base_model: PreTrainedModel | None = None,
-        **backbone_kwargs: Any,
+        without_weights: bool = False, **backbone_kwargs: Any,
     ) -> ScoringActor:  # fmt: skip
-        """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared."""
-        if base_model is None:
+        """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared.
+
+        `without_weights`: the backbone is on the meta device, for an engine that fills it from another rank.
+        """
+        if without_weights:
+            hf_config = AutoConfig.from_pretrained(config.base_model_path, **backbone_kwargs)
+            with torch.device("meta"):
+                backbone = AutoModel.from_config(hf_config, dtype=torch_dtype)
+        elif base_model is None:
             backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
         else:
             backbone = base_model.base_model
