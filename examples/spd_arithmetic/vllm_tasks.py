@@ -41,7 +41,8 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
         if on_cuda:
             arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
         else:
-            arguments |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+            arguments |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+                          "block_size": 32}  # the usual 128 tokens are more than a prefix to share
         if role == "target" and files.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": files.tensor_parallel, "distributed_executor_backend": "mp"}
         engines[role] = start_engine(arguments, on_cuda)
@@ -145,13 +146,21 @@ def _read(
     """
     from vllm import SamplingParams
 
-    # Prompt log-probs hold, for each token, its own one and the most likely token's; the last prediction is generated.
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, flat_logprobs=True, detokenize=False)
-    done = _generate(files, role, [context + text for context, text in texts], params)
+    def ask(which: Sequence[int], from_cache: bool) -> list[Any]:
+        # Prompt log-probs hold, for each token, its own one and the most likely token's; the last prediction is
+        # generated. Of tokens that come from the prefix cache there are none, or no valid ones.
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, flat_logprobs=True, detokenize=False,
+                                skip_reading_prefix_cache=not from_cache)
+        return _generate(files, role, [texts[k][0] + texts[k][1] for k in which], params)
+
+    done = ask(range(len(texts)), True)
+    over = [k for k, (context, _) in enumerate(texts) if done[k].num_cached_tokens >= len(context)]
+    for k, output in zip(over, ask(over, False), strict=True):
+        done[k] = output
     found = []
-    for (context, _), output in zip(texts, done, strict=True):
+    for (_, text), output in zip(texts, done, strict=True):
         values = output.prompt_logprobs
-        places = values.start_indices[len(context) :]
+        places = values.start_indices[len(values.start_indices) - len(text) :]
         predicted = [values.token_ids[i + 1] for i in places]
         gaps = [values.logprobs[i + 1] - values.logprobs[i] for i in places]
         found.append(([*predicted, output.outputs[0].token_ids[0]], gaps))

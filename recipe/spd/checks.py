@@ -186,4 +186,4 @@ def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     size = replace(size, parameters=plain.parameters + head)
     if spd["backbone"] == "own":
         return replace(size, trainable=plain.trainable + head)
-    return replace(size, trainable=head, trained_layers=0)
+    return replace(size, trainable=head, trained_layers=0, frozen_computes=True)
