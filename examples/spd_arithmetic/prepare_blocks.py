@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> Path:
         started = Workers(args.processes or len(os.sched_getaffinity(0)))
     with started as workers, Progress(*columns, console=console) as progress:
         figures = build(args, unfinished, workers, Phases(progress), key)
-    shutil.rmtree(unfinished / KEPT)
+    shutil.rmtree(unfinished / KEPT, ignore_errors=True)
     mark.unlink()
     if args.out.exists():
         shutil.rmtree(args.out)
@@ -138,7 +138,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens a round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
-    add("--batch-size", type=int, default=200, help="rows decoded together")
+    add("--batch-size", type=int, default=200, help="rows that a process decodes together; a killed run loses those at work")
     add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
     add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
     for name in ("questions", "train-questions", "val-questions", "test-questions"):
