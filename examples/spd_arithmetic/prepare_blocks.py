@@ -138,7 +138,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens a round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
-    add("--batch-size", type=int, default=200, help="rows that a process decodes together; a killed run loses those at work")
+    add("--batch-size", type=int, default=200, help="rows that a process decodes together, and that "
+        "are lost when it is killed")
     add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
     add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
     for name in ("questions", "train-questions", "val-questions", "test-questions"):
