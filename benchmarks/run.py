@@ -6,13 +6,17 @@ import sys
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 
-NAMES = ("spd", "rl", "rewards", "sft", "dllm", "agents")
+NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents")
 LONG = ("grpo_demo", "dllm_demo", "spd_gamma", "spd_served")  # a quarter of an hour and more: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
     "completions_first_epoch": ("at most", 0.30),
     "completions_second_epoch": ("under", 0.01),
+    "prepare_speedup": ("at least", 3),
+    "prepare_same_blocks": ("at least", 1),
+    "blocks_100k_gb": ("under", 1),
+    "blocks_100k_check_seconds": ("under", 10),
     "actor_update_shared_speedup": ("at least", 2.5),
     "actor_update_shared_gradient_difference": ("at most", 1e-4),
     "logprob_memory_ratio": ("at most", 0.10),

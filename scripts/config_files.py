@@ -348,7 +348,7 @@ def files() -> dict[str, File]:
         "The scorer, its reward and its rollout.", spd,
         values={
             "target_path": f"${{{MODEL}.path}}", "seed": "${trainer.seed}",
-            "feature_store": "${spd.rollout.store_path}",
+            "feature_store": "${spd.rollout.store_path}.features",
             "rollout.server_log": "${trainer.default_local_dir}/vllm_server.log",
             "rollout.store_path": "${trainer.default_local_dir}/completions.sqlite3",
         },

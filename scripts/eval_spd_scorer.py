@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
-from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores  # noqa: E402
+from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (
@@ -217,11 +217,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--all-rules", action="store_true", help="sweep top ranks, deferred windows and divergence as well, and "
         "every rule on the validation questions too")
     add("--seed", type=int, default=0)
-    add("--processes", type=int, help="runs at a time, each with its own models (default: cores; on a GPU 1)")
+    add("--processes", type=int, help="processes, each with its own models, which share the questions of every run "
+        "(default: one per core or GPU)")
     add("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     if args.processes is None:
-        args.processes = os.cpu_count() if args.device == "cpu" else 1
+        args.processes = os.cpu_count() if args.device == "cpu" else max(1, len(visible_gpus()))
     args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
     if odd := [pair for pair in args.compare if not pair.partition("=")[2] or pair.partition("=")[0] in FIXED_RULES]:
         parser.error(f"--compare {odd[0]}: give NAME=DIR, with a name that no other rule has")

@@ -47,7 +47,7 @@ def saved_scorer(run: Path, steps: int) -> Path:
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase, as a user would type it."""
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
-    make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(args.seed)]
+    make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(args.seed)]
     make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
     store = args.out / "completions.sqlite3"
     validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]

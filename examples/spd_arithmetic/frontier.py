@@ -78,7 +78,7 @@ def mixed(low: Point, high: Point, part: float) -> Point:
 def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) -> dict[str, list[str]]:
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
-    make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(seed)]
+    make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
     make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
     store, labelled = out / "completions.sqlite3", out / "labelled"

@@ -14,7 +14,8 @@ import torch
 from recipe.spd.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
-from scripts.spd_evaluation.worker import load_model
+from scripts.spd_evaluation.pool import Run
+from scripts.spd_evaluation.worker import Worker, load_model
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 
@@ -301,3 +302,20 @@ def test_a_question_in_both_splits_is_refused(house, tmp_path):
             "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),
             "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         ])  # fmt: skip
+
+
+def test_a_run_is_the_sum_of_its_parts(house, tmp_path):
+    args = load_script().parse([
+        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer",
+        str(save_scorer(house, "target", tmp_path / "scorer")), "--questions", str(house / "test.jsonl"),
+        "--val-questions", str(house / "val.jsonl"), "--harm-labels", str(house / "labels.jsonl"), "--out",
+        str(tmp_path), "--max-new-tokens", "12", "--gamma", "3", "--batch-size", "5",
+    ])  # fmt: skip
+    job = load_script().load_job(args)
+    worker = Worker(job, multiprocessing.Value("q", 0))
+    run = Run("test", "margin", 1.0)
+    parts = run.parts(job)
+    assert [(part.first, part.last) for part in parts] == [(0, 5), (5, 10), (10, 12)]
+    whole, joined = worker.decode(run), run.joined([worker.decode(part) for part in parts])
+    whole.result.seconds = joined.result.seconds = 0.0
+    assert joined == whole and len(joined.correct) == 12

@@ -123,14 +123,19 @@ class FileRows(Dataset):
 
     def __init__(self, data_files: str | Sequence[str], use_shm: bool = False) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-        self.rows: list[dict[str, Any]] = []
+        self.rows: Sequence[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         for file in self.data_files:
-            rows = read_rows(copy_to_shm(str(file)) if use_shm else file)
-            self.rows += rows
+            rows = self.read(copy_to_shm(str(file)) if use_shm else file)
+            self.rows = self.rows + rows if self.origins else rows
             self.origins += [(str(file), number) for number in range(len(rows))]
-        if not self.rows:
+        if not len(self.rows):
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+
+    @staticmethod
+    def read(path: str | Path) -> Sequence[dict[str, Any]]:
+        """The rows of one file, which can be added to those of another; raises DatasetError."""
+        return read_rows(path)
 
     def _keep(self, numbers: list[int]) -> None:
         self.rows = [self.rows[i] for i in numbers]

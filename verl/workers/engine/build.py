@@ -28,7 +28,13 @@ def build_module(model_config: HFModelConfig, engine_config: FSDPEngineConfig, *
             if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
                 m.gradient_checkpointing_enable({"use_reentrant": False})
     # FSDP shards one dtype per group; an adapter that peft made in float32 on a bfloat16 base follows the base.
-    return module.to(dtype)
+    parts = list(module.children())
+    trained = [part for part in parts if any(p.requires_grad for p in part.parameters())]
+    if not trains or len(trained) == len(parts):
+        return module.to(dtype)
+    for part in trained:  # a part that stays frozen keeps the type in which its loader holds it
+        part.to(dtype)
+    return module
 
 
 def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool) -> nn.Module:

@@ -78,7 +78,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         arguments = self._engine_arguments()
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
             logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are read whole there")
-        self.llm = _start_engine(arguments, self.on_cuda)
+        self.llm = start_engine(arguments, self.on_cuda)
         if name := arguments.get("additional_config", {}).get("shared_memory_name"):
             dist.barrier()  # every rank has mapped the segments: without names they end with their processes
             for segment in Path("/dev/shm").glob(f"{name}-*"):
@@ -208,7 +208,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         )  # fmt: skip
 
 
-def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
+def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
+    """vLLM's `LLM(**arguments)` within this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are sent inside this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not on_cuda:
