@@ -5,15 +5,16 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
-#   make frontier                 scorer and rules swept, three seeds, u = 0 and 0.2 (about 90 minutes on 2 cores)
+#   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour a seed and u on 2 cores)
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
 #   make test-all                 every test
 #   make bench                    measurements, medians in one run (benchmarks/)
-#   make bench BENCH=grpo_demo    one of them by name; this one, the GRPO demo on three seeds, runs only so
+#   make bench BENCH=agents       one of them by name
+#   make bench BENCH=grpo_demo    this one, the GRPO demo on three seeds, runs only so
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
-#   make chaos                    fault injection: its tests, then 20 random SIGKILLs of trainings, each resumed
+#   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
 #   make gpu-check                every CUDA path against the CPU reference, throughput, MFU and memory; a list without a GPU
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
@@ -84,6 +85,7 @@ bench: env
 chaos: env
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 	@$(PY) -m tests.chaos
+	@$(PY) -m tests.experimental.agent_loop.test_killed_tools_run 10
 
 gpu-check: env
 	@mkdir -p outputs

@@ -90,6 +90,10 @@ def training_overrides(args: argparse.Namespace, train: PreparedData, val: Prepa
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if args.device == "cpu" else "bfloat16",
         "trainer.val_before_train": bool(val), "spd.rollout.servers": os.environ.get("SPD_VLLM_URLS") or None,
     }  # fmt: skip
+    if args.backbone == "own" and args.device != "cpu":
+        # Each forward reads whole contexts: memory is bounded by tokens, and padding is not read.
+        switches = ("model.enable_gradient_checkpointing", "model.use_remove_padding", "actor.use_dynamic_bsz")
+        settings |= {f"actor_rollout_ref.{name}": True for name in switches}
     for name, (keys, _) in OPTIONS.items():
         settings |= dict.fromkeys(keys.split(), getattr(args, name[2:].replace("-", "_")))
     for variable, key in REWARD_VARIABLES.items():

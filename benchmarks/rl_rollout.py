@@ -3,7 +3,8 @@
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -88,18 +89,25 @@ def generation(folder: Path, vocabulary: int) -> list[Row]:
             row("vllm_rollout", [tokens / s for s in seconds["vllm"]], "tokens / s")]
 
 
-def run() -> list[Row]:
-    """All rows."""
+@contextmanager
+def one_rank() -> Iterator[Path]:
+    """A process group of this process alone; yields a temporary folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     dist.init_process_group("gloo", rank=0, world_size=1)
     try:
         with tempfile.TemporaryDirectory() as name:
-            large, small = Path(name) / "large", Path(name) / "small"
-            save_model(large, **LARGE)
-            save_model(small, **SMALL)
-            return [sync(large), *generation(small, SMALL["vocabulary"])]
+            yield Path(name)
     finally:
         if dist.is_initialized():  # vLLM's own end takes the process group with it
             dist.destroy_process_group()
+
+
+def run() -> list[Row]:
+    """All rows."""
+    with one_rank() as folder:
+        large, small = folder / "large", folder / "small"
+        save_model(large, **LARGE)
+        save_model(small, **SMALL)
+        return [sync(large), *generation(small, SMALL["vocabulary"])]

@@ -6,13 +6,17 @@ import sys
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 
-NAMES = ("spd", "rl", "rewards", "sft", "dllm", "scale")
-LONG = ("grpo_demo", "dllm_demo", "spd_served")  # a quarter of an hour and more: by name only
+NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale")
+LONG = ("grpo_demo", "dllm_demo", "spd_gamma", "spd_served")  # a quarter of an hour and more: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
     "completions_first_epoch": ("at most", 0.30),
     "completions_second_epoch": ("under", 0.01),
+    "prepare_speedup": ("at least", 3),
+    "prepare_same_blocks": ("at least", 1),
+    "blocks_100k_gb": ("under", 1),
+    "blocks_100k_check_seconds": ("under", 10),
     "actor_update_shared_speedup": ("at least", 2.5),
     "actor_update_shared_gradient_difference": ("at most", 1e-4),
     "logprob_memory_ratio": ("at most", 0.10),
@@ -34,6 +38,13 @@ WANTED: dict[str, Bound] = {
     "generation_cache_speedup": ("at least", 4),
     "lossless_wall_speedup": ("at least", 1),
     "lossless_wall_same_tokens": ("at least", 1),
+    "async_speedup": ("at least", 1.7),
+    "async_over_longest_wait": ("at most", 1.6),
+    "http_overhead_ms": ("at most", 3),
+    "prefix_hit_rate": ("at least", 0.7),
+    "reward_exposed_share": ("at most", 0.1),
+    "single_turn_async_ratio": ("at most", 1.05),
+    "tools_gain_points": ("at least", 20),
     "sft_packing_loss_difference": ("at most", 1e-5),
     "grad_bytes_per_parameter_4_ranks": ("at most", 1.1),
     "load_peak_over_shard": ("at most", 1.3),

@@ -29,7 +29,7 @@ def testbed() -> Path:
     """The demo's test bed where it is there, else a small one, made here once."""
     if (TESTBED / "testbed.json").exists():
         return TESTBED
-    make = [sys.executable, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(SMALL_TESTBED)]
+    make = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(SMALL_TESTBED)]
     make += [f"--{name}={value}" for name, value in SMALL.items()]
     say(f"{TESTBED} is not there: a small one is made in {SMALL_TESTBED}, which takes minutes the first time")
     run_logged([*make, f"--max-new-tokens={LIMIT}"], SMALL_TESTBED.with_suffix(".log"))

@@ -186,14 +186,14 @@ def decoder_tokens(target: str, prompts: list[list[int]], threshold: float) -> l
     from transformers import AutoModelForCausalLM
 
     from recipe.spd.decoder import speculative_generate
-    from scripts.spd_evaluation.rules import head_scorer
+    from scripts.spd_evaluation import rules
     from spd_scorer import AutoModelForSPDScoring
 
     torch.set_num_threads(1)
     model, draft = (
         AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (target, DEMO / "testbed" / "draft")
     )
-    judge = head_scorer(AutoModelForSPDScoring.from_pretrained(scorer(), target, model), threshold)
+    judge = rules.scorer(AutoModelForSPDScoring.from_pretrained(scorer(), target, model), threshold)
     return speculative_generate(
         model, draft, prompts, judge, gamma=GAMMA, max_new_tokens=LIMIT, batch_size=200,
         eos_token_id=model.generation_config.eos_token_id,

@@ -237,6 +237,7 @@ def files() -> dict[str, File]:
             values={
                 "gen_batch_size": "${data.train_batch_size}", "seed": "${oc.select:trainer.seed,null}",
                 "tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
+                "function_tool_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
             },
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),
@@ -347,7 +348,7 @@ def files() -> dict[str, File]:
         "The scorer, its reward and its rollout.", spd,
         values={
             "target_path": f"${{{MODEL}.path}}", "seed": "${trainer.seed}",
-            "feature_store": "${spd.rollout.store_path}",
+            "feature_store": "${spd.rollout.store_path}.features",
             "rollout.server_log": "${trainer.default_local_dir}/vllm_server.log",
             "rollout.store_path": "${trainer.default_local_dir}/completions.sqlite3",
         },

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
-from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores  # noqa: E402
+from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (
@@ -90,7 +90,7 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
             drops = None
             if labelled:
                 results = [pool.result(run).result for _, run in mine]
-                counts = [(len(r.tokens), sum(r.judged_mismatches)) for r in results]
+                counts = [(len(r.tokens), sum(r.judged_mismatches)) for r in results]  # of answers
                 drops = [measures.pooled_drop(row, *count, labelled[name])
                          for row, count in zip(rows, counts, strict=True)]
             chosen.append(Run("test", name, measures.choose_threshold(rows, args.max_val_drop, drops).threshold))
@@ -125,7 +125,7 @@ def make_rows(pool: Pool, runs: Sequence[Run], chosen: Sequence[Run] = ()) -> li
     scorers = {run.rule for run in chosen} or set(pool.job.args.scorers)
     target, exact = (pool.result(run) for run in runs[:2])
     differing = sum(a != b for a, b in zip(exact.result.tokens, target.result.tokens, strict=True))
-    if differing:
+    if differing and not pool.job.args.temperature:
         # Equal in exact arithmetic; a tie of two logits can fall differently in another batch shape.
         console.print(f"[yellow]exact match differs from the target's own text in {differing} answers[/yellow]")
     target_tokens = sum(len(tokens) for tokens in target.result.tokens)
@@ -134,7 +134,8 @@ def make_rows(pool: Pool, runs: Sequence[Run], chosen: Sequence[Run] = ()) -> li
         outcome = pool.result(run)
         rule = f"{run.rule}_sweep" if run.rule in scorers and run not in chosen else run.rule
         rows.append(measures.measure(rule, run.threshold, outcome.result, outcome.correct,
-                                     exact_correct=exact.correct, target_tokens=target_tokens))
+                                     exact_correct=exact.correct, target_tokens=target_tokens,
+                                     samples=pool.job.args.samples))
     return rows
 
 
@@ -197,11 +198,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=int, help="only the first N held-out questions")
     add("--val-limit", type=int, help="only the first N validation questions")
     add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--temperature", type=float, default=0.0, help="draft and target sample; exact match is then rejection "
+        "sampling, and the other rules judge the tokens that it would replace")
+    add("--samples", type=int, default=1, help="answers per question, for a temperature above 0")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=256)
     add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
         "--val-harm-labels -1 0 0.5 1 2")
-    add("--harmless-shares", type=float, nargs="+", default=[0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5])
+    add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5])
     add("--typicals", type=float, nargs="+", default=[0.09, 0.06, 0.045, 0.03, 0.015], help="eps; delta is eps / 0.3")
     add("--ranks", type=int, nargs="+", default=[2, 3, 5])
     add("--entropies", type=float, nargs="+", default=[0.01, 0.1, 0.3, 0.6], help="of the deferred rule, in nats")
@@ -213,16 +217,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--all-rules", action="store_true", help="sweep top ranks, deferred windows and divergence as well, and "
         "every rule on the validation questions too")
     add("--seed", type=int, default=0)
-    add("--processes", type=int, help="runs at a time, each with its own models (default: cores; on a GPU 1)")
+    add("--processes", type=int, help="processes, each with its own models, which share the questions of every run "
+        "(default: one per core or GPU)")
     add("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args(argv)
     if args.processes is None:
-        args.processes = os.cpu_count() if args.device == "cpu" else 1
+        args.processes = os.cpu_count() if args.device == "cpu" else max(1, len(visible_gpus()))
     args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
     if odd := [pair for pair in args.compare if not pair.partition("=")[2] or pair.partition("=")[0] in FIXED_RULES]:
         parser.error(f"--compare {odd[0]}: give NAME=DIR, with a name that no other rule has")
     if args.val_harm_labels is None and args.scorer_thresholds is None:
         args.scorer_thresholds = [-1.0, 0.0, 0.5, 1.0, 2.0]
+    if args.samples < 1 or args.temperature < 0 or (args.samples > 1 and not args.temperature):
+        parser.error(f"--samples {args.samples} --temperature {args.temperature}: several samples need a temperature")
     if args.processes < 1:
         parser.error(f"--processes {args.processes}: at least one must do the work")
     return args

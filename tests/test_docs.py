@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.documents import tracked
 from tests.helpers.rl_run import compose_run, fake_trainer, metrics_rows
 from verl.utils.metric.names import METRICS, unknown_metrics
 
@@ -39,6 +40,15 @@ def test_every_public_key_is_on_the_page_with_a_description():
     for key in frozen:
         owner = next((k for k in keys if k == key or key.startswith(f"{k}.")), None)
         assert owner is not None and keys[owner][1], key
+
+
+@pytest.mark.parametrize("page", tracked("*.md"), ids=lambda page: page.name)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page):
+    cells = 0  # of the head; 0 outside of tables
+    for line in page.read_text().splitlines():
+        found = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert not cells or found in (0, cells), line
+        cells = found
 
 
 @pytest.mark.process

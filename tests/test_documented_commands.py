@@ -8,10 +8,11 @@ import pytest
 
 from dllm_reasoning import train_iterative_refine
 from scripts.audit.keys import OURS
-from tests.helpers.configs import compose_ppo
+from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.documents import ROOT, SETTINGS, commands, program_of
 from verl.trainer import fsdp_sft_trainer, main_eval, main_generation
 from verl.trainer.ppo.plan import dry_run
+from verl.utils.config import validate_config
 
 MODELS = re.compile(r"^(.*model\.path|model\.partial_pretrain)=")
 ENTRIES = {
@@ -59,5 +60,14 @@ def test_a_documented_command_passes_the_dry_run(page, program, words, files, ti
     assert code == 0, capsys.readouterr().out.rpartition("Problems")[2]
 
 
+COMMON = re.findall(r"^\| .+ \| `(.+?)`", (ROOT / "docs/quickstart.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("settings", COMMON)
+def test_the_common_settings_are_valid(settings):
+    validate_config(compose_ppo(*SOUND, *settings.split()), use_reference_policy=False, use_critic="critic" in settings)
+
+
 def test_the_pages_document_each_entry():
+    assert len(COMMON) > 15
     assert {program for _, program, _ in DOCUMENTED} == {*ENTRIES, *TRAININGS}

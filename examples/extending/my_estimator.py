@@ -1,4 +1,7 @@
-"""An advantage estimator: external_lib=examples.extending.my_estimator algorithm.adv_estimator=median"""
+"""An advantage estimator.
+
+    actor_rollout_ref.model.external_lib=examples.extending.my_estimator algorithm.adv_estimator=median
+"""
 
 import torch
 

@@ -1,4 +1,8 @@
-"""A policy loss: external_lib=examples.extending.my_loss actor.policy_loss.loss_mode=squared_ratio"""
+"""A policy loss.
+
+    actor_rollout_ref.model.external_lib=examples.extending.my_loss
+    actor_rollout_ref.actor.policy_loss.loss_mode=squared_ratio
+"""
 
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 

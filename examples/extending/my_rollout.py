@@ -1,4 +1,7 @@
-"""A rollout: external_lib=examples.extending.my_rollout rollout.name=random_words"""
+"""A rollout.
+
+    actor_rollout_ref.model.external_lib=examples.extending.my_rollout actor_rollout_ref.rollout.name=random_words
+"""
 
 import torch
 

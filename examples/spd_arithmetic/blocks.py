@@ -4,10 +4,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from examples.spd_arithmetic.pair import Pair, Rule
+from examples.spd_arithmetic.pair import EXACT, Pair
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress
-from scripts.spd_evaluation.rules import exact
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def own_path(
 
     `offsets`: see drawn_offsets.
     """
-    decoding = pair.speculative(questions, exact, progress, drawn_offsets(len(questions), offsets, seed))
+    decoding = pair.speculative(questions, EXACT, progress, drawn_offsets(len(questions), offsets, seed))
     if count and not decoding.blocks:
         raise ValueError(f"draft and target agree on every token of {len(questions)} questions, so there is "
                          "nothing to judge; use another draft")
@@ -63,17 +62,18 @@ def own_path(
     for q, ids in zip(questions, decoding.tokens, strict=True):
         correct[q.question_id] = pair.is_right(ids, q)
         lengths[q.question_id] = len(q.prompt_ids) + pair.spoken(ids)
+    sampled = pair.complete_blocks(sample(decoding.blocks, count, seed), progress)
     blocks = [_block(q, c, d, t, correct[q.question_id], lengths[q.question_id] - len(c), "own")
-              for q, c, d, t in sample(decoding.blocks, count, seed)]
+              for q, c, d, t in sampled]
     rounds = sum(decoding.rounds)
     return OwnPath(blocks, correct, sum(decoding.accepted) / rounds, sum(map(len, decoding.tokens)) / rounds)
 
 
-def drifted_blocks(pair: Pair, questions: Sequence[Question], rule: Rule, count: int, seed: int,
+def drifted_blocks(pair: Pair, questions: Sequence[Question], margin: float, count: int, seed: int,
                    progress: Progress, offsets: int = 0) -> list[DraftedBlock]:
-    """A sample of `count` blocks on the path of a lenient rule, with baselines from completions."""
+    """A sample of `count` blocks on the path that accepts mismatches within a margin; baselines from completions."""
     starts = drawn_offsets(len(questions), offsets, seed + 1)
-    sampled = sample(pair.speculative(questions, rule, progress, starts).blocks, count, seed)
+    sampled = sample(pair.speculative(questions, margin, progress, starts).blocks, count, seed)
     answers = pair.answers([q for q, *_ in sampled], [c for _, c, _, _ in sampled], progress)
     return [_block(q, c, d, t, pair.is_right(ids, q), len(q.prompt_ids) + pair.spoken(ids) - len(c), "drifted")
             for (q, c, d, t), ids in zip(sampled, answers, strict=True)]

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, run_logged
-from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer, training_command
+from examples.spd_arithmetic.demo import LIMIT, MAX_VAL_DROP, STEPS, saved_scorer, training_command
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 
 # Where drops are 0 to 4 points, closer together than there.
 MARGINS = ("2", "2.5", "3", "3.5", "4", "5", "8")
-HARMLESS_SHARES = ("0.95", "0.9", "0.85", "0.8", "0.7", "0.6", "0.5", "0.3")  # accepted above a threshold
+HARMLESS_SHARES = ("0.9", "0.85", "0.8", "0.75", "0.7", "0.65", "0.6", "0.5")  # accepted above a threshold
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, GRPO from there
 TRAINED = tuple(legend for name in SCORERS for rules, legend, *_ in CURVES if name in rules)
@@ -78,7 +78,7 @@ def mixed(low: Point, high: Point, part: float) -> Point:
 def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) -> dict[str, list[str]]:
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
-    make = [python, "-m", "examples.spd_arithmetic.make_testbed", "--out", str(testbed), "--seed", str(seed)]
+    make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
     make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
     store, labelled = out / "completions.sqlite3", out / "labelled"
@@ -94,7 +94,7 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
     evaluate += ["--val-harm-labels", str(testbed / "harm_labels_val.jsonl")]
-    evaluate += ["--harmless-shares", *HARMLESS_SHARES, "--margins", *MARGINS]
+    evaluate += ["--harmless-shares", *HARMLESS_SHARES, "--margins", *MARGINS, "--max-val-drop", MAX_VAL_DROP]
     return {"test bed": make, **trainings, "evaluation": evaluate}
 
 

@@ -1,24 +1,24 @@
 """Target and draft of a test bed, decoded in worker processes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoTokenizer
 
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
 from recipe.spd.answers import is_correct
-from recipe.spd.dataset import cut_at_end
-from recipe.spd.decoder import Block, Judge, check_tokenizers, end_ids, greedy_generate, speculative_generate
+from recipe.spd.decoder import check_tokenizers, end_ids
+from verl.utils.model import get_generation_config
 
-Rule = Callable[[], Judge]
-"""Makes a judge in the worker that needs it; picklable."""
+EXACT, EVERYTHING = -math.inf, math.inf
+"""Margins (scripts/spd_evaluation/rules.py) by which no mismatch is accepted, and every one."""
 Recorded = tuple[Question, list[int], list[int], list[int]]
 """Question, context, draft and target ids of a block."""
 
@@ -33,6 +33,10 @@ class PairFiles:
     gamma: int
     max_new_tokens: int
     batch_size: int
+    engine: str = "hf"  # hf: transformers in plain batches; vllm: vLLM's offline engine
+    longest: int = 0  # tokens of a prompt; for vllm
+    tensor_parallel: int = 1  # GPUs that share the target; for vllm
+    kept: Path | None = None  # folder of finished parts, with which a run that was killed goes on
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Pair:
     decode: Callable[[Sequence[int]], str]
     ends: frozenset[int]  # ids of the end tokens
     workers: Workers
+    _numbers: Iterator[int] = field(default_factory=count)  # of the calls of `_map`, equal in every run
 
     def is_right(self, answer_ids: Sequence[int], question: Question) -> bool:
         """Whether an ended answer names the right number; one cut at the limit is wrong."""
@@ -65,7 +70,7 @@ class Pair:
 
     def greedy(self, role: str, prompts: Sequence[list[int]], progress: Progress) -> list[list[int]]:
         """Greedy continuation of every prompt by `target` or `draft`."""
-        return list(chain(*self._map(partial(_complete, self.files, role), prompts, progress)))
+        return list(chain(*self._map(partial(self._tasks.complete, self.files, role), prompts, progress)))
 
     def answers(self, questions: Sequence[Question], contexts: Sequence[list[int]], progress: Progress
                 ) -> list[list[int]]:
@@ -76,79 +81,52 @@ class Pair:
         return [ids[len(q.prompt_ids) :][: self.files.max_new_tokens] for q, ids in whole]
 
     def speculative(
-        self, questions: Sequence[Question], rule: Rule, progress: Progress, offsets: Sequence[int] | None = None
+        self, questions: Sequence[Question], margin: float, progress: Progress, offsets: Sequence[int] | None = None
     ) -> Decoding:  # fmt: skip
-        """Speculative decoding of every question under a rule's judge.
+        """Speculative decoding of every question: a mismatch is accepted if the target's logit of its own token is
+        larger by at most `margin`.
 
-        `offsets`: the first block of each answer starts after so many of the target's own tokens (default: none).
+        `offsets`: the first block of each answer starts after so many of the target's own tokens (default: none). The
+        blocks are ordered by question and place, and may need `complete_blocks`.
         """
-        rows = list(zip(questions, offsets or [0] * len(questions), strict=True))
-        parts = self._map(partial(_decode, self.files, rule), rows, progress)
-        return Decoding(*(list(chain(*(getattr(part, name) for part in parts)))
-                          for name in Decoding.__dataclass_fields__))
+        rows = list(zip((q.prompt_ids for q in questions), offsets or [0] * len(questions), strict=True))
+        whole, blocks = Decoding([], [], [], []), []
+        for part in self._map(partial(self._tasks.decode, self.files, margin), rows, progress):
+            blocks += [(len(whole.tokens) + row, *block) for row, *block in part.pop("blocks")]
+            for name, values in part.items():
+                getattr(whole, name).extend(values)
+        for row, start, draft, target in sorted(blocks):
+            question = questions[row]
+            context = question.prompt_ids + whole.tokens[row][:start]
+            whole.blocks.append((question, context, draft, target))
+        whole.tokens = [ids[: self.files.max_new_tokens] for ids in whole.tokens]
+        return whole
 
-    def _map(self, task: Callable[[Sequence], Sequence], rows: Sequence, progress: Progress) -> list:
-        return self.workers.map(task, rows, self.files.batch_size, progress)
+    def complete_blocks(self, blocks: Sequence[Recorded], progress: Progress) -> list[Recorded]:
+        """The blocks with their whole drafts, and with the target's predictions along them."""
+        parts = self._map(partial(self._tasks.complete_blocks, self.files), [b[1:] for b in blocks], progress)
+        return [(q, context, *ids) for (q, context, *_), ids in zip(blocks, chain(*parts), strict=True)]
+
+    @property
+    def _tasks(self) -> ModuleType:
+        from examples.spd_arithmetic import hf_tasks, vllm_tasks
+
+        return {"hf": hf_tasks, "vllm": vllm_tasks}[self.files.engine]
+
+    def _map(self, task: Callable[[Sequence], Any], rows: Sequence, progress: Progress) -> list:
+        kept = None if self.files.kept is None else self.files.kept / str(next(self._numbers))
+        return self.workers.map(task, rows, self.files.batch_size, progress, kept)
 
 
 def open_pair(files: PairFiles, decode: Callable[[Sequence[int]], str], workers: Workers) -> Pair:
     """The pair in these files; two vocabularies are a ValueError."""
-    (ends,) = workers.run([partial(_ends, files)], lambda *_: None)
-    return Pair(files, decode, ends, workers)
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    target: nn.Module
-    draft: nn.Module
-    ends: frozenset[int]
+    tokenizers = (AutoTokenizer.from_pretrained(files.folder / name) for name in ("target", "draft"))
+    check_tokenizers(*tokenizers, "the draft")
+    return Pair(files, decode, end_tokens(files.folder), workers)
 
 
 @cache
-def _load(files: PairFiles) -> _Loaded:
-    """Both models on the device, once a process; float32 on a CPU, bfloat16 on a GPU."""
-    torch.set_num_threads(files.threads)
-    disable_progress_bar()  # its lines would cross those of the command
-    dtype = torch.float32 if files.device == "cpu" else torch.bfloat16
-    target, draft = (AutoModelForCausalLM.from_pretrained(files.folder / name, dtype=dtype).to(files.device).eval()
-                     for name in ("target", "draft"))
-    tokenizer, other = (AutoTokenizer.from_pretrained(files.folder / name) for name in ("target", "draft"))
-    check_tokenizers(tokenizer, other, "the draft")
-    ends = end_ids(target.generation_config.eos_token_id) or end_ids(tokenizer.eos_token_id)
-    return _Loaded(target, draft, ends)
-
-
-def _ends(files: PairFiles) -> frozenset[int]:
-    return _load(files).ends
-
-
-def _complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list[list[int]]:
-    loaded = _load(files)
-    model = {"target": loaded.target, "draft": loaded.draft}[role]
-    return greedy_generate(model, prompts, max_new_tokens=files.max_new_tokens, eos_token_id=loaded.ends,
-                           batch_size=files.batch_size).tokens
-
-
-def _decode(files: PairFiles, rule: Rule, rows: Sequence[tuple[Question, int]]) -> Decoding:
-    loaded = _load(files)
-    questions, offsets = zip(*rows, strict=True)
-    limits = {"eos_token_id": loaded.ends, "batch_size": files.batch_size}
-    begun = [[] for _ in rows]
-    if longest := max(offsets):
-        own = greedy_generate(loaded.target, [q.prompt_ids for q in questions], max_new_tokens=longest, **limits)
-        begun = [ids[:offset] for ids, offset in zip(own.tokens, offsets, strict=True)]
-        begun = [[] if loaded.ends.intersection(ids) else ids for ids in begun]  # a short answer starts at its begin
-    blocks: list[Recorded] = []
-
-    def keep(block: Block, accepted: torch.Tensor) -> None:
-        columns = (block.rows.tolist(), block.context_ids, block.draft_ids.tolist(), block.target_ids.tolist())
-        for row, context, draft, target in zip(*columns, strict=True):
-            draft, target = cut_at_end(draft, target, loaded.ends)
-            if draft != target[:-1]:
-                blocks.append((questions[row], list(context), draft, target))
-
-    result = speculative_generate(
-        loaded.target, loaded.draft, [q.prompt_ids + ids for q, ids in zip(questions, begun, strict=True)], rule(),
-        gamma=files.gamma, max_new_tokens=files.max_new_tokens, on_block=keep, **limits)
-    tokens = [(ids + more)[: files.max_new_tokens] for ids, more in zip(begun, result.tokens, strict=True)]
-    return Decoding(tokens, result.rounds, result.accepted, blocks)
+def end_tokens(folder: Path) -> frozenset[int]:
+    """The target's end tokens: those of its generation config, else of its tokenizer."""
+    given = end_ids(get_generation_config(str(folder / "target")).eos_token_id)
+    return given or end_ids(AutoTokenizer.from_pretrained(folder / "target").eos_token_id)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test bed's full chain on real models and GSM8K-format questions; needs one CUDA GPU.
-#   QUESTIONS=gsm8k.jsonl TARGET=DIR DRAFT=DIR [OUT=DIR] examples/spd_arithmetic/run_gsm8k_gpu.sh
-# QUESTIONS holds lines {"question": ..., "answer": "... #### 42"}; TARGET and DRAFT share one vocabulary.
+#   QUESTIONS=train.jsonl TEST_QUESTIONS=test.jsonl TARGET=DIR DRAFT=DIR [OUT=DIR] examples/spd_arithmetic/run_gsm8k_gpu.sh
+# Both files hold lines {"question": ..., "answer": "... #### 42"}; TARGET and DRAFT share one vocabulary.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [[ -z "${PYTHON:-}" ]]; then PYTHON=python; [[ ! -x .venv/bin/python ]] || PYTHON=.venv/bin/python; fi
@@ -16,15 +16,15 @@ if [[ $code == 77 ]]; then
 elif [[ $code != 0 ]]; then
     exit "$code"
 fi
-for name in QUESTIONS TARGET DRAFT; do
+for name in QUESTIONS TEST_QUESTIONS TARGET DRAFT; do
     if [ -z "${!name:-}" ]; then
-        echo "run_gsm8k_gpu.sh: $name is not set; it names a local $([ $name = QUESTIONS ] && echo file || echo folder)" >&2
+        echo "run_gsm8k_gpu.sh: $name is not set; it names a local $([[ $name = *QUESTIONS ]] && echo file || echo folder)" >&2
         exit 2
     fi
 done
 
-"$PYTHON" -m examples.spd_arithmetic.make_testbed --out "$OUT/testbed" --device cuda --max-new-tokens 400 \
-    --questions "$QUESTIONS" --target "$TARGET" --draft "$DRAFT" \
+"$PYTHON" -m examples.spd_arithmetic.prepare_blocks --out "$OUT/testbed" --device cuda --max-new-tokens 400 \
+    --train-questions "$QUESTIONS" --test-questions "$TEST_QUESTIONS" --target "$TARGET" --draft "$DRAFT" \
     --n-train-questions "${N_TRAIN:-1000}" --n-val-questions "${N_VAL:-300}" --n-test-questions "${N_TEST:-1000}"
 "$PYTHON" train_spd_scorer.py --device cuda --backbone target --model "$OUT/testbed/target" \
     --blocks "$OUT/testbed/blocks_train.parquet" --metadata "$OUT/testbed/metadata_train.parquet" \

@@ -52,7 +52,7 @@ def train_pair(out: Path, cache: Path, jobs: list[Job], workers: Workers, report
     workers.run([partial(train_one, job, cache) for job in missing],
                 lambda job, done: report(done, job.steps, job.role))
     for job in jobs:
-        shutil.copytree(cache / job.fingerprint, out / job.role)
+        shutil.copytree(cache / job.fingerprint, out / job.role, dirs_exist_ok=True)
 
 
 def train_one(job: Job, cache: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from loguru import logger
 
+ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called with (done, in all)."""
@@ -43,39 +47,116 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, calls: Sequence[Callable[[], T]], on_message: Callable[..., None]) -> list[T]:
-        """Results of the calls, in their order; `on_message` hears what they `say` meanwhile.
+        """Results of the calls, in their order; `on_message` hears what they `say` meanwhile."""
+        results = dict(self.finished(calls, on_message))
+        return [results[number] for number in range(len(calls))]
+
+    def finished(
+        self, calls: Sequence[Callable[[], T]], on_message: Callable[..., None] = lambda *_: None
+    ) -> Iterator[tuple[int, T]]:  # fmt: skip
+        """(number, result) of each call as soon as it is there.
 
         The first error of a call is raised here at once; a process that was killed is a RuntimeError.
         """
         try:
-            futures = [self._pool.submit(call) for call in calls]
+            futures = {self._pool.submit(call): number for number, call in enumerate(calls)}
             running: set[Future] = set(futures)
             while running:
                 done, running = wait(running, SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
                 while not self._messages.empty():
                     on_message(*self._messages.get())
                 for future in done:
-                    future.result()
+                    yield futures[future], future.result()
         except BrokenProcessPool as error:
             raise RuntimeError("a worker process was killed, most often for lack of memory; ask for fewer with "
                                "--processes, or for a smaller --batch-size") from error
-        return [future.result() for future in futures]
 
-    def map(self, task: Callable[[Sequence], T], rows: Sequence, most: int, progress: Progress) -> list[T]:
-        """The task's result for each of the parts of at most `most` rows, in order; `progress` counts rows."""
-        done = 0
+    def map(
+        self, task: Callable[[Sequence], Any], rows: Sequence, most: int, progress: Progress, kept: Path | None = None
+    ) -> list[Any]:  # fmt: skip
+        """The task's result, which JSON can hold, for each of the parts of at most `most` rows, in order.
 
-        def add(count: int) -> None:
-            nonlocal done
-            done += count
+        `progress` counts rows. Finished parts are written to the folder `kept`; those found there are not done again.
+        """
+        pieces = parts(rows, most)
+        results = {} if kept is None else {
+            i: json.loads(file.read_text()) for i in range(len(pieces)) if (file := kept / f"{i}.json").exists()}
+        if results:
+            logger.info("{} of {} parts are there from an earlier run", len(results), len(pieces))
+        done = sum(len(pieces[i]) for i in results)
+        progress(done, len(rows))
+        missing = [i for i in range(len(pieces)) if i not in results]
+        for number, result in self.finished([partial(task, pieces[i]) for i in missing]):
+            i = missing[number]
+            text = json.dumps(result)
+            if kept is not None:
+                kept.mkdir(parents=True, exist_ok=True)
+                (kept / "partial").write_text(text)
+                os.replace(kept / "partial", kept / f"{i}.json")
+            results[i] = json.loads(text)  # the same types as from a file
+            done += len(pieces[i])
             progress(done, len(rows))
+        return [results[i] for i in range(len(pieces))]
 
-        add(0)
-        return self.run([partial(_counted, task, part) for part in parts(rows, most)], add)
+
+class RayWorkers(Workers):
+    """The same as Ray actors on the nodes of a cluster, each with `gpus` GPUs (0: a CPU) of its own.
+
+    Joins the cluster of RAY_ADDRESS, else starts one on this machine. `count` None: as many as fit.
+    """
+
+    def __init__(self, count: int | None, gpus: int):
+        import ray
+
+        self._began = not ray.is_initialized()
+        if self._began:
+            variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+            ray.init(log_to_driver=False, runtime_env={"env_vars": variables})
+        kind, each = ("GPU", gpus) if gpus else ("CPU", 1)
+        have = int(ray.cluster_resources().get(kind, 0))
+        if (count or 1) * each > have:
+            raise ValueError(f"{count or 1} x {each} {kind}s are asked for, but the Ray cluster has {have}; lower "
+                             "--processes or --tensor-parallel")
+        count = count or have // each
+        actor = ray.remote(num_gpus=gpus, num_cpus=1)(_Performer)
+        self._actors = [actor.remote() for _ in range(count)]
+
+    def __exit__(self, *error: object) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._began:
+            ray.shutdown()
+
+    def finished(
+        self, calls: Sequence[Callable[[], T]], on_message: Callable[..., None] = lambda *_: None
+    ) -> Iterator[tuple[int, T]]:  # fmt: skip
+        """As `Workers.finished`; nothing is heard of a call before its result."""
+        import ray
+
+        waiting, running = list(enumerate(calls))[::-1], {}
+        free = list(self._actors)
+        while waiting or running:
+            while waiting and free:
+                number, call = waiting.pop()
+                actor = free.pop()
+                running[actor.perform.remote(call)] = number, actor
+            (done,), _ = ray.wait(list(running))
+            number, actor = running.pop(done)
+            free.append(actor)
+            yield number, ray.get(done)
+
+
+class _Performer:
+    def perform(self, call: Callable[[], Any]) -> Any:
+        return call()
 
 
 def say(*message: Any) -> None:
     """Within a call: send the parent a message; ends the call if the parent stops it."""
+    if _channel is None:  # an actor of Ray
+        return
     messages, stop = _channel
     if stop.is_set():
         raise SystemExit("the command is ending")
@@ -86,12 +167,6 @@ def parts(rows: Sequence, most: int) -> list[Sequence]:
     """Rows cut into an even number of equal parts of at most `most`: cores come in even numbers."""
     count = min(len(rows), 2 * -(-len(rows) // (2 * most)))
     return [rows[len(rows) * i // count : len(rows) * (i + 1) // count] for i in range(count)]
-
-
-def _counted(task: Callable[[Sequence], T], part: Sequence) -> T:
-    result = task(part)
-    say(len(part))
-    return result
 
 
 def _begin(messages: Any, stop: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from loguru import logger
 from omegaconf import OmegaConf
 
@@ -111,28 +112,29 @@ def check_ids(config: Any, findings: Any) -> Iterator[Problem]:
     except ValueError:
         return  # reported by check_servers_and_separator
     for key, data in blocks.items():
-        for item, row in enumerate(data.rows):
-            ids, separating = row["input_ids"], row["input_ids"][-1]
-            if max(ids) >= vocabulary:
-                what = (
-                    f"token id {max(ids)} is outside the vocabulary ({vocabulary}) of the model {path}. Name the "
-                    "tokenizer that belongs to the model, and prepare the blocks with it."
-                )
-            elif not own and len(ids) > config.data.max_prompt_length:
-                what = (
-                    f"its {len(ids)} ids exceed data.max_prompt_length={config.data.max_prompt_length}: a target head "
-                    "would train on states of a context without its start, and serve on those of the complete one. "
-                    f"Raise data.max_prompt_length to {max(len(r['input_ids']) for r in data.rows)}."
-                )
-            elif own and separating != separator:
-                what = (
-                    f"its parts are separated by token id {separating}, the tokenizer's separator is {separator}. "
-                    f"Prepare it again, or set {SEP_VARIABLE}={separating}."
-                )
-            else:
-                continue
-            yield wrong(key, f"{key}: {data.error(item, what)}")
-            break
+        foreign, long = data.largest_ids >= vocabulary, data.lengths > config.data.max_prompt_length
+        bad = np.flatnonzero(foreign | (data.separators != separator if own else long))
+        if not bad.size:
+            continue
+        item = int(bad[0])
+        if foreign[item]:
+            what = (
+                f"token id {data.largest_ids[item]} is outside the vocabulary ({vocabulary}) of the model {path}. Name "
+                "the tokenizer that belongs to the model, and prepare the blocks with it."
+            )
+        elif not own:
+            what = (
+                f"its {data.lengths[item]} ids exceed data.max_prompt_length={config.data.max_prompt_length}: a target "
+                "head would train on states of a context without its start, and serve on those of the complete one. "
+                f"Raise data.max_prompt_length to {data.lengths.max()}."
+            )
+        else:
+            separating = data.separators[item]
+            what = (
+                f"its parts are separated by token id {separating}, the tokenizer's separator is {separator}. "
+                f"Prepare it again, or set {SEP_VARIABLE}={separating}."
+            )
+        yield wrong(key, f"{key}: {data.error(item, what)}")
 
 
 @register_check
@@ -147,7 +149,7 @@ def check_scorer(config: Any, findings: Any) -> Iterator[Problem]:
         return
     settings = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     adapter = settings.pop("adapter_path", None)
-    for name in ("feature_store", "draft_path"):
+    for name in ("feature_store", "draft_path", "compute_dtype"):
         settings.pop(name, None)
     try:
         scorer = ScoringModelConfig(base_model_path=model.path, **settings)
@@ -184,4 +186,4 @@ def measure_scorer(hf_config: Any, config: Mapping[str, Any]) -> ModelSize:
     size = replace(size, parameters=plain.parameters + head)
     if spd["backbone"] == "own":
         return replace(size, trainable=plain.trainable + head)
-    return replace(size, trainable=head, trained_layers=0)
+    return replace(size, trainable=head, trained_layers=0, frozen_computes=True)

@@ -7,12 +7,17 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from loguru import logger
 from omegaconf import DictConfig
 
+from recipe.spd.columns import ROWS_AT_A_TIME, Lists, TableRows, joined, read_table_rows
 from verl.planning.problems import one_line
 from verl.utils.dataset.rl_dataset import FileRows, left_pad
 
@@ -97,8 +102,9 @@ def ids_error(name: str, ids: Any, vocabulary: int) -> str:
     rule = f"{name} must be a list of token ids from 0 to {vocabulary - 1}, those of the tokenizer"
     if not isinstance(ids, list):
         return f"{rule}, not {one_line(ids)}."
-    if bad := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
-        return f"{rule}, but holds {one_line(bad[0])}. Name the tokenizer that the ids were made with."
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocabulary:
+        bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocabulary)
+        return f"{rule}, but holds {one_line(bad)}. Name the tokenizer that the ids were made with."
     return ""
 
 
@@ -153,6 +159,13 @@ def resolve_sep_token_id(tokenizer: Any, read: bool = True) -> int:
     )
 
 
+def _integers(column: pa.Array) -> np.ndarray:
+    """A column of integers, [N] int64; ValueError for a null or another type."""
+    if column.null_count or not pa.types.is_integer(column.type):
+        raise ValueError(f"a column of {column.type} with {column.null_count} nulls")
+    return column.to_numpy().astype(np.int64)
+
+
 class SPDRLHFDataset(FileRows):
     """One sample per drafted block: input_ids, attention_mask, position_ids [P] int64 (left-padded to
     data.max_prompt_length), spd_layout [5] int64, sample_index, and every other column of the row.
@@ -174,12 +187,62 @@ class SPDRLHFDataset(FileRows):
         if tokenizer.pad_token_id is None:
             raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
         self.draw(max_samples, config)
-        cut = sum(self._check(i) for i in range(len(self.rows)))
+        self.separators = np.empty(len(self.rows), dtype=np.int64)  # of each block
+        self.largest_ids, self.lengths = (np.empty_like(self.separators) for _ in range(2))
+        cut = 0
+        for first in range(0, len(self.rows), ROWS_AT_A_TIME):
+            numbers = range(first, min(first + ROWS_AT_A_TIME, len(self.rows)))
+            over_long = self._check_columns(numbers) if isinstance(self.rows, TableRows) else None
+            cut += sum(self._check(i) for i in numbers) if over_long is None else over_long
         if cut:
             logger.info(
                 "{} of {} blocks exceed data.max_prompt_length={} and lose the start of their context",
                 cut, len(self.rows), self.max_prompt_length,
             )  # fmt: skip
+
+    @staticmethod
+    def read(path: str | Path) -> Sequence[dict[str, Any]]:
+        return read_table_rows(path)
+
+    def _keep(self, numbers: list[int]) -> None:
+        rows = self.rows
+        super()._keep(numbers)
+        if isinstance(rows, TableRows):
+            self.rows = rows.take(numbers)
+
+    def _check_columns(self, numbers: range) -> int | None:
+        """`_check` of several rows: how many will be cut, None where one of them must be looked at by itself."""
+        (batch,) = self.rows.table.slice(numbers.start, len(numbers)).combine_chunks().to_batches()
+        try:
+            structs = extra, rollout, reward = [batch.column(n) for n in ("extra_info", "rollout_info", "reward_model")]
+            ids = Lists.of(batch.column("input_ids"))
+            context, draft, target = (Lists.of(extra.field(name)) for name in IDS)
+            offsets = [[_integers(struct.field(name)) for name in OFFSETS] for struct in (extra, rollout)]
+            known = [extra.field(name) for name in OPTIONAL if extra.type.get_field_index(name) >= 0]
+            facts = [_integers(column.drop_null()) for column in known if not pa.types.is_null(column.type)]
+            right, truths = _integers(extra.field("is_correct_baseline")), reward.field("ground_truth")
+            is_blank = pc.any(pc.equal(pc.utf8_trim_whitespace(truths), "")).as_py()
+            separators = ids.values[ids.starts + np.minimum(context.lengths, ids.lengths - 1)]
+        except (KeyError, ValueError, TypeError, IndexError):
+            return None
+        expected = joined((context, draft, target), separators)
+        draft_start, target_start = context.lengths + 1, context.lengths + draft.lengths + 2
+        places = [context.lengths, draft_start, draft.lengths, target_start, draft.lengths + 1]  # as in OFFSETS
+        needed = ids.lengths - context.lengths + 1
+        if not (
+            all(part.within(self.vocabulary) for part in (ids, context, draft, target))
+            and not any(column.null_count for column in (*structs, truths)) and not is_blank
+            and np.array_equal(target.lengths, places[-1]) and all(np.array_equal(found, places) for found in offsets)
+            and np.array_equal(ids.lengths, expected.lengths) and np.array_equal(ids.values, expected.values)
+            and all(((0 <= column) & (column < 2**31)).all() for column in facts) and right.max() <= 1
+            and draft.lengths.max() <= self.gamma and needed.max() <= self.max_prompt_length
+            and not spelling_error(tuple(field.name for field in extra.type))
+        ):  # fmt: skip
+            return None
+        where = slice(numbers.start, numbers.stop)
+        self.separators[where], self.largest_ids[where] = separators, np.maximum.reduceat(ids.values, ids.starts)
+        self.lengths[where] = ids.lengths
+        return int((ids.lengths > self.max_prompt_length).sum())
 
     def _check(self, item: int) -> bool:
         """Raise DatasetError for inconsistent ids, offsets or lengths; True if the context will be cut."""
@@ -213,6 +276,7 @@ class SPDRLHFDataset(FileRows):
         if len(draft) > self.gamma:
             excess = f"the draft has {len(draft)} tokens, data.max_response_length={self.gamma}"
             raise self.error(item, f"{excess}. Raise it to {len(draft)}.")
+        self.separators[item], self.largest_ids[item], self.lengths[item] = sep, max(ids), len(ids)
         needed = len(ids) - len(context) + 1  # one context token must stay: it predicts t_1
         if needed > self.max_prompt_length:
             limit = f"data.max_prompt_length={self.max_prompt_length} would cut the draft. Raise it."

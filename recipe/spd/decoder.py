@@ -1,6 +1,7 @@
-"""Batched greedy speculative decoding in which a judge decides on every mismatch between draft and target.
+"""Batched speculative decoding in which a judge decides on every mismatch between draft and target.
 
-`speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone;
+`speculative_generate` runs draft and target until every row has ended; `greedy_generate` runs the target alone; both
+are greedy, or sample at a temperature;
 `replay_blocks` recomputes recorded blocks for a judge. Works for Hugging Face causal models that share a tokenizer
 and have full attention; sliding windows are allowed where no row exceeds one.
 """
@@ -32,12 +33,54 @@ class Block:
 
     context_ids: list[list[int]]  # B lists: the prompt and the tokens committed so far
     draft_ids: torch.Tensor  # [B, g] int64
-    target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices
+    target_ids: torch.Tensor  # [B, g + 1] int64, the target's greedy choices; sampled ones: see Sampling
     target_logits: torch.Tensor  # [B, g + 1, V] float32; V: ids that both models know, however they pad embeddings
     draft_logits: torch.Tensor  # [B, g, V] float32
     target_hidden: torch.Tensor  # [B, g + 1, H], the input of the target's output layer
     mismatch: torch.Tensor  # [B, g] bool, True where draft and target differ
     rows: torch.Tensor  # [B] int64, the question each row belongs to
+
+
+@dataclass
+class Sampling:
+    """Draft and target sample at a temperature, from one stream of random numbers.
+
+    The target keeps a draft token d with probability min(1, p(d) / q(d)) and otherwise draws from the normalised excess
+    of p over q (Leviathan et al. 2023): the token that it keeps or draws is its choice, so a mismatch is a draft token
+    that rejection sampling would replace. A judge that rejects all of them samples exactly as the target alone.
+    """
+
+    temperature: float
+    generator: torch.Generator
+
+    @classmethod
+    def seeded(cls, temperature: float, seed: int, device: torch.device | str) -> Sampling | None:
+        """None at temperature 0: greedy decoding."""
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature} is below 0")
+        return cls(temperature, torch.Generator(device).manual_seed(seed)) if temperature else None
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of logits [..., V]."""
+        return (logits / self.temperature).softmax(-1)
+
+    def draw(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Token ids [...] from weights [..., V]."""
+        flat = probabilities.flatten(0, -2)
+        return torch.multinomial(flat, 1, generator=self.generator).view(probabilities.shape[:-1])
+
+    def choices(self, draft_ids: torch.Tensor, draft_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The target's tokens [B, g + 1] for a draft [B, g]; draft_logits [B, g, V], logits [B, g + 1, V]."""
+        p, count = self.probabilities(logits), draft_ids.shape[1]
+        if not count:
+            return self.draw(p)
+        q, at = self.probabilities(draft_logits), draft_ids[..., None]
+        uniform = torch.rand(draft_ids.shape, generator=self.generator, device=draft_ids.device)
+        kept = uniform * q.gather(-1, at)[..., 0] < p[:, :count].gather(-1, at)[..., 0]
+        excess = (p[:, :count] - q).clamp(min=0)
+        excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, p[:, :count])  # equal: never drawn from
+        drawn = self.draw(torch.cat([excess, p[:, count:]], dim=1))
+        return torch.cat([torch.where(kept, draft_ids, drawn[:, :count]), drawn[:, count:]], dim=1)
 
 
 Judge = Callable[[Block], torch.Tensor]  # Block -> bool [B, g], True = accept; matches are accepted in any case
@@ -89,34 +132,36 @@ def speculative_generate(
     target: nn.Module, draft: nn.Module, prompts: Sequence[Sequence[int]], judge: Judge, *, gamma: int = 8,
     max_new_tokens: int, eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
     on_block: Callable[[Block, torch.Tensor], None] | None = None, max_rounds: int | None = None,
+    temperature: float = 0.0, seed: int = 0,
 ) -> SpecResult:  # fmt: skip
     """Continue every prompt in rounds: draft proposes gamma tokens, target verifies them in one forward, judge decides.
 
-    Both models are greedy. Each round commits the leading accepted draft tokens and the target's token after them.
-    A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the rest of its block is
-    dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts [B] int64
-    (before such a cut). Raises ValueError for empty prompts or prompts too long for the models, TypeError for a judge
-    that returns anything but bool [B, g].
+    Both models are greedy at temperature 0. Each round commits the leading accepted draft tokens and the target's token
+    after them. A row ends with its first committed end token, at `max_new_tokens` or after `max_rounds`; the rest of
+    its block is dropped, also from the counts. `on_block(block, accepted)` gets every block with its leading accepts
+    [B] int64 (before such a cut). Raises ValueError for empty prompts or prompts too long for the models, TypeError for
+    a judge that returns anything but bool [B, g].
     """
     _check_prompts(prompts, gamma, max_new_tokens)
     limits = {"max_new_tokens": max_new_tokens, "max_rounds": max_rounds}
+    limits["sampling"] = Sampling.seeded(temperature, seed, target.device)
     return _generate([target, draft], prompts, judge, gamma, end_ids(eos_token_id), batch_size, on_block, **limits)
 
 
 def greedy_generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-    eos_token_id: int | Sequence[int] | None, batch_size: int = 256,
+    eos_token_id: int | Sequence[int] | None, batch_size: int = 256, temperature: float = 0.0, seed: int = 0,
 ) -> SpecResult:  # fmt: skip
-    """Continue every prompt with the model's greedy tokens, one forward per token."""
+    """Continue every prompt with the model's greedy tokens (sampled ones above temperature 0), one forward each."""
     _check_prompts(prompts, 1, max_new_tokens)
-    ends = end_ids(eos_token_id)
-    return _generate([model], prompts, lambda block: block.mismatch, 0, ends, batch_size, max_new_tokens=max_new_tokens)
+    limits = {"max_new_tokens": max_new_tokens, "sampling": Sampling.seeded(temperature, seed, model.device)}
+    return _generate([model], prompts, lambda block: block.mismatch, 0, end_ids(eos_token_id), batch_size, **limits)
 
 
 def _generate(
     models: Sequence[nn.Module], prompts: Sequence[Sequence[int]], judge: Judge, gamma: int, ends: frozenset[int],
     batch_size: int, on_block: Callable[[Block, torch.Tensor], None] | None = None, *, max_new_tokens: int,
-    max_rounds: int | None = None,
+    max_rounds: int | None = None, sampling: Sampling | None = None,
 ) -> SpecResult:  # fmt: skip
     """`speculative_generate` with models = (target, draft); (target,) with gamma 0 decodes token by token."""
     result = SpecResult.empty(len(prompts))
@@ -127,8 +172,8 @@ def _generate(
             rows = _start(models, contexts, max_new_tokens, gamma)
             rounds = 0
             while rows.question.numel() and rounds != max_rounds:
-                draft_ids, draft_logits = _propose(models[-1], rows, gamma)
-                block = _verify(models[0], rows, contexts, draft_ids, draft_logits)
+                draft_ids, draft_logits = _propose(models[-1], rows, gamma, sampling)
+                block = _verify(models[0], rows, contexts, draft_ids, draft_logits, sampling)
                 verdict = judge(block)
                 if verdict.dtype != torch.bool or verdict.shape != block.draft_ids.shape:
                     raise TypeError(
@@ -206,8 +251,10 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
     return rows
 
 
-def _propose(draft: nn.Module, rows: _Rows, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The draft's `gamma` greedy tokens [B, gamma] and their logits [B, gamma, V], one forward each."""
+def _propose(
+    draft: nn.Module, rows: _Rows, gamma: int, sampling: Sampling | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The draft's `gamma` tokens [B, gamma] and their logits [B, gamma, V], one forward each."""
     # The draft has not read the last token of a fully accepted block: feeding the last two tokens covers every row.
     tokens = torch.stack([rows.previous, rows.last], dim=1)
     positions = torch.stack([rows.length - 2, rows.length - 1], dim=1).clamp_(min=0)
@@ -215,7 +262,7 @@ def _propose(draft: nn.Module, rows: _Rows, gamma: int) -> tuple[torch.Tensor, t
     for step in range(gamma):
         logits = _forward(draft, rows, 1, tokens, positions)[0][:, -1:]
         draft_logits.append(logits)
-        draft_ids.append(logits.argmax(-1))
+        draft_ids.append(sampling.draw(sampling.probabilities(logits)) if sampling else logits.argmax(-1))
         tokens, positions = draft_ids[-1], rows.length[:, None] + step
     return torch.cat(draft_ids, dim=1), torch.cat(draft_logits[min(gamma, 1) :], dim=1)
 
@@ -227,11 +274,12 @@ def _verification_input(rows: _Rows, draft_ids: torch.Tensor) -> tuple[torch.Ten
 
 
 def _verify(
-    target: nn.Module, rows: _Rows, contexts: dict[int, list[int]], draft_ids: torch.Tensor, draft_logits: torch.Tensor
-) -> Block:
+    target: nn.Module, rows: _Rows, contexts: dict[int, list[int]], draft_ids: torch.Tensor, draft_logits: torch.Tensor,
+    sampling: Sampling | None = None,
+) -> Block:  # fmt: skip
     """The target's one forward over a drafted block: draft_ids [B, g], draft_logits [B, g, V]."""
     logits, hidden = _forward(target, rows, 0, *_verification_input(rows, draft_ids), with_hidden=True)
-    target_ids = logits.argmax(-1)
+    target_ids = sampling.choices(draft_ids, draft_logits, logits) if sampling else logits.argmax(-1)
     return Block(
         context_ids=[list(contexts[question]) for question in rows.question.tolist()], draft_ids=draft_ids,
         target_ids=target_ids, target_logits=logits, draft_logits=draft_logits, target_hidden=hidden,

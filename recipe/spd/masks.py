@@ -79,3 +79,7 @@ class _Parts:
         allowed |= torch.eye(allowed.shape[1], dtype=torch.bool, device=allowed.device)
         mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]
+
+
+MASKS = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
+"""Of each attention other than causal."""

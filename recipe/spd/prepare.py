@@ -1,7 +1,8 @@
 """Prepares training data of the scorer from drafted blocks and the questions' metadata."""
 
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from loguru import logger
 
+from recipe.spd.columns import ROWS_AT_A_TIME, row_batches
 from recipe.spd.dataset import (
     IDS,
+    OFFSETS,
     block_error,
     build_spd_input,
     cut_at_end,
@@ -20,6 +23,19 @@ from recipe.spd.dataset import (
     truth_error,
 )
 from verl.utils.dataset.rl_dataset import read_rows
+
+_OFFSETS = [(name, pa.int64()) for name in OFFSETS]
+_EXTRA = [
+    ("index", pa.int64()), ("question_id", pa.string()), *_OFFSETS, *((name, pa.list_(pa.int32())) for name in IDS),
+    ("is_correct_baseline", pa.int64()), ("baseline_length", pa.int64()), ("question_len", pa.int64()),
+]  # fmt: skip
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()), ("prompt", pa.string()), ("input_ids", pa.list_(pa.int32())),
+        ("extra_info", pa.struct(_EXTRA)), ("rollout_info", pa.struct(_OFFSETS)),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+    ]
+)  # fmt: skip
 
 
 class DataError(ValueError):
@@ -49,10 +65,34 @@ def prepare_spd_data_from_real_source(
     needs no separator token.
     """
     questions = _read_metadata(metadata_path, read_rows(metadata_path))
-    blocks = read_rows(blocks_path)
+    output = Path(output_path)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_suffix(".tmp")
+    read = rows = longest = gamma = 0
+    with pq.ParquetWriter(partial, SCHEMA, write_page_checksum=True) as writer:
+        made = _rows(blocks_path, questions, metadata_path, tokenizer, backbone)
+        while batch := list(itertools.islice(made, ROWS_AT_A_TIME)):
+            kept = [row for row in batch if row is not None]
+            writer.write_table(pa.Table.from_pylist(kept, SCHEMA))
+            read, rows = read + len(batch), rows + len(kept)
+            longest = max(longest, *(len(row["input_ids"]) for row in kept), 0)
+            gamma = max(gamma, *(row["extra_info"]["draft_len"] for row in kept), 0)
+    if not rows:
+        partial.unlink()
+        raise DataError(f"{blocks_path}: none of its {read} blocks has a mismatch to judge; generate more.")
+    os.replace(partial, output)
+    logger.info("{}: {} blocks to judge, {} blocks without a mismatch skipped", output, rows, read - rows)
+    return PreparedData(output, rows, read - rows, longest, gamma)
+
+
+def _rows(
+    blocks_path: str | Path, questions: Mapping[Any, Mapping[str, Any]], metadata_path: str | Path, tokenizer: Any,
+    backbone: str,
+) -> Iterator[dict[str, Any] | None]:  # fmt: skip
+    """The training row of each block; None for a block without a mismatch."""
     sep, ends = resolve_sep_token_id(tokenizer, read=backbone == "own"), frozenset([tokenizer.eos_token_id])
-    rows, skipped = [], 0
-    for number, block in enumerate(blocks):
+    kept = 0
+    for number, block in enumerate(itertools.chain.from_iterable(row_batches(blocks_path))):
         where = f"{blocks_path}, row {number}"
         _refuse_missing(where, block, ("question_id", *IDS))
         if block["question_id"] not in questions:
@@ -70,34 +110,22 @@ def prepare_spd_data_from_real_source(
             )
         used, wanted = cut_at_end(draft, target, ends)
         if used == wanted[:-1]:
-            skipped += 1
+            yield None
             continue
         meta = questions[block["question_id"]]
         baseline = block.get("is_correct_baseline")
         extra = {
-            "index": len(rows), "question_id": str(block["question_id"]), **offsets,
+            "index": kept, "question_id": str(block["question_id"]), **offsets,
             "context_ids": context, "draft_ids": draft, "target_ids": target,
             "is_correct_baseline": int(meta["is_correct_baseline"] if baseline is None else baseline),
             **{name: None if block.get(name) is None else int(block[name])
                for name in ("baseline_length", "question_len")},
         }  # fmt: skip
-        rows.append(
-            {
-                "data_source": "spd_scorer", "prompt": meta["question"], "input_ids": ids, "extra_info": extra,
-                "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])},
-                "rollout_info": dict(offsets),
-            }
-        )  # fmt: skip
-    if not rows:
-        raise DataError(f"{blocks_path}: none of its {len(blocks)} blocks has a mismatch to judge; generate more.")
-    output = Path(output_path)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows), partial, write_page_checksum=True)
-    os.replace(partial, output)
-    logger.info("{}: {} blocks to judge, {} blocks without a mismatch skipped", output, len(rows), skipped)
-    longest, gamma = max(len(row["input_ids"]) for row in rows), max(row["extra_info"]["draft_len"] for row in rows)
-    return PreparedData(output, len(rows), skipped, longest, gamma)
+        kept += 1
+        yield {
+            "data_source": "spd_scorer", "prompt": meta["question"], "input_ids": ids, "extra_info": extra,
+            "reward_model": {"style": "rule", "ground_truth": str(meta["ground_truth"])}, "rollout_info": offsets,
+        }  # fmt: skip
 
 
 def _read_metadata(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> dict[Any, Mapping[str, Any]]:

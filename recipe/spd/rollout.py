@@ -38,6 +38,8 @@ from verl.protocol import DataProto
 from verl.trainer.run.ranks import gathered
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.model import get_generation_config
+from verl.workers.actor.batch_cuts import micro_batches
+from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer, RunningServer
 
@@ -193,14 +195,17 @@ class SPDRollout(BaseRollout):
 
     def _scores(self, prompts: DataProto) -> torch.Tensor:
         """z [B, R] float32 on the CPU, one forward per prompt; the same number of forwards on every rank."""
-        size = self.config.log_prob_micro_batch_size_per_gpu or len(prompts)
-        parts = []
-        with self.engine.eval_mode(), self.engine.autocast():
-            for first in range(0, len(prompts), size):
-                rows = [prompts.batch[key][first : first + size].to(self.engine.device) for key in MODEL_KEYS]
-                z = self._forward(SPDInputData(*rows)).float().cpu()
-                parts.append(fit_width(z, self.config.response_length))
-        return torch.cat(parts)
+        config = self.config
+        rows = config.log_prob_micro_batch_size_per_gpu or len(prompts)
+        tokens = config.log_prob_max_token_len_per_gpu if config.log_prob_use_dynamic_bsz else None
+        inputs = prompts.select(batch_keys=list(MODEL_KEYS), non_tensor_batch_keys=[])
+        micros = micro_batches(inputs, rows=rows, tokens=tokens, whole_groups=False)
+
+        def forward(batch: TensorDict) -> list[torch.Tensor]:
+            z = self._forward(SPDInputData(*(batch[key] for key in MODEL_KEYS)))
+            return [fit_width(z.float(), config.response_length)]
+
+        return forward_in_order(self.engine, micros, forward)[0]
 
     def _forward(self, blocks: SPDInputData) -> torch.Tensor:
         """z [B, g], g the longest draft of the blocks."""

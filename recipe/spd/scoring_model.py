@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
+from recipe.spd.features import FeatureStore
+from recipe.spd.masks import MASKS, create_position_ids
 from recipe.spd.scoring_config import ScoringModelConfig, make_head
-from recipe.spd.store import FeatureStore
 from recipe.spd.trained import ADAPTER_DIR, BACKBONE_DIR, HEAD_FILE, load_trained, with_adapters
 from verl.trainer.run.ranks import any_rank
 from verl.utils.fingerprint import model_fingerprint
@@ -70,17 +70,25 @@ class ScoringActor(nn.Module):
         else:
             mask = None
             if self.config.attention != "causal":
-                makers = {"spd": create_spd_attention_mask, "hybrid": create_hybrid_attention_mask}
-                mask = makers[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
+                mask = MASKS[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
                 position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
             states = self._states(input_ids, attention_mask, position_ids, pack, mask)  # [B, P, H]
-            at_target = _rows_at(states, target_start + steps)
-            if self.config.head_inputs == "state":
-                z = self.head(at_target)
-            else:
-                before_draft = _rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
-                z = self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
-            z = self._mask_matches(z, draft_ids, target_ids)
+            return self.score_states(states, spd_layout, draft_ids, target_ids)
+        return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
+
+    def score_states(
+        self, states: torch.Tensor, spd_layout: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """z [B, g] of an `own` backbone from its states [B, P, H] and ids [B, g]; spd_layout: columns of the states."""
+        draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
+        steps = torch.arange(draft_ids.shape[1], device=states.device)
+        at_target = _rows_at(states, target_start + steps)
+        if self.config.head_inputs == "state":
+            z = self.head(at_target)
+        else:
+            before_draft = _rows_at(states, draft_start + steps - 1)  # d_1 follows the first separator
+            z = self.head(before_draft, *self._embedded(draft_ids, target_ids), at_target)
+        z = self._mask_matches(z, draft_ids, target_ids)
         return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
@@ -125,7 +133,7 @@ class ScoringActor(nn.Module):
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
             for text, (start, context, draft, length, _) in zip(texts, layout, strict=True)
         ]
-        states = self.features.get_many(blocks, self.config.hidden_size)
+        states = self.features.get_many(blocks)
         missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
         if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
@@ -133,7 +141,7 @@ class ScoringActor(nn.Module):
             hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma, pack)
             fresh = [hidden[k, : layout[i][3]] for k, i in enumerate(rows)]
             self.features.put_many([blocks[i] for i in rows], fresh)
-            states = self.features.get_many(blocks, self.config.hidden_size)
+            states = self.features.get_many(blocks)
         hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma, H]
         return F.pad(hidden, (0, 0, 0, gamma - hidden.shape[1])).to(input_ids.device)
 
@@ -222,10 +230,17 @@ class AutoModelForSPDScoring:
     @staticmethod
     def from_config(
         config: ScoringModelConfig, torch_dtype: torch.dtype = torch.float32, base_model: PreTrainedModel | None = None,
-        **backbone_kwargs: Any,
+        without_weights: bool = False, **backbone_kwargs: Any,
     ) -> ScoringActor:  # fmt: skip
-        """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared."""
-        if base_model is None:
+        """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared.
+
+        `without_weights`: the backbone is on the meta device, for an engine that fills it from another rank.
+        """
+        if without_weights:
+            hf_config = AutoConfig.from_pretrained(config.base_model_path, **backbone_kwargs)
+            with torch.device("meta"):
+                backbone = AutoModel.from_config(hf_config, dtype=torch_dtype)
+        elif base_model is None:
             backbone = AutoModel.from_pretrained(config.base_model_path, dtype=torch_dtype, **backbone_kwargs)
         else:
             backbone = base_model.base_model

@@ -69,7 +69,7 @@ class SPDSettings:
         "state", "Input of an own backbone's head: state, or pair (with embeddings, as target).", choices=HEAD_INPUTS
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
-    feature_store: str | None = setting(None, "File of the target's hidden states per block; null computes them anew.")
+    feature_store: str | None = setting(None, "Folder of the target's hidden states; null computes them anew.")
     adapter_path: str | None = setting(None, "Saved scorer, or a checkpoint's lora_adapter, to start from.")
     sample_temperature: float = setting(
         1.0, "T of a ~ Bernoulli(sigmoid(z / T)); SPD_SAMPLE_TEMPERATURE overrides it.", above=0

@@ -1,4 +1,4 @@
-"""Values on disk that are computed once for all processes: completions of contexts, hidden states of blocks."""
+"""Completions on disk, computed once for all processes."""
 
 import hashlib
 import json
@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 _LOOKUP = 500  # keys a query: below SQLite's limit on parameters
 _BUSY_MS = 60_000  # another process may be committing
-MEMORY_BYTES = 1 << 30  # of features; the file holds all of them
 
 
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -146,35 +144,3 @@ class CompletionStore(KeyValueStore):
 def _unpack(value: bytes) -> Completion:
     hit_limit, *ids = np.frombuffer(value, dtype="<i4").tolist()
     return Completion(tuple(ids), bool(hit_limit))
-
-
-class FeatureStore(KeyValueStore):
-    """The frozen target's hidden states [g, H] float32 by block (ids of context and draft), in memory and on disk.
-
-    Each block is forwarded once in the entire training. On disk, so that a resumed run continues with the same bits: in
-    a batch of another shape the hidden states of a block differ in the last digits.
-    """
-
-    def __init__(self, path: str | Path, target_fingerprint: str) -> None:
-        super().__init__(path, "features", f"{target_fingerprint}\n".encode())
-        self._memory: dict[tuple[int, ...], torch.Tensor] = {}
-        self._bytes = 0
-
-    def get_many(self, blocks: Sequence[tuple[int, ...]], width: int) -> list[torch.Tensor | None]:
-        """The states of each block, None where unknown; `width` is H."""
-        while self._bytes > MEMORY_BYTES:  # before the batch is read: its own blocks are not dropped
-            self._bytes -= self._memory.pop(next(iter(self._memory))).nbytes
-        unknown = list(dict.fromkeys(block for block in blocks if block not in self._memory))
-        for i, value in self.read(unknown).items():
-            self._remember(unknown[i], value, width)
-        return [self._memory.get(block) for block in blocks]
-
-    def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
-        """Keep the states [g, H] of distinct blocks; where another process was first, its states are kept."""
-        values = [state.detach().float().cpu().contiguous().numpy().tobytes() for state in states]
-        for block, state, held in zip(blocks, states, self.write(blocks, values), strict=True):
-            self._remember(block, held, state.shape[-1])
-
-    def _remember(self, block: tuple[int, ...], value: bytes, width: int) -> None:
-        self._bytes += 0 if block in self._memory else len(value)
-        self._memory[block] = torch.from_numpy(np.frombuffer(value, dtype="<f4").reshape(-1, width).copy())

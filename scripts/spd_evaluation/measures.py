@@ -41,19 +41,25 @@ def measure(
     *,
     exact_correct: Sequence[bool],
     target_tokens: int,
+    samples: int = 1,
 ) -> EvaluationRow:
     """Put one run into numbers.
 
-    `correct` and `exact_correct` hold one entry a question, in one order; `target_tokens` is the length of all of the
-    target's own answers. The shares of labelled mismatches are filled in later, for all rules at once.
+    `correct` and `exact_correct` hold `samples` entries a question, in one order; errors are between questions.
+    `target_tokens` is the length of all of the target's own answers. The shares of labelled mismatches are filled in
+    later, for all rules at once.
     """
     if not len(correct) == len(exact_correct) == len(result.tokens) > 1:
         raise ValueError(
             f"{rule}: {len(result.tokens)} answers, {len(correct)} checks, {len(exact_correct)} checks of exact match; "
             "expected equal numbers of at least 2"
         )
-    accuracy, accuracy_se = mean_and_error([float(c) for c in correct])
-    drop, drop_se = mean_and_error([float(e) - float(c) for e, c in zip(exact_correct, correct, strict=True)])
+    right, exact_right = (
+        [sum(values[i : i + samples]) / samples for i in range(0, len(values), samples)]
+        for values in (correct, exact_correct)
+    )
+    accuracy, accuracy_se = mean_and_error(right)
+    drop, drop_se = mean_and_error([e - c for e, c in zip(exact_right, right, strict=True)])
     rounds = sum(result.rounds)
     tokens = sum(len(answer) for answer in result.tokens)
     return EvaluationRow(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import functools
 import multiprocessing
+import operator
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -42,17 +43,40 @@ class Run:
     split: str  # a key of Job.questions
     rule: str  # a key of Worker.judges, or "target": no draft at all
     threshold: float | None = None
+    first: int = 0  # of the split's questions
+    last: int | None = None  # the one after the last; None: all
 
     def size(self, job: Job) -> int:
-        """Questions, for the progress bar."""
-        return len(job.questions[self.split])
+        """Answers, for the progress bar."""
+        return len(job.questions[self.split][self.first : self.last]) * job.args.samples
+
+    def parts(self, job: Job) -> list[Run]:
+        """Runs over one batch of answers each, which different processes may take."""
+        count, size = len(job.questions[self.split]), max(1, job.args.batch_size // job.args.samples)
+        return [replace(self, first=i, last=min(i + size, count)) for i in range(0, count, size)]
 
     def perform(self, worker: Worker) -> Outcome:
         return worker.decode(self)
 
+    @staticmethod
+    def joined(outcomes: list[Outcome]) -> Outcome:
+        """The outcome of a run from those of its parts."""
+        return functools.reduce(operator.add, outcomes)
+
+
+class _Undivided:
+    """A task that one process performs, since results of its parts could not be joined."""
+
+    def parts(self, job: Job) -> list[_Undivided]:
+        return [self]
+
+    @staticmethod
+    def joined(outcomes: list) -> Any:
+        return outcomes[0]
+
 
 @dataclass(frozen=True)
-class Harm:
+class Harm(_Undivided):
     """Judge the labelled blocks by the rules of `runs`; the result is their (harmless, harmful) shares in order."""
 
     runs: tuple[Run, ...]
@@ -66,7 +90,7 @@ class Harm:
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(_Undivided):
     """Score the labelled validation blocks by one scorer; the result is harm.labelled_scores."""
 
     rule: str  # a key of Worker.scores
@@ -83,16 +107,20 @@ Task = Run | Harm | Scores  # independent of all others; the same result in ever
 
 
 class Pool:
-    """Processes that take tasks in the order of `submit`; leaving the `with` block ends them at once."""
+    """Processes that take parts of tasks in the order of `submit`; leaving the `with` block ends them at once.
+
+    On CUDA each process sees one GPU, the next one of `visible_gpus`.
+    """
 
     def __init__(self, job: Job, processes: int, progress: Progress):
         context = multiprocessing.get_context("spawn")  # a forked process can use neither CUDA nor torch's threads
         self.job = job
         self._done = context.Value("q", 0)
         leash, self._hand = context.Pipe(duplex=False)
-        given = (job, self._done, leash)
+        gpus = visible_gpus() if job.args.device == "cuda" else []
+        given = (job, self._done, context.Value("q", 0), gpus, leash)
         self._executor = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=given)
-        self._futures: dict[Task, Future] = {}
+        self._futures: dict[Task, list[Future]] = {}  # of each task its parts
         self._progress = progress
         self._bar = progress.add_task("loading models", total=0)
 
@@ -107,20 +135,20 @@ class Pool:
         """Queue the tasks that are not queued yet."""
         for task in tasks:
             if task not in self._futures:
-                self._futures[task] = self._executor.submit(_perform, task)
+                self._futures[task] = [self._executor.submit(_perform, part) for part in task.parts(self.job)]
 
     def result(self, task: Task) -> Any:
         """Wait for a task and return its result; raises the first error of any task."""
         while True:
             self._raise_and_show()
-            if self._futures[task].done():
-                return self._futures[task].result()
-            running = [future for future in self._futures.values() if not future.done()]
+            if all(future.done() for future in self._futures[task]):
+                return task.joined([future.result() for future in self._futures[task]])
+            running = [future for parts in self._futures.values() for future in parts if not future.done()]
             wait(running, timeout=REFRESH_S, return_when=FIRST_COMPLETED)
 
     def _raise_and_show(self) -> None:
-        ended = [future for future in self._futures.values() if future.done()]
-        for future in ended:
+        ended = [parts for parts in self._futures.values() if all(future.done() for future in parts)]
+        for future in (future for parts in self._futures.values() for future in parts if future.done()):
             try:
                 future.result()
             except BrokenProcessPool as error:
@@ -131,15 +159,27 @@ class Pool:
             self._progress.update(self._bar, description=text, total=total, completed=self._done.value)
 
 
-_given: tuple = ()  # Pool's arguments for this worker process
+def visible_gpus() -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+_given: Sequence = ()  # the arguments of this process's Worker
 
 
 def _start_worker(*given: Any) -> None:
     """Prepare a process. Nothing here may fail: an error of an initializer never reaches the parent."""
     global _given
-    _given = given[:-1]
+    *_given, started, gpus, leash = given
+    if gpus:
+        with started.get_lock():
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[started.value % len(gpus)]
+            started.value += 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    threading.Thread(target=_end_with, args=given[-1:], daemon=True).start()
+    threading.Thread(target=_end_with, args=(leash,), daemon=True).start()
 
 
 def _end_with(leash: Connection) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from recipe.spd.dataset import SPDInputData, cut_at_end
 from recipe.spd.decoder import Block, Judge
+from recipe.spd.scoring_cache import CachedScorer
 
 
 def exact() -> Judge:
@@ -118,10 +119,10 @@ def above(z_of: Callable[[Block], torch.Tensor], threshold: float) -> Judge:
 
 def scores(model: nn.Module, **tokens: Any) -> Callable[[Block], torch.Tensor]:
     """z [B, g] of a block by a loaded scorer, by the kind of its backbone; `tokens` as `text_scores` takes them."""
-    kinds = {"target": head_scores, "own": partial(text_scores, **tokens)}
+    kinds = {"target": lambda: partial(head_scores, model), "own": lambda: text_scores(model, **tokens)}
     if model.config.backbone not in kinds:
         raise ValueError(f"the scorer's config says backbone={model.config.backbone!r}; known: {sorted(kinds)}")
-    return partial(kinds[model.config.backbone], model)
+    return kinds[model.config.backbone]()
 
 
 def head_scores(model: nn.Module, block: Block) -> torch.Tensor:
@@ -130,31 +131,26 @@ def head_scores(model: nn.Module, block: Block) -> torch.Tensor:
 
 
 def text_scores(
-    model: nn.Module, block: Block, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
-) -> torch.Tensor:
-    """z of an `own` backbone, one more forward over the full text; -inf after a draft's end token."""
-    z = model(**scorer_inputs(block, sep_token_id=sep_token_id, pad_token_id=pad_token_id, end_ids=end_ids))
-    return torch.nn.functional.pad(z, (0, block.draft_ids.shape[1] - z.shape[1]), value=-math.inf)
-
-
-def scorer_inputs(
-    block: Block, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
-) -> dict[str, torch.Tensor]:
-    """[Context] SEP [Draft] SEP [Target] SEP of every row, left-padded to the longest.
-
-    A draft is shown up to its first end token, as in the training data: nobody reads what follows. Returns the fields
-    of SPDInputData.
+    model: nn.Module, *, sep_token_id: int, pad_token_id: int, end_ids: frozenset[int]
+) -> Callable[[Block], torch.Tensor]:  # fmt: skip
+    """z of an `own` backbone, -inf after a draft's end token: one more forward, over what is new in the text
+    (CachedScorer), or over all of it where the scorer reads the end of the context only.
     """
-    pairs = zip(block.draft_ids.tolist(), block.target_ids.tolist(), strict=True)
-    drafts, targets = zip(*(cut_at_end(draft, target, end_ids) for draft, target in pairs), strict=True)
-    return SPDInputData.from_blocks(
-        block.context_ids,
-        drafts,
-        targets,
-        sep_token_id=sep_token_id,
-        pad_token_id=pad_token_id,
-        device=block.draft_ids.device,
-    ).as_kwargs()
+    ids = {"sep_token_id": sep_token_id, "pad_token_id": pad_token_id}
+    cached = None if model.config.context_tokens else CachedScorer(model, **ids)
+
+    def z_of(block: Block) -> torch.Tensor:
+        pairs = zip(block.draft_ids.tolist(), block.target_ids.tolist(), strict=True)
+        # A draft is shown up to its first end token, as in the training data: nobody reads what follows.
+        drafts, targets = zip(*(cut_at_end(draft, target, end_ids) for draft, target in pairs), strict=True)
+        device = block.draft_ids.device
+        if cached is not None:
+            z = cached(block.rows.tolist(), block.context_ids, drafts, targets, device)  # [B, longest draft]
+        else:
+            z = model(**SPDInputData.from_blocks(block.context_ids, drafts, targets, device=device, **ids).as_kwargs())
+        return torch.nn.functional.pad(z, (0, block.draft_ids.shape[1] - z.shape[1]), value=-math.inf)
+
+    return z_of
 
 
 def _at(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

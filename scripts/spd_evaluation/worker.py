@@ -1,7 +1,7 @@
 """The models of one worker process, and the execution of its tasks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -31,7 +31,12 @@ class Outcome:
     """Result of a Run."""
 
     result: SpecResult
-    correct: list[bool]  # one entry a question; an answer cut at the limit is wrong
+    correct: list[bool]  # one entry a sample of each question in turn; an answer cut at the limit is wrong
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        """The outcome over the questions of both."""
+        sums = {f.name: getattr(self.result, f.name) + getattr(other.result, f.name) for f in fields(SpecResult)}
+        return Outcome(SpecResult(**sums), self.correct + other.correct)
 
 
 class Worker:
@@ -52,7 +57,7 @@ class Worker:
         self.judges: dict[str, Callable[[float], Judge]] = {
             "exact": lambda _: rules.exact(),
             "all": lambda _: rules.accept_all(),
-            "random": lambda share: rules.random_share(share, self.args.seed),
+            "random": lambda share: rules.random_share(share, self.args.seed + self.first),
             **{name: partial(rules.above, z_of) for name, z_of in self.scores.items()},
             "margin": rules.margin,
             "top_rank": lambda count: rules.top_rank(int(count)),
@@ -62,14 +67,17 @@ class Worker:
             "divergence": rules.divergence,
             "divergence_strict": lambda nats: rules.divergence(nats, strict=True),
         }
+        self.first = 0  # question of the part at work: each draws numbers of its own
         self._done = done
 
     def decode(self, run: Run) -> Outcome:
         """Decode the run's questions and check the answers."""
-        questions = self.job.questions[run.split]
+        questions = self.job.questions[run.split][run.first : run.last]
+        questions = [question for question in questions for _ in range(self.args.samples)]
         prompts = [question["prompt_ids"] for question in questions]
         size, counted = self.args.batch_size, 0
-        common = {"max_new_tokens": self.args.max_new_tokens, "eos_token_id": self.eos, "batch_size": size}
+        common = {"max_new_tokens": self.args.max_new_tokens, "eos_token_id": self.eos, "batch_size": size,
+                  "temperature": self.args.temperature, "seed": self.args.seed + run.first}  # fmt: skip
 
         def count(block: Block, _: torch.Tensor) -> None:
             nonlocal counted
@@ -80,6 +88,7 @@ class Worker:
         if run.rule == "target":
             result = greedy_generate(self.target, prompts, **common)
         else:
+            self.first = run.first
             judge = self.judges[run.rule](run.threshold)
             result = speculative_generate(
                 self.target, self.draft, prompts, judge, gamma=self.args.gamma, on_block=count, **common

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train_spd_scorer as entry
-from examples.spd_arithmetic import demo, frontier, make_testbed, options
+from examples.spd_arithmetic import demo, frontier, options, prepare_blocks
 from scripts import eval_spd_scorer
 from tests.helpers.configs import compose_ppo
 
@@ -34,7 +34,7 @@ def evaluated(command):
 def test_the_phases_of_the_demo_hand_on_what_the_one_before_leaves(tmp_path, backbone):
     args = demo.parse_arguments(["--backbone", backbone, "--out", str(tmp_path), "--questions", "50", "--seed", "3"])
     phases = demo.commands(args)
-    made = make_testbed.parse_arguments(phases["test bed"][3:])
+    made = prepare_blocks.parse_arguments(phases["test bed"][3:])
     config, trained = trained_config(phases["training"])
     judged = evaluated(phases["evaluation"])
     assert (made.seed, made.n_test_questions, trained.seed) == (3, 50, 3)
@@ -53,7 +53,7 @@ def test_the_phases_of_the_demo_hand_on_what_the_one_before_leaves(tmp_path, bac
 def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed, softness):
     given = argparse.Namespace(questions=70, train_questions=30, blocks=90, steps=7)
     phases = frontier.commands(given, seed, softness, tmp_path)
-    made = make_testbed.parse_arguments(phases["test bed"][3:])
+    made = prepare_blocks.parse_arguments(phases["test bed"][3:])
     assert (made.seed, made.softness, made.n_test_questions, made.n_train_blocks) == (seed, softness, 70, 90)
     config, trained = trained_config(phases["training"])
     assert (config.data.seed, config.trainer.total_training_steps) == (seed, 7)

@@ -1,10 +1,12 @@
 """Deepened models, and the choice of a threshold."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.spd_arithmetic import deepen
+from examples.spd_arithmetic import deepen, demo_serve
 from examples.spd_arithmetic.serving import Question, accuracy, choose_threshold
 from tests.helpers.models import save_answering_llama
 
@@ -42,3 +44,22 @@ def test_an_answer_counts_if_it_has_ended_and_names_the_number(tmp_path):
     right, wrong = AutoTokenizer.from_pretrained(model)("a ####3 ####2", add_special_tokens=False)["input_ids"][1:]
     asked = [Question(str(i), "", [5], "3") for i in range(4)]
     assert accuracy(model, asked, [[right, 2], [right], [wrong, 2], []]) == 1 / 4
+
+
+def test_the_serving_demo_shows_its_results_and_says_what_target_they_are_of(tmp_path, capsys):
+    speed = {1: 64.0, 4: 219.0, 16: 360.0}
+    results = {
+        name: asdict(demo_serve.Served(0.99, accepted, speed))
+        for name, accepted in (("greedy", None), ("exact", 2.3), ("scorer", 5.5))
+    }
+    record = {"questions": 200, "threshold": 1.0, "deepened": True, "results": results}
+    demo_serve.console.print(demo_serve.table_of(record))
+    shown = capsys.readouterr().out
+    assert "deepened" in shown and "5.50" in shown and "360" in shown
+    demo_serve.draw(record, tmp_path / "served.png")
+    assert (tmp_path / "served.png").stat().st_size > 10_000
+
+
+def test_the_serving_demo_without_a_trained_scorer_names_the_command(tmp_path, capsys):
+    assert demo_serve.main(["--demo", str(tmp_path)]) == 1
+    assert "make demo" in capsys.readouterr().out

@@ -41,7 +41,7 @@ def save_tiny_llama(directory: Path, hidden: int = 64, layers: int = 2, seed: in
         num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 32,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -64,18 +64,20 @@ def save_answering_llama(directory: Path) -> str:
 
 
 def save_markov_llama(
-    directory: Path, words: list[str], after: dict[str, str], chat_template: str = "", sharpness: float = 20.0
-) -> str:
+    directory: Path, words: list[str], after: dict[str, str], chat_template: str = "", sharpness: float = 20.0,
+    **size: int,
+) -> str:  # fmt: skip
     """A Llama that writes by its last token alone: after a word that of `after`, nearly always; an end after any other.
 
-    `sharpness` is the logit of that word; the others have 0.
+    `sharpness` is the logit of that word; the others have 0. `size` replaces settings of LlamaConfig.
     """
     torch.manual_seed(0)
     tokenizer = make_tokenizer(words)
     tokenizer.chat_template = chat_template or tokenizer.chat_template
-    size = dict(hidden_size=80, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32)
+    size = dict(hidden_size=80, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=32,
+                max_position_embeddings=512) | size  # fmt: skip
     ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **size, **ends))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **ends))
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     following = [tokenizer.convert_tokens_to_ids(after.get(token, "<eos>")) for token in tokens]
     with torch.no_grad():

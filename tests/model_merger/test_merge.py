@@ -169,7 +169,7 @@ def test_wrong_folders_are_refused_in_one_line(tiny_llama, tmp_path):
     folder, _ = saved(make_engine(tiny_llama), tmp_path)
     with pytest.raises(SystemExit, match="absent does not exist; expected"):
         run("merge", "--local_dir", tmp_path / "absent", "--target_dir", tmp_path / "hf")
-    with pytest.raises(SystemExit, match="Did you mean its folder actor"):
+    with pytest.raises(SystemExit, match=f"Did you mean --local_dir {folder}"):
         run("merge", "--local_dir", folder.parent, "--target_dir", tmp_path / "hf")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")

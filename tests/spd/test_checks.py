@@ -88,6 +88,8 @@ def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone,
     assert exact and size.trainable == trained
     assert size.parameters == sum(p.numel() for p in model.parameters())
     parts = estimate_memory(size, config, ranks=1, micro=64, samples=64)
+    frozen = 2 if backbone == "target" else 4  # bytes: a frozen target is held in bfloat16
+    assert parts["weights"] == 4 * trained + frozen * (size.parameters - trained)
     # 64 samples of n = 16 are 4 forwards of 92 + 8 tokens; a frozen target keeps one layer, the own one both.
     layers = 1 if backbone == "target" else hf_config.num_hidden_layers
     assert parts["activations of a micro-batch"] == 4 * 100 * hf_config.hidden_size * 34 * layers * 2

@@ -255,6 +255,31 @@ def test_wrong_input_is_named():
         speculative_generate(target, draft, [[3]], lambda b: b.mismatch.float(), max_new_tokens=2, eos_token_id=None)
 
 
+def test_exact_match_samples_from_the_targets_own_distribution():
+    target, draft = tiny_llama(0), noisy_copy(tiny_llama(0), 0.5, 1)
+    prompts, options = [[3, 4, 5]] * 20_000, {"max_new_tokens": 2, "eos_token_id": None, "batch_size": 20_000}
+    with torch.no_grad():
+        first = (target(torch.tensor([[3, 4, 5]])).logits[0, -1] / 0.7).softmax(-1)  # [V]
+        after = torch.tensor([[3, 4, 5, token] for token in range(VOCAB)])
+        second = (target(after).logits[:, -1] / 0.7).softmax(-1)
+    wanted = first[:, None] * second  # [V, V], of the two tokens together
+
+    def distance(result) -> float:
+        pairs = torch.tensor(result.tokens)
+        counts = torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2).view(VOCAB, VOCAB)
+        return 0.5 * (counts / len(pairs) - wanted).abs().sum().item()
+
+    plain = greedy_generate(target, prompts, temperature=0.7, seed=1, **options)
+    exact = speculative_generate(target, draft, prompts, reject_all, gamma=2, temperature=0.7, seed=2, **options)
+    lenient = speculative_generate(target, draft, prompts, accept_all, gamma=2, temperature=0.7, seed=3, **options)
+    noise = distance(plain)  # of 20,000 draws from the distribution itself
+    assert distance(exact) < 1.3 * noise < 0.2 and distance(lenient) > 2 * noise
+    assert sum(exact.accepted) > 0 and sum(exact.judged_mismatches) > 0
+    again = speculative_generate(target, draft, prompts[:50], reject_all, gamma=2, temperature=0.7, seed=2, **options)
+    same = speculative_generate(target, draft, prompts[:50], reject_all, gamma=2, temperature=0.7, seed=2, **options)
+    assert again.tokens == same.tokens
+
+
 def wider_copy(model, vocabulary: int):
     """The same function with a padded embedding, whose padded logits are never the largest."""
     wide = type(model)(type(model.config)(**{**model.config.to_dict(), "vocab_size": vocabulary})).eval()

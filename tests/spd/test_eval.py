@@ -14,7 +14,8 @@ import torch
 from recipe.spd.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
-from scripts.spd_evaluation.worker import load_model
+from scripts.spd_evaluation.pool import Run
+from scripts.spd_evaluation.worker import Worker, load_model
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 
@@ -45,6 +46,14 @@ def test_measures_by_hand():
     assert row.output_length_ratio == 1.25
     assert row.not_terminated == 0.25
     assert (row.rule, row.threshold, row.seconds) == ("margin", 3.0, 2.5)
+
+
+def test_errors_of_several_samples_are_between_questions():
+    result = result_of([[1] * 4] * 4, [1] * 4, [3] * 4, [True] * 4)
+    row = measures.measure("exact", None, result, [True, False, True, True], exact_correct=[True] * 4, target_tokens=16,
+                           samples=2)  # fmt: skip
+    assert (row.accuracy, row.drop) == (0.75, 0.25)
+    assert row.drop_se == pytest.approx(0.25)  # two questions lose 0.5 and 0: variance 1/8, over two
 
 
 def test_unequal_lists_are_named():
@@ -243,8 +252,8 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
     blocks = harm.read_labels(house / "labels.jsonl")
     labelled = harm.labelled_scores(rules.scores(model), target, draft, blocks)
     assert [[harmful for _, harmful in block] for block in labelled] == [[False, True], [True]]
-    swept = {row["threshold"] for row in rows if row["rule"] == "scorer_sweep"}
-    assert swept == {pytest.approx(labelled[0][0][0])}  # the one harmless mismatch
+    swept = [row["threshold"] for row in rows if row["rule"] == "scorer_sweep"]
+    assert swept == [pytest.approx(labelled[0][0][0])]  # the one harmless mismatch
 
 
 @pytest.mark.process
@@ -271,7 +280,7 @@ WITH_A_WORKER = """
 import argparse, time
 from rich.progress import Progress
 from scripts.spd_evaluation.pool import Job, Pool
-pool = Pool(Job(argparse.Namespace(), {}, []), 1, Progress(disable=True))
+pool = Pool(Job(argparse.Namespace(), {}, [], []), 1, Progress(disable=True))
 pool._executor.submit(print, "up", flush=True)
 time.sleep(600)
 """
@@ -293,3 +302,20 @@ def test_a_question_in_both_splits_is_refused(house, tmp_path):
             "--questions", str(house / "test.jsonl"), "--val-questions", str(house / "test.jsonl"),
             "--harm-labels", str(house / "labels.jsonl"), "--out", str(tmp_path),
         ])  # fmt: skip
+
+
+def test_a_run_is_the_sum_of_its_parts(house, tmp_path):
+    args = load_script().parse([
+        "--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer",
+        str(save_scorer(house, "target", tmp_path / "scorer")), "--questions", str(house / "test.jsonl"),
+        "--val-questions", str(house / "val.jsonl"), "--harm-labels", str(house / "labels.jsonl"), "--out",
+        str(tmp_path), "--max-new-tokens", "12", "--gamma", "3", "--batch-size", "5",
+    ])  # fmt: skip
+    job = load_script().load_job(args)
+    worker = Worker(job, multiprocessing.Value("q", 0))
+    run = Run("test", "margin", 1.0)
+    parts = run.parts(job)
+    assert [(part.first, part.last) for part in parts] == [(0, 5), (5, 10), (10, 12)]
+    whole, joined = worker.decode(run), run.joined([worker.decode(part) for part in parts])
+    whole.result.seconds = joined.result.seconds = 0.0
+    assert joined == whole and len(joined.correct) == 12

@@ -1,8 +1,10 @@
 """The feature store: a block is forwarded once, its states come back bit for bit, another target finds nothing."""
 
+import pytest
 import torch
 
-from recipe.spd.store import FeatureStore
+from recipe.spd.features import FeatureStore
+from recipe.spd.store import StoreError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 
 BLOCKS = {
@@ -55,14 +57,14 @@ def test_only_unseen_blocks_of_a_batch_are_forwarded(tiny_llama, tmp_path):
     assert rows == [1, 1]
 
 
-def test_a_full_memory_forgets_the_oldest_and_the_file_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipe.spd.store.MEMORY_BYTES", 100)
+def test_a_full_memory_forgets_the_oldest_and_the_files_keep_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipe.spd.features.MEMORY_BYTES", 100)
     store = FeatureStore(tmp_path / "s", "t")
     blocks, states = [(i,) for i in range(5)], [torch.full((2, 4), float(i)) for i in range(5)]  # 32 bytes each
     store.put_many(blocks, states)
-    stored = store.get_many(blocks, 4)
+    stored = store.get_many(blocks)
     assert all(torch.equal(a, b) for a, b in zip(stored, states, strict=True))
-    store.get_many([(4,)], 4)
+    store.get_many([(4,)])
     assert store._bytes == sum(s.nbytes for s in store._memory.values()) <= 100 and (4,) in store._memory
 
 
@@ -86,3 +88,27 @@ def test_only_the_head_gets_gradients_and_the_same_ones(tiny_llama, tmp_path):
     gradients(stored)
     for a, b in zip(gradients(stored), gradients(None), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_processes_share_a_folder_and_the_older_file_counts(tmp_path):
+    mine, other = FeatureStore(tmp_path / "s", "t"), FeatureStore(tmp_path / "s", "t")
+    one, two = torch.ones(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16)
+    assert mine.get_many([(1,)]) == [None]
+    other.put_many([(1,), (2,)], [one, one])
+    found = mine.get_many([(1,), (3,)])
+    assert torch.equal(found[0], one) and found[0].dtype == torch.bfloat16 and found[1] is None
+    late = FeatureStore(tmp_path / "s", "t")
+    late.put_many([(2,)], [two])
+    assert torch.equal(FeatureStore(tmp_path / "s", "t").get_many([(2,)])[0], one)
+
+
+def test_a_torn_file_and_a_file_for_a_folder_are_named(tmp_path):
+    store = FeatureStore(tmp_path / "s", "t")
+    store.put_many([(1,)], [torch.ones(2, 4)])
+    (file,) = store.folder.glob("*.safetensors")
+    (store.folder / "0.partial").write_bytes(b"of a killed process")
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(StoreError, match=f"{file.name} cannot be read: .* Remove the file"):
+        FeatureStore(tmp_path / "s", "t").get_many([(1,)])
+    with pytest.raises(StoreError, match="must name a folder"):
+        FeatureStore(file, "t")

@@ -48,18 +48,21 @@ def judged_blocks(seed: int) -> DataProto:
     return DataProto.from_dict(tensors={**rows, **sampled, **groups}, meta_info={"temperature": 1.0})
 
 
-def build(path: str, kind: str):
+def build(path: str, kind: str, **model):
     loader = PluginConfig(name="spd_scorer", kwargs={"backbone": "own", **KINDS[kind]})
-    return make_engine(path, loader=loader, contents=("model", "optimizer", "extra", "hf_model"))
+    return make_engine(path, loader=loader, contents=("model", "optimizer", "extra", "hf_model"), **model)
 
 
-def step(engine, rank: int, world_size: int, seed: int) -> dict:
+def step(engine, rank: int, world_size: int, seed: int, remove_padding: bool = False, **cut) -> dict:
     """Metrics of this rank's share of one update, with the old log-probs computed first as in training."""
     rows = PROMPTS * N // world_size
-    config = FSDPActorConfig(
-        ppo_mini_batch_size=rows, ppo_micro_batch_size_per_gpu=N, rollout_n=N, share_prompt_forward=True, grad_clip=1.0
-    )
-    actor = DataParallelPPOActor(config, engine, get_policy("bernoulli", share=True))
+    config = FSDPActorConfig(**{
+        "ppo_mini_batch_size": rows, "ppo_micro_batch_size_per_gpu": N, "rollout_n": N, "share_prompt_forward": True,
+        "grad_clip": 1.0, **cut,
+    })  # fmt: skip
+    policy = get_policy("bernoulli", share=True)
+    policy.set_forward(remove_padding=remove_padding, share_prompt=True)
+    actor = DataParallelPPOActor(config, engine, policy)
     mine = judged_blocks(seed)[rank * rows : (rank + 1) * rows]
     mine.batch["old_log_probs"] = actor.compute_log_prob(mine)[0]
     return actor.update_policy(mine)
@@ -108,3 +111,21 @@ def test_two_ranks_train_an_own_backbone_as_one_does_and_resume_to_the_bit(tiny_
             assert np.mean(np.abs(value - weights[name]) > 1e-4) < 0.01, name
             moved += not np.array_equal(value, start[name])
     assert moved > 4
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_checkpointed_layers_and_micro_batches_by_tokens_change_no_update(tiny_llama, kind):
+    plain, saving = build(tiny_llama, kind), build(tiny_llama, kind, enable_gradient_checkpointing=True)
+    forwards = []
+    layer = next(m for m in saving.module.modules() if type(m).__name__ == "LlamaDecoderLayer")
+    layer.register_forward_pre_hook(lambda module, args: forwards.append(torch.is_grad_enabled()))
+    # Blocks have 14 to 17 ids: two fit into a micro-batch.
+    by_tokens = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 34, "ppo_micro_batch_size_per_gpu": None}
+    for seed in (1, 2):
+        one = step(plain, 0, 1, seed)
+        two = step(saving, 0, 1, seed, remove_padding=kind == "adapters", **by_tokens)
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert forwards.count(True) == 2 * 2 * 2  # steps, micro-batches, the forward and its repetition in the backward
+    for name, value in weights_of(saving).items():
+        assert np.mean(np.abs(value - weights_of(plain)[name]) > 1e-4) < 0.01, name

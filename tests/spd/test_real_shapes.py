@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import train_spd_scorer
-from examples.spd_arithmetic import make_testbed
+from examples.spd_arithmetic import prepare_blocks
 from recipe.spd.server import server_of
 from recipe.spd.settings import SPDRolloutSettings, SPDSettings
 from scripts import eval_spd_scorer
@@ -70,7 +70,7 @@ def test_no_command_refuses_a_qwen_pair_or_asks_a_target_head_for_a_separator(tm
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"train-questions": 6, "val-questions": 3, "test-questions": 3, "train-blocks": 8, "val-blocks": 4,
              "harm-blocks": 3}  # fmt: skip
-    make_testbed.main([
+    prepare_blocks.main([
         "--out", str(bed), "--questions", str(tmp_path / "q.jsonl"), "--target", str(target), "--draft", str(draft),
         "--max-new-tokens", "10", "--gamma", "3", "--processes", "1", "--batch-size", "6",
         *(word for name, count in sizes.items() for word in (f"--n-{name}", str(count))),

@@ -108,7 +108,7 @@ class SpyScorer(torch.nn.Module):
 
     def __init__(self, backbone, z):
         super().__init__()
-        self.config = SimpleNamespace(backbone=backbone)
+        self.config = SimpleNamespace(backbone=backbone, context_tokens=500)  # more than any: without a cache
         self.z = torch.tensor(z)
         self.seen = None
 
@@ -148,12 +148,12 @@ def test_text_scorer_reads_context_draft_and_target_by_hand():
 def test_text_scorer_shows_a_draft_up_to_its_end_token():
     model = SpyScorer("own", [[1.0, 1.0], [1.0, 1.0]])
     block = block_of(PROBABILITIES * 2, [[1, 0], [2, 2]], contexts=[[5, 6, 7], [8]])
-    rules.text_scorer(model, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))(block)
+    rules.scorer(model, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))(block)
     assert model.seen["input_ids"].tolist() == [[5, 6, 7, 9, 1, 9, 0, 2, 9], [8, 9, 2, 2, 9, 0, 2, 0, 9]]
     assert model.seen["spd_layout"].tolist() == [[0, 3, 4, 1, 6], [0, 1, 2, 2, 5]]
     # Every draft of the batch ends early: the scorer answers for one position, the decoder asks for two.
     short = SpyScorer("own", [[1.0]])
-    judge = rules.text_scorer(short, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))
+    judge = rules.scorer(short, 0.0, sep_token_id=9, pad_token_id=4, end_ids=frozenset([1]))
     assert judge(block_of(PROBABILITIES, [[1, 0]])).tolist() == [[True, False]]
 
 

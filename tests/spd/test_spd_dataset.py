@@ -2,12 +2,15 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from recipe.spd.columns import TableRows
 from recipe.spd.dataset import SPDRLHFDataset, build_spd_input, resolve_sep_token_id
 from tests.helpers.models import make_tokenizer
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -121,3 +124,54 @@ def test_five_thousand_rows_are_read_and_checked_quickly(tmp_path):
     for i in range(0, 5000, 10):
         data[i]
     assert time.monotonic() - start < 8
+
+
+def parquet(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    config = OmegaConf.create({"max_prompt_length": 32, "max_response_length": 8, "shuffle": True, "seed": 3})
+    return SPDRLHFDataset, (str(path), TOKENIZER, config)
+
+
+def test_a_parquet_file_stays_in_columns_and_gives_the_rows_of_a_jsonl_file(tmp_path, monkeypatch):
+    rows = [row(list(range(4, 6 + i % 20)), [8] * (1 + i % 3), [9] * (2 + i % 3)) for i in range(5000)]
+    plain = dataset(tmp_path, rows)
+    make, given = parquet(tmp_path / "blocks.parquet", rows)
+    monkeypatch.setattr(SPDRLHFDataset, "_check", lambda self, item: pytest.fail(f"row {item} is looked at by itself"))
+    data = make(*given)
+    assert isinstance(data.rows, TableRows) and data.rows.table.schema.field("input_ids").type == pa.list_(pa.int32())
+    for i in (0, 1, 2047, 2048, 4999):
+        mine, theirs = data[i], plain[i]
+        for name in ("input_ids", "attention_mask", "position_ids", "spd_layout"):
+            assert torch.equal(mine.pop(name), theirs.pop(name))
+        assert mine == theirs
+    assert set(data.separators) == {SEP} and data.largest_ids[:20].tolist() == [max(9, 5 + i % 20) for i in range(20)]
+    drawn = make(*given, max_samples=7)
+    assert len(drawn) == 7 and [r["input_ids"] for r in drawn.rows] == [
+        rows[number]["input_ids"] for _, number in drawn.origins]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["input_ids"].__setitem__(0, 40), lambda r: r["input_ids"].__setitem__(0, -1),
+        lambda r: r["extra_info"].update(context_ids=[5, 59]), lambda r: r["extra_info"].update(target_ids=[9]),
+        lambda r: r["extra_info"].update(target_start=8), lambda r: r["rollout_info"].update(draft_len=1),
+        lambda r: r["extra_info"].update(is_correct_baseline=2), lambda r: r["extra_info"].update(baseline_length=-1),
+        lambda r: r["extra_info"].update(is_correct_baseline=None), lambda r: r.update(reward_model=None),
+        lambda r: r["reward_model"].update(ground_truth=" "),
+        lambda r: r["extra_info"].update(draft_ids=[], draft_len=0),
+        lambda r: r["extra_info"].update(context_ids=list(range(5, 45))), lambda r: r.update(input_ids=[]),
+    ],
+)  # fmt: skip
+def test_the_check_of_columns_refuses_what_the_check_of_rows_refuses(tmp_path, change):
+    rows = [row([5 + i, 6], [8, 9], [8, 10, 11]) for i in range(6)]
+    for r in rows:
+        r["extra_info"]["baseline_length"] = 4
+    change(rows[4])
+    with pytest.raises(ValueError, match="row 4: ") as refused:
+        dataset(tmp_path, rows)
+    make, given = parquet(tmp_path / "blocks.parquet", rows)
+    with pytest.raises(ValueError, match="row 4: ") as refused_too:
+        make(*given)
+    said, again = (str(error.value).split("row 4: ")[1] for error in (refused, refused_too))
+    assert said == again

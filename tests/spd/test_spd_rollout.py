@@ -1,6 +1,7 @@
 """The spd rollout: what it asks for, what it records, that ranks and lost completions change nothing they must not."""
 
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -316,3 +317,18 @@ def test_a_real_local_vllm_server_is_started_used_and_gone(tiny_llama, tmp_path)
         assert list(done[tuple(ids)].token_ids) == [i for i in wanted if i != 2]
     assert out.meta_info["metrics"]["spd/completions/failed"] == 0
     assert len(family) > 1 and not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+
+
+def test_forwards_cut_by_tokens_give_the_scores_of_one_forward(tiny_llama, tmp_path):
+    with rollout(tiny_llama, "http://127.0.0.1:1", tmp_path / "c") as made:
+        whole = made._scores(prompts())
+        rows = []
+        made.engine.module.backbone.register_forward_pre_hook(
+            lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)  # fmt: skip
+        # The inputs have 13, 10, 14 and 11 ids.
+        made.config = replace(made.config, log_prob_use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=25)
+        torch.testing.assert_close(made._scores(prompts()), whole)
+        assert sorted(rows) == [2, 2]
+        made.config = replace(made.config, log_prob_max_token_len_per_gpu=13)
+        with pytest.raises(ValueError, match="max_token_len=13 is less than the longest sequence, 14 tokens"):
+            made._scores(prompts())

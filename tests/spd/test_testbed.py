@@ -16,12 +16,12 @@ import pandas as pd
 import pytest
 import torch
 
-from examples.spd_arithmetic import blocks, corpus, make_testbed, pair, questions, train_models, workers
+from examples.spd_arithmetic import blocks, corpus, hf_tasks, pair, prepare_blocks, questions, train_models, workers
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.muon import Muon, orthogonalise
 from examples.spd_arithmetic.tokenizer import EOS_ID, Encoder, build_tokenizer
+from recipe.spd.dataset import cut_at_end
 from recipe.spd.decoder import greedy_generate
-from scripts.spd_evaluation.rules import accept_all, exact, margin
 from tests.helpers.models import make_tokenizer
 
 NUMBER = r"(\d+)"
@@ -243,16 +243,17 @@ def test_gsm8k_file_is_read_and_split(tmp_path):
     rows = [{"question": f"what is {i} + 1 ?", "answer": f"add . #### {i + 1:,}"} for i in range(1200, 1210)]
     path = tmp_path / "gsm8k.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits = questions.read_gsm8k(path, {"train": 4, "val": 2, "test": 3}, 0, build_tokenizer())
+    style = questions.PromptStyle()
+    splits = questions.read_gsm8k(path, {"train": 4, "val": 2, "test": 3}, 0, build_tokenizer(), style)
     assert [len(splits[s]) for s in questions.SPLITS] == [4, 2, 3]
     assert all(int(q.ground_truth) == int(q.question.split()[2]) + 1 for s in splits.values() for q in s)
     with pytest.raises(ValueError, match="10 distinct questions, but 11"):
-        questions.read_gsm8k(path, {"train": 6, "val": 2, "test": 3}, 0, build_tokenizer())
+        questions.read_gsm8k(path, {"train": 6, "val": 2, "test": 3}, 0, build_tokenizer(), style)
 
 
 def test_a_draft_is_cut_after_its_end_token():
-    assert pair.cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
-    assert pair.cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
+    assert cut_at_end([5, 9, 1, 7], [5, 6, 1, 8, 3], frozenset([1])) == ([5, 9, 1], [5, 6, 1, 8])
+    assert cut_at_end([5, 9], [5, 6, 7], frozenset([1])) == ([5, 9], [5, 6, 7])
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +274,7 @@ def tiny_testbed(tmp_path_factory):
                  str(root / "draft"), "--n-train-questions", "6", "--n-val-questions", "3", "--n-test-questions", "3",
                  "--n-train-blocks", "20", "--n-val-blocks", "5", "--n-harm-blocks", "5", "--max-new-tokens", "12",
                  "--gamma", "4", "--processes", "2", "--batch-size", "2"]
-    make_testbed.main(arguments)
+    prepare_blocks.main(arguments)
     return out, arguments
 
 
@@ -299,14 +300,14 @@ def test_testbed_has_every_file_and_true_blocks(tiny_testbed):
 def test_a_second_run_reuses_the_first(tiny_testbed):
     out, arguments = tiny_testbed
     before = (out / "testbed.json").stat().st_mtime_ns
-    make_testbed.main(arguments)
+    prepare_blocks.main(arguments)
     assert (out / "testbed.json").stat().st_mtime_ns == before
 
 
 def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="no testbed.json"):
-        make_testbed.main(["--out", str(tmp_path)])
+        prepare_blocks.main(["--out", str(tmp_path)])
 
 
 def test_harm_is_counterfactual():
@@ -362,15 +363,15 @@ def tiny_pair(out, work, batch_size=2):
 def test_own_path_is_the_targets_greedy_text(tiny_testbed, shared_work, asked):
     both = tiny_pair(tiny_testbed[0], shared_work)
     own = both.greedy("target", [q.prompt_ids for q in asked], quiet)
-    assert both.speculative(asked, exact, quiet).tokens == own
-    target = pair._load(both.files).target
+    assert both.speculative(asked, pair.EXACT, quiet).tokens == own
+    target = hf_tasks._load(both.files)["target"]
     assert greedy_generate(target, [asked[0].prompt_ids], max_new_tokens=20, eos_token_id=EOS_ID).tokens == own[:1]
 
 
 def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
     both = tiny_pair(tiny_testbed[0], shared_work)
-    everything = both.speculative(asked, accept_all, quiet)
-    drifted = blocks.drifted_blocks(both, asked, partial(margin, 1e9), 1000, 0, quiet)
+    everything = both.speculative(asked, pair.EVERYTHING, quiet)
+    drifted = blocks.drifted_blocks(both, asked, 1e9, 1000, 0, quiet)
     prompts = {q.question_id: q.prompt_ids for q in asked}
     said = {q.question_id: tokens for q, tokens in zip(asked, everything.tokens, strict=True)}
     own = blocks.own_path(both, asked, 1000, 0, quiet).blocks
@@ -384,16 +385,17 @@ def test_drifted_blocks_lie_on_the_rules_path(tiny_testbed, shared_work, asked):
 
 def test_blocks_start_anywhere_in_the_answer_and_stay_on_the_same_text(tiny_testbed, shared_work, asked):
     both = tiny_pair(tiny_testbed[0], shared_work)
-    at_zero = both.speculative(asked, exact, quiet)
+    at_zero = both.speculative(asked, pair.EXACT, quiet)
     offsets = [3, 0, 1, 2, 5]
-    moved = both.speculative(asked, exact, quiet, offsets)
+    moved = both.speculative(asked, pair.EXACT, quiet, offsets)
     assert moved.tokens == at_zero.tokens
     first = {}
     for question, context, _, _ in moved.blocks:
         first.setdefault(question.question_id, len(context) - len(question.prompt_ids))
     least = {q.question_id: offset for q, offset in zip(asked, offsets, strict=True)}
     assert all(first[name] >= least[name] for name in first) and moved.blocks != at_zero.blocks
-    everything = both.speculative(asked, accept_all, quiet, offsets).blocks  # a round is 4 drafted tokens and one more
+    # A round is 4 drafted tokens and one more.
+    everything = both.speculative(asked, pair.EVERYTHING, quiet, offsets).blocks
     for question, context, _, _ in everything:
         assert (len(context) - len(question.prompt_ids) - least[question.question_id]) % 5 == 0
 
@@ -413,7 +415,8 @@ def test_half_of_the_train_blocks_are_drifted(tiny_testbed):
 
 def test_number_of_processes_changes_nothing(tiny_testbed, shared_work, asked):
     with workers.Workers(1) as alone:
-        one, two = (tiny_pair(tiny_testbed[0], work).speculative(asked, exact, quiet) for work in (alone, shared_work))
+        pairs = [tiny_pair(tiny_testbed[0], work) for work in (alone, shared_work)]
+        one, two = (both.speculative(asked, pair.EXACT, quiet) for both in pairs)
     assert one == two and len(one.blocks) > 5
 
 

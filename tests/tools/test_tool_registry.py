@@ -7,7 +7,13 @@ import pytest
 from tests.tools.helpers import Counter
 from verl.tools.code_tool import CodeTool
 from verl.tools.gsm8k_tool import Gsm8kTool
-from verl.tools.utils.tool_registry import ToolType, get_tool_class, initialize_tools_from_config
+from verl.tools.journal import ToolJournal
+from verl.tools.utils.tool_registry import (
+    ToolType,
+    get_tool_class,
+    initialize_tools_from_config,
+    schemas_of_files,
+)
 
 GOOD = """
 tools:
@@ -90,3 +96,16 @@ def test_an_absent_file_and_broken_mcp_servers(tmp_path):
         )
         with pytest.raises(ValueError, match=rf"tools\[0\].*{message}"):
             initialize_tools_from_config(str(file))
+
+
+def test_functions_of_a_python_file_follow_the_tools_of_a_yaml_file(tmp_path):
+    listed, functions = tmp_path / "tools.yaml", tmp_path / "functions.py"
+    listed.write_text("tools: [{class_name: verl.tools.code_tool.CodeTool}]")
+    functions.write_text('def double(number: int) -> int:\n    """Doubles."""\n    return 2 * number\n')
+    both = initialize_tools_from_config(str(listed), str(functions))
+    assert [tool.name for tool in both] == ["code_interpreter", "double"]
+    assert [schema["function"]["name"] for schema in schemas_of_files(None, str(functions))] == ["double"]
+    assert schemas_of_files(None, None) == []
+    journal = ToolJournal(tmp_path, both).tools
+    functions.write_text(functions.read_text().replace("2 *", "3 *"))
+    assert ToolJournal(tmp_path, both).tools != journal  # the calls of a changed function are made again

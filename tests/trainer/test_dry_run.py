@@ -52,6 +52,7 @@ def test_eight_gpu_ranks_are_planned_without_a_gpu(overrides, capsys, monkeypatc
     assert code == 0, text[-3000:]
     assert row(text, "prompts for training") == "70"
     assert row(text, "prompts for validation") == "6"
+    assert row(text, "longest of the first 70 prompts") == "7 tokens"
     assert row(text, "ranks") == "8"
     assert row(text, "samples a step") == "64 (16 prompts x 4)"
     assert row(text, "samples a step and rank") == "8"

@@ -164,6 +164,10 @@ def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tiny_llama, pr
         generate(prompts, tiny_llama, out, "rollout.temperature=0")
     with pytest.raises(ValueError, match="absent.jsonl: file does not exist"):
         generate(tmp_path / "absent.jsonl", tiny_llama, out)
+    with pytest.raises(ValueError, match="is 4108 tokens, but the model has 2048 positions. Lower them"):
+        generate(prompts, tiny_llama, out, "rollout.name=vllm", "rollout.response_length=4096")
+    with pytest.raises(ValueError, match="no column 'question'"):
+        generate(prompts, tiny_llama, out, "data.prompt_key=question")
     with pytest.raises(Exception, match="n_sample"):
         generate(prompts, tiny_llama, out, "+data.n_sample=1")
     with pytest.raises(ValueError, match="rollout.load_format=dummy would answer with random weights"):

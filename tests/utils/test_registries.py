@@ -80,3 +80,10 @@ def test_rollouts_are_keyed_by_name_and_mode():
     finally:
         for name in ("silent", "named"):
             _ROLLOUT_REGISTRY.pop((name, "sync"), None)
+
+
+def test_a_name_in_another_case_is_suggested():
+    with pytest.raises(ValueError, match="rollout.name='vLLM' is unknown; did you mean 'vllm'"):
+        get_rollout_class("vLLM")
+    with pytest.raises(ValueError, match="adv_estimator='GRPO' is unknown; did you mean 'grpo'"):
+        get_adv_estimator_fn("GRPO")

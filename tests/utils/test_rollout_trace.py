@@ -1,6 +1,7 @@
 """Traces of rollouts: what a backend gets. Clients are recorded here: neither MLflow nor Weave is installed."""
 
 import asyncio
+import json
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -56,6 +57,21 @@ def test_without_a_backend_calls_pass_through():
     RolloutTraceConfig.init("p", "e", None)
     with rollout_trace_attr(sample_index=1, step=2):
         assert Loop().count([1, 2]) == 2 and asyncio.run(Loop().run("a")).response_ids == [6]
+
+
+def test_jsonl_has_a_line_for_each_call(tmp_path):
+    RolloutTraceConfig.init("p", "e", "jsonl", token2text=True, folder=tmp_path / "traces")
+    with rollout_trace_attr(sample_index=1, step=2, rollout_n=0):
+        asyncio.run(Loop().run("a"))
+        with pytest.raises(ValueError, match="no room"):
+            asyncio.run(Loop().run(Loop(), limit=0))
+    (file,) = (tmp_path / "traces").iterdir()
+    first, second = map(json.loads, file.read_text().splitlines())
+    assert (first["op"], first["sample_index"], first["step"], first["error"]) == ("Loop.run", 1, 2, None)
+    assert first["inputs"] == {"prompt": "a", "limit": 3} and 0 <= first["seconds"] < 60
+    assert first["output"]["response_ids"] == [6]
+    assert first["output"]["response_text"] == Loop.tokenizer.decode([6])
+    assert second["error"] == "ValueError('no room')" and second["inputs"]["prompt"] == "<Loop>"
 
 
 def test_mlflow_gets_one_trace_with_its_calls(mlflow):
@@ -152,7 +168,7 @@ def test_the_first_samples_of_each_step_are_traced_with_all_their_rollouts(mlflo
 
 
 def test_a_backend_that_cannot_be_used_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="rollout.trace.backend='wandb' is unknown. Known: mlflow, weave, null."):
+    with pytest.raises(ValueError, match="backend='wandb' is unknown. Known: jsonl, mlflow, weave, null."):
         RolloutTraceConfig.init("p", "e", "wandb")
     monkeypatch.setitem(sys.modules, "weave", None)
     with pytest.raises(ImportError, match="pip install weave"):

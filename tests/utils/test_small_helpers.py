@@ -1,5 +1,6 @@
 """Imports by name, files, configs, metrics, groups: one small claim each."""
 
+import importlib
 import math
 import subprocess
 import sys
@@ -30,6 +31,18 @@ def test_floor_one_starts_without_ray_vllm_and_transformers():
         "print([m for m in ('ray', 'vllm', 'transformers', 'hydra') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_packages_offer_what_recipes_import_from_them():
+    from verl.utils import as_torch_index, config, dataset, group_mean_std, groupwise, profiler, validate_config
+
+    assert (as_torch_index, group_mean_std) == (groupwise.as_torch_index, groupwise.group_mean_std)
+    assert validate_config is config.validate_config
+    assert dataset.SFTDataset is importlib.import_module("verl.utils.dataset.sft_dataset").SFTDataset
+    profile = importlib.import_module("verl.utils.profiler.profile")
+    assert profile.DistProfilerExtension is profiler.DistProfilerExtension
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = profile.nothing
 
 
 def test_modules_load_from_path_url_and_package(tmp_path):

@@ -73,8 +73,8 @@ def test_the_end_of_the_text_is_not_part_of_a_continued_conversation():
     ("template", "stop", "message"),
     [
         ("{% for m in messages %}{{ raise_exception('no') if m.role == 'tool' }}{{ m.content }} <|im_end|> "
-         "{% endfor %}", "<|im_end|>", "cannot render messages of role 'tool'"),
-        (CHATML, "<|endoftext|>", "ends the model's turn with none of the stop tokens"),
+         "{% endfor %}", "<|im_end|>", "role 'tool' cannot be added by the chat template: .*raised.*: no"),
+        (CHATML, "<|endoftext|>", "ends the turn before with none of the stop tokens"),
         (CHATML.replace("m.content", "m.content if loop.last else 4"), "<|im_end|>", "renders earlier turns different"),
     ],
 )  # fmt: skip
@@ -104,6 +104,16 @@ def test_routing_is_sticky_within_its_margin_and_skips_lost_servers():
     router.release(0, lost=True)
     with pytest.raises(ServerUnreachable, match="no rollout server is left"):
         router.acquire("b")
+
+
+def test_requests_that_have_ended_do_not_count():
+    router = RequestRouter(2)
+    for name in "abcdef":
+        router.release(router.acquire(name))
+    assert router.running == [0, 0]
+    assert [router.acquire(name) for name in "xyz"] == [0, 1, 0]
+    router.release(0)
+    assert router.acquire("w") == 0
 
 
 def test_the_router_forgets_the_oldest_conversation():

@@ -140,6 +140,10 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
             await asyncio.sleep(0.001)
         with pytest.raises(RuntimeError, match="while 1 requests run"):
             await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        refused = await client.post("update_weights_from_disk", {"model_path": "anything"})
+        assert refused == {"success": False, "message": "1 requests run", "num_paused_requests": 0}
+        with pytest.raises(ServerError, match="1 requests run; abort them first"):
+            await client.post("flush_cache", {})
         task.cancel()
         for _ in range(1000):
             if not rollout.server.requests:

@@ -50,6 +50,7 @@ class DataConfig(BaseConfig, section="data"):
     validation_shuffle: bool = setting(False, "Shuffle validation prompts.")
     apply_chat_template_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the chat template; any key.")
     tool_config_path: str | None = setting(None, "File that lists the tools, which the chat template gets.")
+    function_tool_path: str | None = setting(None, "Python file whose functions are tools, which it gets as well.")
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class; null uses RLHFDataset.")
     custom: dict[str, Any] = setting(dict, "Settings for that class; any key.")
     sampler: SamplerConfig = setting(SamplerConfig, "Sampler, such as a curriculum.")

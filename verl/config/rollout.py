@@ -39,12 +39,14 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     enable: bool = setting(False, "Conversations of several turns; needs rollout.mode=async and a tool agent loop.")
     max_assistant_turns: int | None = setting(None, "Maximum turns of the assistant; null for no limit.", low=1)
     tool_config_path: str | None = setting(None, "File that lists the tools.")
+    function_tool_path: str | None = setting(None, "Python file whose public functions are tools as well.")
     max_user_turns: int | None = setting(None, "Maximum turns of the user; null for no limit.", low=1)
     max_parallel_calls: int = setting(1, "Tool calls of one turn that run in parallel.", low=1)
     max_tool_response_length: int = setting(256, "Characters of a tool's response that are kept.", low=1)
     tool_response_truncate_side: str = setting(
         "middle", "Side at which a longer response is cut.", choices=("left", "right", "middle")
     )
+    tool_timeout: float = setting(60.0, "Seconds for a call of a tool or an answer of an interaction.", above=0)
     interaction_config_path: str | None = setting(None, "File that lists the interactions.")
     use_inference_chat_template: bool = setting(
         False, "Use the inference chat template, which may drop reasoning.", unused=APPENDED
@@ -89,7 +91,11 @@ class AgentLoopConfig(BaseConfig, section="rollout.agent"):
 class TraceConfig(BaseConfig, section="rollout.trace"):
     """Where single rollouts are traced to."""
 
-    backend: str | None = setting(None, "mlflow or weave; null for none.", choices=("mlflow", "weave"))
+    backend: str | None = setting(
+        None,
+        "jsonl (files in rollout_traces/ of the run), mlflow or weave; null for none.",
+        choices=("jsonl", "mlflow", "weave"),
+    )
     token2text: bool = setting(False, "Store text next to token ids.")
     max_samples_per_step_per_worker: int | None = setting(
         None, "Traced samples per step and worker; null for all.", low=1
@@ -139,11 +145,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     n: int = setting(1, "Samples of each prompt.", low=1)
     repetition_penalty: float = setting(1.0, "Penalty of repeated tokens; 1 for none.", above=0, unused=NO_ENGINE)
     over_sample_rate: float = setting(
-        0.0,
-        "Share of extra samples to start, so that the slowest can be dropped.",
-        low=0,
-        high=1,
-        unused=NO_ENGINE | {"vllm": "every prompt is answered"},
+        0.0, "Share of a step's samples that are cancelled once the others have ended.", low=0, high=1, unused=NO_SERVER
     )
     prompt_length: int = setting(512, "Tokens of a prompt.", low=1)
     response_length: int = setting(512, "Tokens of a response.", low=1)

@@ -111,7 +111,10 @@ def open_checkpoint(local_dir: Path) -> TensorSource:
         return OwnCheckpoint(local_dir)
     if content := sorted(local_dir.glob("model_world_size_*_rank_0.pt")):
         return RankFiles(local_dir, content[0])
-    inside = " Did you mean its folder actor?" if (local_dir / "actor").is_dir() else ""
+    files = [*local_dir.glob(f"*/model/{METADATA_FILE}"), *local_dir.glob(f"*/*/model/{METADATA_FILE}")]
+    folders = [file.parents[1] for file in files]
+    newest = max(folders, key=lambda folder: (folder.name != "critic", folder.stat().st_mtime), default=None)
+    inside = f" Did you mean --local_dir {newest}?" if newest is not None else ""
     raise MergeError(
         f"--local_dir {local_dir} holds neither model/{METADATA_FILE} nor model_world_size_<W>_rank_0.pt: "
         f"there is no checkpoint of a model.{inside}"

@@ -79,6 +79,17 @@ def check_models(
         _load(findings, f"{key}.lora_adapter_path", model.lora_adapter_path, load_adapter)
 
 
+def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem]:
+    """vLLM refuses more tokens than the model has positions; `rollout` has RolloutConfig's settings, under `key`."""
+    model = findings.hf_config and findings.hf_config.get_text_config()
+    positions = getattr(model, "max_position_embeddings", None)
+    scaled = (getattr(model, "rope_parameters", None) or {}).get("factor", 1) != 1  # to more than that number
+    tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if rollout.name == "vllm" and positions is not None and not scaled and tokens > positions:
+        rule = f"{key}.prompt_length + {key}.response_length, or {key}.max_model_len, is {tokens} tokens"
+        yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
+
+
 def _load(findings: Findings, key: str, path: str, load: Callable[[str], Any]) -> Any:
     """The result of `load` for a model folder or hub name; None if it fails, which is added to the problems."""
     try:

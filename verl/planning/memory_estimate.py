@@ -17,7 +17,8 @@ LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an ent
 class ModelSize:
     """What the estimate needs to know of a model; head_dim and kv_heads give the KV cache, none with 0 heads.
 
-    `trained_layers` keep activations for the backward; `group_forward`: the samples of a prompt are forwarded once.
+    `trained_layers` keep activations for the backward; `group_forward`: the samples of a prompt are forwarded once;
+    `frozen_computes`: what is not trained is held in the engine's `dtype`, not in `model_dtype`.
     """
 
     parameters: int
@@ -29,6 +30,7 @@ class ModelSize:
     vocabulary: int
     trained_layers: int
     group_forward: bool = False
+    frozen_computes: bool = False
 
 
 MEASURES: Registry[str, Callable[[Any, Mapping[str, Any]], ModelSize]] = Registry(
@@ -80,12 +82,13 @@ def training_memory(
     the last micro-batch only, and kept whole in float32 until then.
     """
     master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
+    frozen = compute if size.frozen_computes else master
     # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
     # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
     kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
     gathered = size.parameters // max(1, size.layers) if shards > 1 else 0
     return {
-        "weights": size.parameters * master // shards,
+        "weights": (size.trainable * master + (size.parameters - size.trainable) * frozen) // shards,
         "gradients": size.trainable * master // shards + (4 * size.trainable if deferred and shards > 1 else 0),
         "a gathered layer, the next one, a layer's gradient": gathered * (2 * compute + 4),
         "optimizer (two moments)": 2 * size.trainable * master // shards,

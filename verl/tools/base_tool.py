@@ -32,6 +32,7 @@ class BaseTool(ABC):
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         self.config = config
+        self.source: Any = type(self)  # whose file is the tool's code, for the journal of calls
         self.tool_schema = tool_schema  # get_openai_tool_schema returns it where it is not overridden
         self.tool_schema = self.get_openai_tool_schema() if tool_schema is None else tool_schema
         if self.tool_schema is None:

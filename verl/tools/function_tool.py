@@ -59,6 +59,7 @@ class FunctionTool(BaseTool):
 
     def __init__(self, function: Callable) -> None:
         super().__init__({}, function_schema(function))
+        self.source = function
         self._function, self._is_async = validate_call(function), inspect.iscoroutinefunction(function)
 
     async def execute(

@@ -34,7 +34,7 @@ class ToolJournal:
         self.writer = uuid4().hex[:12]
         digest = hashlib.blake2b(digest_size=16)
         for tool in tools:
-            file = inspect.getsourcefile(type(tool))
+            file = inspect.getsourcefile(tool.source)
             code = Path(file).read_bytes() if file else b""
             schema = tool.tool_schema.model_dump_json()
             digest.update(json.dumps([tool.config, schema], sort_keys=True, default=str).encode() + code)

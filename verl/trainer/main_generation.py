@@ -21,6 +21,8 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.planning.checks import Findings, check_length
+from verl.planning.problems import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.offline_plan import generation_entry
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
@@ -67,6 +69,8 @@ def run_generation(config: DictConfig) -> None:
         )
     rows = read_rows(data.path)
     model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
+    if too_long := list(check_length(rollout_config, Findings(hf_config=model.hf_config), "rollout")):
+        raise ConfigError(too_long)
     prompts = read_prompts(config, model.tokenizer)
     rank, ranks = _join(trainer)
     rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
@@ -86,12 +90,15 @@ def run_generation(config: DictConfig) -> None:
 
 
 def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
-    """The prompts of data.path."""
+    """The prompts of data.path; the first one is encoded, which shows a wrong column before an engine starts."""
     data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
     limit = omega_conf_to_dataclass(config.rollout, RolloutConfig).prompt_length
     settings = {name: data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
     settings |= {"filter_overlong_prompts": False, "max_prompt_length": limit}
-    return RLHFDataset(data.path, tokenizer, OmegaConf.create(settings))
+    prompts = RLHFDataset(data.path, tokenizer, OmegaConf.create(settings))
+    if len(prompts) > 0:
+        _ = prompts[0]
+    return prompts
 
 
 def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) -> BaseRollout:

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from verl.config.offline import EvaluationConfig, GenerationConfig
-from verl.planning.checks import Findings, check_gpus, check_models
+from verl.planning.checks import Findings, check_gpus, check_length, check_models
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.problems import Problem, one_line, wrong
 
@@ -18,6 +18,7 @@ def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
     def plan(console: Console, config: DictConfig) -> list[Problem]:
         findings = Findings()
         check_models(config.model, findings, "model", "model.path")
+        findings.problems += check_length(config.rollout, findings, "rollout")
         prompts = None
         if findings.tokenizer is not None:
             prompts = _tried(findings.problems, "data.path", lambda: len(read_prompts(findings.tokenizer)))

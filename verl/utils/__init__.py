@@ -1,8 +1,11 @@
-"""Helpers without Ray or process groups; the three names that recipes import most are loaded on demand."""
+"""Helpers without Ray or process groups; the names that recipes import from here are loaded on demand."""
 
 import importlib
 
-_HOME = {"hf_processor": "tokenizer", "hf_tokenizer": "tokenizer", "omega_conf_to_dataclass": "config"}
+_HOME = {
+    "as_torch_index": "groupwise", "group_mean_std": "groupwise", "hf_processor": "tokenizer",
+    "hf_tokenizer": "tokenizer", "omega_conf_to_dataclass": "config", "validate_config": "config",
+}  # fmt: skip
 
 
 def __getattr__(name: str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,18 @@ def _refuse_powers(template: str) -> None:
 
 
 def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any) -> list[int]:
-    """The ids that the template puts in front of a conversation without a system message; [] for none."""
-    pair = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]
-    one, two = (_template_ids(tokenizer, pair * n, **apply_chat_template_kwargs) for n in (1, 2))
-    return one[: max(0, 2 * len(one) - len(two))]
+    """The ids that the template puts in front of a conversation without a system message; [] for none.
+
+    It is the text before the first question without the header of a user's turn. That header is what follows an answer
+    when another question comes, but not at the end of the text.
+    """
+    asked, answered = "question-7f3a", "answer-7f3a"
+    pair = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    one, two = (render_chat(tokenizer, pair * n, **apply_chat_template_kwargs) for n in (1, 2))
+    texts = one.partition(asked)[0], two.split(answered)[1].partition(asked)[0], one.rpartition(answered)[2]
+    before, between, end = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    head = between[len(os.path.commonprefix([between, end])) :]
+    return before[: len(before) - len(os.path.commonprefix([before[::-1], head[::-1]]))]
 
 
 def extract_system_prompt_and_generation(

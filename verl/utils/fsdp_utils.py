@@ -1,7 +1,7 @@
 """Shards modules with FSDP2 and moves, gathers or clips what was sharded."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from loguru import logger
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 
@@ -92,6 +92,9 @@ def apply_fsdp2(
         offload_policy=CPUOffloadPolicy(pin_memory=True) if offload_policy and on_gpu else OffloadPolicy(),
     )
     units = shard_units(module, wrap_policy)
+    # A group has one dtype: trained parts next to a frozen one of lower precision are groups of their own.
+    first = next((p.dtype for p in module.parameters()), None)
+    units += [child for child in module.children() if child not in units and {first} < {first, *_dtypes(child)}]
     for unit in units:
         _materialize(unit, mesh.device_type)
         fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
@@ -117,6 +120,48 @@ def _materialize(unit: nn.Module, device_type: str) -> None:
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether all entries of a plain tensor are one number in memory: a parameter whose weights are yet to be read."""
     return not isinstance(tensor, DTensor) and tensor.numel() > 1 and not any(tensor.stride())
+
+
+def tensors_to_fill(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers by name that a loader left on the meta device on some rank; every rank calls it.
+
+    To be called before `apply_fsdp2`: rank 0 must hold them.
+    """
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    missing: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(missing, [name for name, tensor in tensors.items() if tensor.is_meta])
+    return {name: tensors[name].detach() for name in dict.fromkeys(name for names in missing for name in names)}
+
+
+@torch.no_grad()
+def fill_from_rank_zero(
+    module: FSDPModule, whole: Mapping[str, torch.Tensor], device: torch.device, keep_on_cpu: bool
+) -> None:
+    """Give the other ranks their shards of rank 0's tensors (`tensors_to_fill`), one tensor at a time.
+
+    So a machine holds a frozen model once, not once for each rank. `keep_on_cpu`: where shards stay offloaded.
+    """
+    parameters, shards = dict(module.named_parameters()), {}
+    for name, tensor in whole.items():
+        if dist.get_rank() == 0:
+            full = tensor.to(device).contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        dist.broadcast(full, 0)
+        if not tensor.is_meta:
+            continue
+        if name in parameters:
+            sharded = parameters[name]
+            shard = distribute_tensor(full, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            shards[name] = shard.cpu() if keep_on_cpu else shard
+        else:
+            owner, _, attribute = name.rpartition(".")
+            module.get_submodule(owner)._buffers[attribute] = full
+    module.load_state_dict(shards, strict=False, assign=True)
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in module.parameters()}
 
 
 def reshard(module: nn.Module) -> None:

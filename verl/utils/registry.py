@@ -9,9 +9,10 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` when a known name is close to `name`, else an empty text."""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    """`; did you mean 'x'?` when a known name is close to `name`, whatever its case, else an empty text."""
+    lower = {entry.lower(): entry for entry in known}
+    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    return f"; did you mean '{lower[close[0]]}'?" if close else ""
 
 
 class Registry(dict[K, T]):

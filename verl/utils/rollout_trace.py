@@ -1,17 +1,45 @@
-"""Traces of single rollouts (actor_rollout_ref.rollout.trace): calls with inputs and outputs, in MLflow or Weave."""
+"""Traces of single rollouts (actor_rollout_ref.rollout.trace): calls with inputs and outputs, as JSON lines, in MLflow
+or in Weave.
+"""
 
 import functools
 import importlib
 import inspect
+import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import uuid4
 
-BACKENDS = ("mlflow", "weave")
+BACKENDS = ("jsonl", "mlflow", "weave")
 #: attributes of the current trace; None where calls are not traced
 _attributes: ContextVar[Mapping[str, Any] | None] = ContextVar("rollout_trace", default=MappingProxyType({}))
+
+
+class JsonlTraces:
+    """Writes calls to a file of this process in `folder`: one JSON object a line, when the call has ended."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.file = Path(folder).expanduser() / f"{uuid4().hex[:12]}.jsonl"
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+
+    def create_call(self, op: str, inputs: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+        """A call that begins."""
+        return {**attributes, "op": op, "started": time.time(), "inputs": inputs}
+
+    def finish_call(self, call: dict[str, Any], output: Any = None, exception: BaseException | None = None) -> None:
+        """Write a call with its result or exception, and its seconds."""
+        ended = {"seconds": time.time() - call["started"], "error": None if exception is None else repr(exception)}
+        with self.file.open("a") as file:
+            file.write(json.dumps(call | ended | {"output": output}, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if hasattr(value, "model_dump") else f"<{type(value).__name__}>"
 
 
 class RolloutTraceConfig:
@@ -39,20 +67,22 @@ class RolloutTraceConfig:
     @classmethod
     def init(
         cls, project_name: str, experiment_name: str, backend: str | None, token2text: bool = False,
-        max_samples_per_step_per_worker: int | None = None,
+        max_samples_per_step_per_worker: int | None = None, folder: str | Path = "rollout_traces",
     ) -> None:
-        """Connect to `backend` (mlflow, weave; None traces nothing); a second call has no effect before `reset`.
+        """Connect to `backend` (jsonl, mlflow, weave; None traces nothing); a second call has no effect before `reset`.
 
-        `token2text` adds decoded prompts and responses. `max_samples_per_step_per_worker` is the number of samples that
-        `rollout_trace_attr` traces of each step in this process. Raises ValueError for an unknown backend, ImportError
-        for one that is not installed.
+        `folder` gets the files of jsonl. `token2text` adds decoded prompts and responses.
+        `max_samples_per_step_per_worker` is the number of samples that `rollout_trace_attr` traces of each step in this
+        process. Raises ValueError for an unknown backend, ImportError for one that is not installed.
         """
         config = cls.get_instance()
         if config._initialized:
             return
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"rollout.trace.backend={backend!r} is unknown. Known: {', '.join(BACKENDS)}, null.")
-        if backend is not None:
+        if backend == "jsonl":
+            config.client = JsonlTraces(folder)
+        elif backend is not None:
             try:
                 config.client = importlib.import_module(backend)
             except ImportError as error:
@@ -73,7 +103,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def get_client(cls) -> object | None:
-        """Weave's client, or the module mlflow."""
+        """Weave's client, the module mlflow, or a JsonlTraces."""
         return cls.get_instance().client
 
     @classmethod
@@ -118,6 +148,8 @@ def rollout_trace_attr(
     token = _attributes.set(attributes if trace else None)
     try:
         if not trace:
+            yield
+        elif config.backend == "jsonl":
             yield
         elif config.backend == "weave":
             with importlib.import_module("weave").attributes(attributes):

@@ -81,10 +81,10 @@ class ServedScorer:
         try:
             check_trained(Path(self.scorer), here, None)
         except ValueError as error:
-            quantised = "" if self.allow_foreign_target else (
-                " For a quantised copy of that target set spd.allow_foreign_target, and check its answers."
-            )  # fmt: skip
-            raise ValueError(f"{error}{quantised}") from error
+            if here.base_fingerprint in ("", saved.base_fingerprint):
+                raise
+            hint = "For a quantised copy of that target set spd.allow_foreign_target, and check its answers."
+            raise ValueError(f"{error} {hint}") from error
         if not self.allow_foreign_drafter:
             self._check_drafter(saved, speculative)
         return saved

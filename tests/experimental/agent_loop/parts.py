@@ -1,6 +1,9 @@
 """Tools, an interaction and loops for the tests, named in their config files."""
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.interactions.base import BaseInteraction
@@ -41,6 +44,18 @@ class AddTool(BaseTool):
         EVENTS.append(("release", instance_id))
 
 
+class SayTool(BaseTool):
+    """Answers `texts[i]`."""
+
+    def get_openai_tool_schema(self):
+        function = {"name": "say", "description": "Says.", "parameters": {
+            "type": "object", "properties": {"i": {"type": "integer"}}, "required": ["i"]}}  # fmt: skip
+        return OpenAIFunctionToolSchema(type="function", function=function)
+
+    async def execute(self, instance_id, parameters, texts=(), **kwargs):
+        return ToolResponse(text=texts[parameters["i"] % len(texts)]), 0.0, {}
+
+
 class LoggedTool(BaseTool):
     """a + b after 0.2 s; writes the begin and the end of each call to the file config["log"]. Keeps no state."""
 
@@ -54,10 +69,33 @@ class LoggedTool(BaseTool):
         return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.25, {}
 
 
+class DeadlyTool(LoggedTool):
+    """LoggedTool whose fourth call kills this process, once."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        log, struck = Path(self.config["log"]), Path(self.config["log"] + ".struck")
+        if log.exists() and log.read_text().count("begin") >= 4 and not struck.exists():
+            struck.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+class UnevenTool(LoggedTool):
+    """LoggedTool whose call number i takes i tenths of a second more, up to 1.5."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.started = getattr(self, "started", -1) + 1
+        await asyncio.sleep(0.1 * (self.started % 16))
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
 class PatientInteraction(BaseInteraction):
     """Asks "?" again until `turns` answers are there."""
 
-    async def generate_response(self, instance_id, messages, turns=2, **kwargs):
+    async def generate_response(self, instance_id, messages, turns=2, raises=False, hangs=False, **kwargs):
+        if raises:
+            raise ZeroDivisionError("no")
+        await asyncio.sleep(3600 if hangs else 0)
         answers = sum(message["role"] == "assistant" for message in messages)
         EVENTS.append(("asked", instance_id, [message["role"] for message in messages]))
         return answers >= turns, "again ?", 0.5, {"asked": answers}

@@ -22,9 +22,15 @@ from tests.helpers.rl_run import metrics_rows, overrides
 STEPS = 4
 
 
-def command(folder: Path, model: str) -> list[str]:
+def save_calling_llama(folder: Path, sharpness: float) -> str:
+    """A model that answers a question by a call; the lower its sharpness, the more often by something else."""
+    after = dict(zip(["=", *CALL], [*CALL, "<eos>"], strict=True)) | {"7": "so", "so": "<eos>"}
+    return save_markov_llama(folder, [*WORDS, "="], after, TEMPLATE, sharpness=sharpness)
+
+
+def command(folder: Path, model: str, tool_class: str = "LoggedTool") -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    tool = {"class_name": f"{PARTS}.LoggedTool", "config": {"log": str(folder / "calls.log")}}
+    tool = {"class_name": f"{PARTS}.{tool_class}", "config": {"log": str(folder / "calls.log")}}
     (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
     rollout = {"name": "vllm", "mode": "async", "dtype": "float32", "max_num_seqs": 64, "n": 4,
                "multi_turn__enable": "true", "multi_turn__tool_config_path": folder / "tools.yaml",
@@ -80,8 +86,7 @@ def kill_and_resume(folder: Path, model: str, expected: dict, calls: int, rng: r
 
 
 def kills(root: Path, number: int, seed: int = 0) -> None:
-    after = dict(zip(["=", *CALL], [*CALL, "<eos>"], strict=True)) | {"7": "so", "so": "<eos>"}
-    model = save_markov_llama(root / "model", [*WORDS, "="], after, TEMPLATE, sharpness=7.0)
+    model = save_calling_llama(root / "model", sharpness=7.0)
     undisturbed = start(root / "undisturbed", model)
     assert undisturbed.wait(300) == 0, (root / "undisturbed.log").read_text()[-3000:]
     expected, calls = outcome(root / "undisturbed"), calls_of(root / "undisturbed").count("begin")

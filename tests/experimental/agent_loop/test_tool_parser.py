@@ -66,6 +66,22 @@ def test_qwen3_coder():
     assert parse("qwen3_coder", "<tool_call><function=x>")[1][0][2].startswith("a call is written <function=name>")
 
 
+@pytest.mark.parametrize("parser", ["qwen3_coder", "hermes", "llama3_json", "gpt-oss"])
+def test_nothing_that_a_model_wrote_is_evaluated(parser, tmp_path):
+    code = f"__import__('os').mkdir({str(tmp_path / 'ran')!r})"
+    texts = (
+        f"<tool_call><function=f><parameter=a>{code}</parameter></function></tool_call>",
+        f"<tool_call><function=f({code})><parameter={code}>1</parameter></function></tool_call>",
+        f"<tool_call><function={code}</tool_call>",
+        f'<tool_call>{{"name": "f", "arguments": {code}}}</tool_call>',
+        f'<|python_tag|>{{"name": "f", "parameters": {code}}}',
+        f"<|channel|>commentary to=functions.f<|message|>{code}<|call|>",
+    )
+    for text in texts:
+        parse(parser, text)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_gpt_oss():
     text = (
         "<|channel|>analysis<|message|>to=functions.no I think<|end|><|start|>assistant<|channel|>commentary "

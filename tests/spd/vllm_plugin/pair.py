@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.spd.decoder import SpecResult, speculative_generate
-from scripts.spd_evaluation.rules import exact, head_scorer
+from scripts.spd_evaluation.rules import exact, scorer
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import save_tiny_llama
 from verl.utils.fingerprint import cached_folder_fingerprint
@@ -29,7 +29,7 @@ class ServedPair:
         target, draft = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (self.target, self.draft))
         judge = exact()
         if threshold is not None:
-            judge = head_scorer(AutoModelForSPDScoring.from_pretrained(self.scorer, self.target, target), threshold)
+            judge = scorer(AutoModelForSPDScoring.from_pretrained(self.scorer, self.target, target), threshold)
         first = speculative_generate(target, draft, prompts, exact(), gamma=1, max_new_tokens=1, eos_token_id=EOS)
         begun = [[*ids, *more] for ids, more in zip(prompts, first.tokens, strict=True)]
         rest = speculative_generate(

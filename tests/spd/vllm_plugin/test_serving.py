@@ -87,7 +87,7 @@ def test_a_missing_torn_or_own_scorer_is_refused(pair, tmp_path):
         engine_options(pair.target, str(tmp_path / "none"), **serve)
     torn = scorer_with(pair, tmp_path / "torn")
     (Path(torn) / HEAD_FILE).write_bytes(b"torn")
-    with pytest.raises(ValueError, match=f"{HEAD_FILE} is missing or torn"):
+    with pytest.raises(ValueError, match=f"{HEAD_FILE} is missing or incomplete"):
         engine_options(pair.target, torn, **serve)
     own = scorer_with(pair, tmp_path / "own", backbone="own")
     with pytest.raises(ValueError, match="own backbone"):

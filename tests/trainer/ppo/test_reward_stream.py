@@ -1,6 +1,7 @@
 """Grading of samples that finished while others are still generated."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManage
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward, drop_failed
 from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
+from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import BatchRewardManager, DAPORewardManager, NaiveRewardManager, RewardError
 from verl.workers.reward_manager.reward_rows import GRADED
@@ -92,6 +94,21 @@ def test_a_failed_sample_keeps_its_rule(make):
         assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
 
 
+def test_a_sample_that_comes_twice_has_the_result_of_the_last():
+    """A conversation is held again after its worker died."""
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        time.sleep(0.3 if solution_str == "1 2" else 0)
+        return float(len(solution_str.split()))
+
+    data, again, manager = batch(("1 2", "7")), batch(("1 2 3", "7")), loop_manager(score)
+    stream = RewardStream(manager)
+    stream.put(0, data[:1])
+    stream.put(0, again[:1])
+    grade(manager, again, [1], stream)
+    assert [result["score"] for result in again.non_tensor_batch[GRADED]] == [3, 1]
+
+
 def test_samples_that_were_lost_have_no_result():
     data = batch()
     grade(naive_manager(length_score), data, [1])
@@ -104,6 +121,19 @@ def test_a_missing_column_is_reported():
     stream.put(0, DataProto(data[:1].batch, {"extra_info": np.array([{}], dtype=object)}, {}))
     with pytest.raises(RewardError, match="the batch has no column 'data_source'"):
         stream.finish(data)
+
+
+@pytest.mark.parametrize(("adds", "expected"), [(True, [2 + 0.5 + 0.25, 1]), (False, [2, 1])])
+def test_rewards_of_tools_and_turns_are_part_of_the_score_by_a_key(adds, expected):
+    data = batch(("1 2", "7"))
+    for name, given in (("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []])):
+        data.non_tensor_batch[name] = np.empty(2, dtype=object)
+        data.non_tensor_batch[name][:] = given
+    phase = RolloutPhase.__new__(RolloutPhase)
+    phase.rm_group = None
+    phase.rollout_config = OmegaConf.create({"multi_turn": {"add_turn_rewards": adds}})
+    manager = naive_manager(lambda data_source, solution_str, **rest: float(len(solution_str.split())))
+    assert phase.score(data, manager)[1].sum(1).tolist() == expected
 
 
 class Comparing(NaiveRewardManager):

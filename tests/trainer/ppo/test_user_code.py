@@ -43,6 +43,12 @@ class Rollout(BaseRollout):
         return {{"responses": prompts.batch["input_ids"]}}
 
 
+@register_rollout("few_columns_{n}")
+class FewColumns(Rollout):
+    def generate_sequences(self, prompts):
+        return prompts.select(batch_keys=["input_ids", "attention_mask"], non_tensor_batch_keys=[])
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1 / 0
 
@@ -74,12 +80,16 @@ numbers = itertools.count()  # names can be registered once
             ["Rollout.generate_sequences ({file}:32) returned a dict; expected a DataProto"],
         ),
         (
+            {f"{ROLLOUT}name": "few_columns_{n}"},
+            ["FewColumns.generate_sequences ({file}:38) returned samples without position_ids, prompts, responses"],
+        ),
+        (
             {"custom_reward_function__path": "{file}"},
-            ["reward function compute_score ({file}:36) raised ZeroDivisionError: division by zero (at {file}:37"],
+            ["reward function compute_score ({file}:42) raised ZeroDivisionError: division by zero (at {file}:43"],
         ),
         (
             {"custom_reward_function__path": "{file}", "custom_reward_function__name": "no_score"},
-            ["reward function no_score ({file}:40) returned None as a score; return a number"],
+            ["reward function no_score ({file}:46) returned None as a score; return a number"],
         ),
     ],
 )

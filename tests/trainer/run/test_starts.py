@@ -28,9 +28,12 @@ def test_changed_settings_say_whether_they_apply():
     new = OmegaConf.create({"optim": {"lr": 1e-6, "clip_grad": 2.0}, "trainer": {"seed": 2, "resume_mode": "disable"}})
     assert changed_settings(old, new) == [
         "optim.clip_grad: 1.0 -> 2.0 (applied)",
-        "optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint restores its optimizer state)",
+        "optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint restores its optimizer state; "
+        "trainer.checkpoint.load_contents=[model] starts a new one)",
         "trainer.seed: 1 -> 2 (not applied: the checkpoint restores its random states)",
     ]
+    new.trainer.checkpoint = {"load_contents": ["model"]}
+    assert "optim.lr: 0.001 -> 1e-06 (applied)" in changed_settings(old, new)
 
 
 def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
@@ -40,7 +43,7 @@ def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
     changed = [line.strip() for line in logged if "changed since the checkpoint" in line]
     assert changed == [
         "changed since the checkpoint: actor_rollout_ref.actor.optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint "
-        "restores its optimizer state)",
+        "restores its optimizer state; actor_rollout_ref.actor.checkpoint.load_contents=[model] starts a new one)",
         "changed since the checkpoint: trainer.save_freq: 1 -> -1 (applied)",
         "changed since the checkpoint: trainer.total_epochs: 2 -> 3 (applied)",
     ]

@@ -43,6 +43,20 @@ def write(path, rows):
     return str(path)
 
 
+def test_a_prompt_has_the_tools_and_its_length_counts_them(tmp_path):
+    tool = {"class_name": "tests.experimental.agent_loop.parts.AddTool", "config": {}}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.parameters.required | join(' ') }} {% endfor %}"
+        "{{ messages[0].content }}"
+    )
+    file = write(tmp_path / "d.jsonl", [row("1"), row("1 + 2")])
+    settings = config(tool_config_path=str(tmp_path / "tools.yaml"), filter_overlong_prompts=True, max_prompt_length=3)
+    dataset = RLHFDataset(file, tokenizer, settings)
+    assert [tokenizer.decode(sample["raw_prompt_ids"]) for sample in dataset] == ["a b 1"]  # the other has 5 tokens
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
 def test_a_row_is_templated_and_left_padded(tmp_path, suffix):
     dataset = RLHFDataset(write(tmp_path / f"d{suffix}", [row()]), TOKENIZER, config(max_prompt_length=9))

@@ -118,7 +118,9 @@ class RecordingRollout(BaseRollout):
 
     def generate_sequences(self, prompts):
         self.events.append(("generate", self.moves[-1]))
-        return DataProto.from_dict(non_tensors={"row": np.arange(len(prompts))})
+        rows = {key: prompts.batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        rows |= {"prompts": rows["input_ids"], "responses": rows["input_ids"]}
+        return DataProto.from_dict(rows, non_tensors={"row": np.arange(len(prompts))})
 
 
 @pytest.mark.parametrize("keeps_weights", [True, False])

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -83,11 +84,13 @@ class AgentLoopWorkerBase:
                 settings = OmegaConf.to_container(entry, resolve=True)
                 _agent_loop_registry[settings.pop("name")] = settings
         self._finished: asyncio.Queue[tuple[int, DataProto] | None] = asyncio.Queue()
+        self._tasks: list[asyncio.Task] = []  # the running conversations
+        self._cancels_rest = False
         trace = self.rollout_config.trace
         if trace.backend is not None:
             RolloutTraceConfig.init(
                 config.trainer.project_name, config.trainer.experiment_name, trace.backend, trace.token2text,
-                trace.max_samples_per_step_per_worker,
+                trace.max_samples_per_step_per_worker, folder=f"{config.trainer.default_local_dir}/rollout_traces",
             )  # fmt: skip
 
     async def close(self) -> None:
@@ -107,13 +110,20 @@ class AgentLoopWorkerBase:
         rows = [{name: column[i] for name, column in columns.items()} for i in range(size)]
         before = self.server_manager.prompt_tokens, self.server_manager.cached_tokens
 
+        self._cancels_rest = False
+
         async def hold(i: int) -> AgentLoopOutput | None:
-            output = await self._run_agent_loop(dict(meta["sampling"]), infos[i], **rows[i])
-            if meta.get("report_finished") and output is not None:
+            try:
+                output = await self._run_agent_loop(dict(meta["sampling"]), infos[i], **rows[i])
+            except asyncio.CancelledError:
+                if not self._cancels_rest:
+                    raise
+                return _empty("cancelled")
+            if meta.get("report_finished") and not _is_lost(output):
                 self._finished.put_nowait((i, self._postprocess([output])))
             return output
 
-        tasks = [asyncio.create_task(hold(i)) for i in range(size)]
+        self._tasks = tasks = [asyncio.create_task(hold(i)) for i in range(size)]
         try:
             outputs = await asyncio.gather(*tasks)
         finally:  # one row raised: the others' requests are aborted
@@ -126,6 +136,12 @@ class AgentLoopWorkerBase:
         manager = self.server_manager
         result.meta_info["prefix"] = [manager.prompt_tokens - before[0], manager.cached_tokens - before[1]]
         return result
+
+    async def cancel_rest(self) -> None:
+        """End the running `generate_sequences`: conversations that have not ended are cancelled, and lost."""
+        self._cancels_rest = True
+        for task in self._tasks:
+            task.cancel()
 
     async def next_finished(self) -> list[tuple[int, DataProto] | None]:
         """Rows of the running `generate_sequences` that finished since the last call, at least one; None ends them.
@@ -169,11 +185,10 @@ class AgentLoopWorkerBase:
         return output
 
     def _postprocess(self, outputs: list[AgentLoopOutput | None]) -> DataProto:
-        """Rows of one shape; those of lost conversations are empty."""
+        """Rows of one shape; those of lost conversations are marked, and empty if nothing is known of them."""
         rollout, pad = self.rollout_config, self.tokenizer.pad_token_id
-        empty = AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[])
-        lost = np.array([output is None for output in outputs])
-        rows = [empty if output is None else output for output in outputs]
+        lost = np.array([_is_lost(output) for output in outputs])
+        rows = [output or _empty() for output in outputs]
         p, r = rollout.prompt_length, rollout.response_length
         reversed_prompts = right_padded([row.prompt_ids[::-1] for row in rows], p, pad, torch.int64)
         prompt_mask = right_padded([[1] * len(row.prompt_ids) for row in rows], p, 0, torch.int64).flip(1)
@@ -191,6 +206,8 @@ class AgentLoopWorkerBase:
         if rollout.calculate_log_probs:
             values = [(row.response_logprobs or [0.0] * len(row.response_ids))[:r] for row in rows]
             tensors["rollout_log_probs"] = right_padded(values, r, 0.0, torch.float32)
+        if (experts := _routed_experts(rows, p, r)) is not None:
+            tensors["routed_experts"] = experts
         turns = np.array([row.num_turns for row in rows], dtype=np.int32)
         columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
         for name in sorted({name for row in rows for name in row.extra_fields}):
@@ -204,6 +221,30 @@ class AgentLoopWorkerBase:
 
 class AgentLoopWorker(AgentLoopWorkerBase):
     """The worker of AgentLoopManager."""
+
+
+def _empty(end_reason: str | None = None) -> AgentLoopOutput:
+    fields = {} if end_reason is None else {"end_reason": end_reason}
+    return AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[], extra_fields=fields)
+
+
+def _is_lost(output: AgentLoopOutput | None) -> bool:
+    """Whether a conversation broke off for a reason that the model has no part in."""
+    return output is None or output.extra_fields.get("end_reason") in ("cancelled", "tool_failed")
+
+
+def _routed_experts(rows: list[AgentLoopOutput], p: int, r: int) -> torch.Tensor | None:
+    """The experts of each token [B, P + R, layers, k], 0 where a row has none; None if no row has any."""
+    given = [None if row.routed_experts is None else torch.as_tensor(row.routed_experts) for row in rows]
+    known = next((experts for experts in given if experts is not None), None)
+    if known is None:
+        return None
+    filled = torch.zeros(len(rows), p + r, *known.shape[1:], dtype=known.dtype)
+    for i, (row, experts) in enumerate(zip(rows, given, strict=True)):
+        if experts is not None:
+            start = p - len(row.prompt_ids)
+            filled[i, start : start + len(experts)] = experts[: p + r - start]
+    return filled
 
 
 def _column(values: list[Any]) -> np.ndarray:
@@ -240,7 +281,10 @@ class AgentLoopManager:
         self.rollout_replicas = one_replica_per_engine(self.rollout_config, model, worker_group)
         self.server_handles = [replica.server_handle for replica in self.rollout_replicas]
         self.server_addresses = [replica.server_address for replica in self.rollout_replicas]
-        cls, servers, several = self.agent_loop_workers_class, len(self.server_handles), len(self.server_handles) > 1
+        if self.rollout_config.over_sample_rate and not self.reports_finished:
+            key = f"actor_rollout_ref.rollout.over_sample_rate={self.rollout_config.over_sample_rate}"
+            raise ValueError(f"{key} needs agent loop workers whose generate_sequences is not overridden; set it to 0.")
+        cls, servers = self.agent_loop_workers_class, len(self.server_handles)
         self._runner: asyncio.Runner | None = None
         if config.trainer.local:
             self._runner = asyncio.Runner()
@@ -248,14 +292,15 @@ class AgentLoopManager:
             return
         # Resolved here: the actors have no resolvers of the user's own.
         plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-        router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if several else None
+        router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
         actor = cls if hasattr(cls, "remote") else ray.remote(num_cpus=0)(cls)
-        self.agent_loop_workers = [
-            actor.options(name=f"agent_loop_worker_{i}_{uuid4().hex[:8]}").remote(
-                plain, self.server_handles, router=router
-            )
-            for i in range(self.rollout_config.agent.num_workers)
-        ]
+
+        def start_worker(i: int) -> Any:
+            named = actor.options(name=f"agent_loop_worker_{i}_{uuid4().hex[:8]}")
+            return named.remote(plain, self.server_handles, router=router)
+
+        self._start_worker = start_worker
+        self.agent_loop_workers = [start_worker(i) for i in range(self.rollout_config.agent.num_workers)]
         ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers])  # their errors are raised here
 
     @property
@@ -284,37 +329,77 @@ class AgentLoopManager:
         columns[SEED] = np.array(seeds, dtype=np.int64)
         names = ("global_steps", "validate")
         meta = {"sampling": params} | {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
-        meta["report_finished"] = on_finished is not None
+        # Greedy answers are ReMax's baselines, of which every prompt needs one.
+        cut = not (prompts.meta_info.get("validate") or sampling.greedy) and rollout.over_sample_rate
+        ended = _Ended(math.ceil(len(seeds) * (1 - rollout.over_sample_rate)) if cut else None, on_finished)
+        meta["report_finished"] = bool(cut or on_finished)
         batch = DataProto(None, columns, meta)
         started = time.perf_counter()
         if self._runner is not None:
-            parts = [self._runner.run(self._generate_here(batch, on_finished))]
+            parts, restarts = [self._runner.run(self._generate_here(batch, ended))], 0
         else:
-            shares = np.array_split(np.arange(len(seeds)), len(self.agent_loop_workers))
-            pairs = [(worker, rows) for worker, rows in zip(self.agent_loop_workers, shares, strict=True) if len(rows)]
-            calls = [
-                worker.generate_sequences.remote(DataProto(None, {k: v[rows] for k, v in columns.items()}, meta))
-                for worker, rows in pairs
-            ]
-            if on_finished is not None:
-                _report_finished(pairs, on_finished)
-            parts = ray.get(calls)
+            parts, restarts = self._generate_by_workers(batch, ended)
         metrics = self._metrics(parts, time.perf_counter() - started)
+        metrics["agent_loop/restarted_workers"] = float(restarts)
         output = _joined(parts)
         output.meta_info = {"metrics": metrics}
         return self._with_versions(output)
 
-    async def _generate_here(self, batch: DataProto, on_finished: Callable[[int, DataProto], None] | None) -> DataProto:
+    async def _generate_here(self, batch: DataProto, ended: "_Ended") -> DataProto:
         worker = self.agent_loop_workers[0]
         call = asyncio.create_task(worker.generate_sequences(batch))
-        over = on_finished is None
+        over = not batch.meta_info["report_finished"]
         while not over:
             for item in await worker.next_finished():
                 if item is None:
                     over = True
-                else:
-                    on_finished(*item)
+                elif ended.enough(*item):
+                    await worker.cancel_rest()
         return await call
+
+    def _generate_by_workers(self, batch: DataProto, ended: "_Ended") -> tuple[list[DataProto], int]:
+        """The workers' parts in order, and how many workers died; their rows are given to new ones."""
+        workers = self.agent_loop_workers
+        shares = [rows for rows in np.array_split(np.arange(len(batch)), len(workers)) if len(rows)]
+        calls: dict[Any, int] = {}
+        reports: dict[Any, int] = {}
+
+        def start(i: int) -> None:
+            columns = {name: column[shares[i]] for name, column in batch.non_tensor_batch.items()}
+            calls[workers[i].generate_sequences.remote(DataProto(None, columns, batch.meta_info))] = i
+            if batch.meta_info["report_finished"]:
+                reports[workers[i].next_finished.remote()] = i
+
+        for i in range(len(shares)):
+            start(i)
+        parts: dict[int, DataProto] = {}
+        deaths, over = 0, False
+        while calls or reports:
+            ref = ray.wait([*reports, *calls])[0][0]
+            try:
+                result = ray.get(ref)
+            except ray.exceptions.RayActorError:
+                if reports.pop(ref, None) is not None:
+                    continue  # the call of the dead worker ends too
+                i, deaths = calls.pop(ref), deaths + 1
+                if deaths > self.rollout_config.server.max_attempts:
+                    raise
+                logger.warning(f"agent loop worker {i} died; a new one starts its {len(shares[i])} conversations again")
+                workers[i] = self._start_worker(i)
+                start(i)
+                continue
+            if ref in calls:
+                parts[calls.pop(ref)] = result
+                continue
+            i = reports.pop(ref)
+            for item in result:
+                if item is not None and ended.enough(int(shares[i][item[0]]), item[1]) and not over:
+                    over = True
+                    cancelled = [worker.cancel_rest.remote() for worker in workers[: len(shares)]]
+                    ray.wait(cancelled, num_returns=len(cancelled))
+            if None not in result:
+                reports[workers[i].next_finished.remote()] = i
+        return [parts[i] for i in range(len(shares))], deaths
 
     def _metrics(self, parts: list[DataProto], seconds: float) -> dict[str, Any]:
         rows = [row for part in parts for row in part.meta_info["metrics"]]
@@ -370,18 +455,19 @@ class AgentLoopManager:
                 ray.kill(worker)
 
 
-def _report_finished(pairs: list[tuple[Any, np.ndarray]], on_finished: Callable[[int, DataProto], None]) -> None:
-    """Call `on_finished` until all workers have ended their rows, each given as (worker, row numbers)."""
-    pending = {worker.next_finished.remote(): (worker, rows) for worker, rows in pairs}
-    while pending:
-        for ref in ray.wait(list(pending))[0]:
-            worker, rows = pending.pop(ref)
-            items = ray.get(ref)
-            for item in items:
-                if item is not None:
-                    on_finished(int(rows[item[0]]), item[1])
-            if None not in items:
-                pending[worker.next_finished.remote()] = (worker, rows)
+class _Ended:
+    """Rows of conversations that have ended, each passed on; `wanted` of them are enough, or None for all."""
+
+    def __init__(self, wanted: int | None, on_finished: Callable[[int, DataProto], None] | None) -> None:
+        self.wanted, self.on_finished = wanted, on_finished
+        self.rows: set[int] = set()
+
+    def enough(self, row: int, sample: DataProto) -> bool:
+        """A row has ended; whether the others may be cancelled."""
+        self.rows.add(row)
+        if self.on_finished is not None:
+            self.on_finished(row, sample)
+        return self.wanted is not None and len(self.rows) >= self.wanted
 
 
 def _joined(parts: list[DataProto]) -> DataProto:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.message_encoder import MessageEncoder
 from verl.workers.rollout.replica import (
@@ -52,6 +53,7 @@ class AsyncLLMServerManager:
         self.turns: OrderedDict[str, int] = OrderedDict()
         self.requests = self.retries = self.prompt_tokens = self.cached_tokens = 0
 
+    @rollout_trace_op
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any],
         image_data: list[Any] | None = None, video_data: list[Any] | None = None,

@@ -28,6 +28,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
     needs = {
         f"{MULTI_TURN}.enable": settings.enable, f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,
+        f"{MULTI_TURN}.function_tool_path": settings.function_tool_path,
         f"{MULTI_TURN}.interaction_config_path": settings.interaction_config_path,
     }  # fmt: skip
     if not serves:
@@ -38,9 +39,9 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         return
     problems: list[Problem] = []
 
-    def checked(key: str, function: Callable[..., Any], *args: Any) -> Any:
+    def checked(key: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         except Exception as error:  # the user's own classes may raise anything
             value = one_line(OmegaConf.select(config, key))
             problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
@@ -53,14 +54,17 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     if rollout.agent.default_agent_loop not in names:
         key = f"{ROLLOUT}.agent.default_agent_loop"
         yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
-    tools = checked(f"{MULTI_TURN}.tool_config_path", _tools, settings.tool_config_path) or []
+    tools = []
+    for name in ("tool_config_path", "function_tool_path"):
+        tools += checked(f"{MULTI_TURN}.{name}", _tools, **{name: settings[name]}) or []
     key = f"{MULTI_TURN}.interaction_config_path"
     path = settings.interaction_config_path
     interactions = checked(key, initialize_interactions_from_config, path) if path else None
-    checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
+    parser = checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
     if findings.tokenizer is not None and (tools or interactions):
         kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs, resolve=True) or {}
-        encoder = MessageEncoder(findings.tokenizer, stop_ids(findings.tokenizer), **kwargs)
+        stops = stop_ids(findings.tokenizer) + (parser.stop_token_ids if parser else [])
+        encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         checked("actor_rollout_ref.model.path", encoder.check, roles, tool_schemas(tools))
     unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]
@@ -71,9 +75,9 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     yield from problems
 
 
-def _tools(path: str | None) -> list[Any]:
+def _tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[Any]:
     """The tools of a file, each of which answers the call of its config.example_arguments, if it has them."""
-    tools = initialize_tools_from_config(path) if path else []
+    tools = initialize_tools_from_config(tool_config_path, function_tool_path)
     runner = ToolRunner(tools, max_tool_response_length=300)
 
     async def call_examples() -> None:

@@ -1,19 +1,30 @@
 """The agent loop of one prompt and one answer."""
 
+import functools
 import time
 from typing import Any
 
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.tools.utils.tool_registry import schemas_of_files
+from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.conversation import Conversation
+
+schemas_of = functools.cache(schemas_of_files)
+#: By the server's reason.
+END_REASONS = {"completed": "stop", "length": "length", "aborted": "cancelled"}
 
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """Answers the prompt once, as rollout.mode=sync does: the same prompt ids, and the same samples."""
 
+    @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         given = kwargs.get("raw_prompt_ids")
-        prompt_ids = self.encoder.prompt(list(kwargs["raw_prompt"])) if given is None else list(given)
+        if given is None:  # a data set of the user's own
+            tools = schemas_of(self.config.data.tool_config_path, self.config.data.function_tool_path)
+            given = self.encoder.prompt(list(kwargs["raw_prompt"]), tools)
+        prompt_ids = list(given)
         limit = self.rollout_config.response_length
         started = time.perf_counter()
         output = await self.server_manager.generate(
@@ -26,5 +37,8 @@ class SingleTurnAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
             response_logprobs=conversation.response_logprobs, num_turns=2,
             metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
-            extra_fields={"weights_versions": [version for version, _, _ in conversation.versions]},
+            extra_fields={
+                "weights_versions": [version for version, _, _ in conversation.versions],
+                "end_reason": END_REASONS.get(output.stop_reason, "stop"),
+            },
         )  # fmt: skip

@@ -15,6 +15,7 @@ from verl.experimental.agent_loop.base import (
     register,
 )
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.grading.pool import FatalGradingError
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.journal import ToolJournal
@@ -42,8 +43,8 @@ HANDLERS = {
     AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
     AgentState.INTERACTING: "_handle_interacting_state",
 }
-#: Why a conversation ended: the model stopped or the interaction was content, the tokens or the turns were used up, a
-#: tool could not be called, the generation was aborted.
+#: Why a conversation ended: the model stopped or the interaction was content, the tokens or the turns were used up, the
+#: interaction failed, the generation was aborted. Conversations of the last two are lost.
 END_REASONS = ("stop", "length", "turns", "tool_failed", "cancelled")
 
 
@@ -58,7 +59,8 @@ class AgentData:
         self.messages, self.image_data, self.video_data = messages, image_data, video_data
         self.metrics = {} if metrics is None else metrics
         self.request_id, self.tools_kwargs = request_id, tools_kwargs or {}
-        self.interaction, self.interaction_kwargs = interaction, interaction_kwargs or {}
+        self.interaction, self.interaction_kwargs = interaction, dict(interaction_kwargs or {})
+        self.interaction_id: str | None = None
         self.conversation = Conversation([])
         self.tools: ToolConversation | None = None
         self.turn_scores: list[float] = []
@@ -105,20 +107,19 @@ _INTERACTIONS: "WeakKeyDictionary[DictConfigWrap, dict[str, BaseInteraction]]" =
 class ToolAgentLoop(AgentLoopBase):
     """Generates, runs the calls that it finds or asks the interaction, and continues until the conversation ends.
 
-    Tools come from rollout.multi_turn.tool_config_path, interactions from interaction_config_path; both are created
-    once for all conversations of a worker. A conversation ends at a turn's boundary once an answer of a tool or user
-    does not fit into rollout.response_length with at least one more token.
+    Tools come from rollout.multi_turn.tool_config_path and function_tool_path, interactions from
+    interaction_config_path; all are created once for all conversations of a worker. A conversation ends at a turn's
+    boundary once an answer of a tool or user does not fit into rollout.response_length with at least one more token.
     """
 
     def __init__(self, trainer_config: DictConfigWrap, *args: Any, **kwargs: Any) -> None:
         super().__init__(trainer_config, *args, **kwargs)
         self.settings = settings = self.rollout_config.multi_turn
         if trainer_config not in _RUNNERS:
-            path = settings.tool_config_path
-            tools = initialize_tools_from_config(path) if path else []
+            tools = initialize_tools_from_config(settings.tool_config_path, settings.function_tool_path)
             _RUNNERS[trainer_config] = ToolRunner(
                 tools, max_tool_response_length=settings.max_tool_response_length,
-                tool_response_truncate_side=settings.tool_response_truncate_side,
+                tool_response_truncate_side=settings.tool_response_truncate_side, timeout=settings.tool_timeout,
             )  # fmt: skip
             if settings.journal_tool_calls and tools:
                 _JOURNALS[trainer_config] = ToolJournal(self.config.trainer.default_local_dir, tools)
@@ -128,6 +129,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.journal = _JOURNALS.get(trainer_config)
         self.tool_schemas = tool_schemas(self.runner.tools.values())
         self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
+        self.encoder.stop_ids |= set(self.parser.stop_token_ids)
 
     @rollout_trace_op
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
@@ -136,21 +138,23 @@ class ToolAgentLoop(AgentLoopBase):
             metrics={"generate_sequences": 0.0, "tool_calls": 0.0}, tools_kwargs=kwargs.get("tools_kwargs"),
             interaction_kwargs=kwargs.get("interaction_kwargs"),
         )  # fmt: skip
-        instance = None
         data.seed, data.step = sampling_params.get("seed"), kwargs.get("trajectory", {}).get("step", -1)
         async with self.runner.conversation(data.tools_kwargs, self.journal) as data.tools:
             try:
                 if self.interactions:
-                    given = {k: v for k, v in data.interaction_kwargs.items() if k != "name"}
-                    data.interaction = self._interaction_of(data.interaction_kwargs.get("name"))
-                    instance = await data.interaction.start_interaction(data.request_id, **given)
+                    data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
+                    start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
+                    data.interaction_id = await self.runner.limited(start)
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
                     state = await getattr(self, HANDLERS[state])(data, sampling_params)
                 rewards = await data.tools.calc_rewards()
             finally:
-                if instance is not None:
-                    await data.interaction.finalize_interaction(instance)
+                if data.interaction_id is not None:
+                    try:
+                        await self.runner.limited(data.interaction.finalize_interaction(data.interaction_id))
+                    except Exception as error:
+                        self._failed("release_failed", data.interaction, error)
         conversation = data.conversation
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
@@ -180,10 +184,14 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         conversation, settings = data.conversation, self.settings
         room = self.rollout_config.response_length - len(conversation.response_ids)
+        stops = {*sampling_params.get("stop_token_ids", ()), *self.parser.stop_token_ids}
         started = time.perf_counter()
         output = await self.server_manager.generate(
             data.request_id, prompt_ids=conversation.ids,
-            sampling_params={**sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room))},
+            sampling_params={
+                **sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room)),
+                "stop_token_ids": sorted(stops),
+            },
         )  # fmt: skip
         data.metrics["generate_sequences"] += time.perf_counter() - started
         conversation.add_generated(output.token_ids, output.log_probs, output.weights_version)
@@ -219,6 +227,7 @@ class ToolAgentLoop(AgentLoopBase):
         messages = [{"role": "tool", "content": text, "name": name} for text, name in zip(texts, names, strict=True)]
         return self._given(data, messages)
 
+    @rollout_trace_op
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: dict[str, Any], agent_data: AgentData
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
@@ -234,12 +243,21 @@ class ToolAgentLoop(AgentLoopBase):
         return result.response, result.reward, result.metrics
 
     async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
-        given = {k: v for k, v in data.interaction_kwargs.items() if k != "name"}
-        ends, text, score, extra = await data.interaction.generate_response(data.request_id, data.messages, **given)
+        answer = data.interaction.generate_response(data.interaction_id, data.messages, **data.interaction_kwargs)
+        try:
+            ends, text, score, extra = await self.runner.limited(answer)
+        except FatalGradingError:
+            raise
+        except Exception as error:
+            self._failed("exception", data.interaction, error)
+            return data.end("tool_failed")
         if score is not None:
             data.turn_scores.append(score)
         data.extra_fields.update(extra or {})
         return data.end("stop") if ends else self._given(data, [{"role": "user", "content": text}])
+
+    def _failed(self, kind: str, interaction: BaseInteraction, error: Exception) -> None:
+        self.runner.failed(kind, interaction.name, f"the interaction raised {type(error).__name__}: {error}.", error)
 
     def _given(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
         """Append what the model is given, if it fits."""

@@ -21,6 +21,8 @@ class ToolParser(ABC):
     """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out."""
 
     _registry: dict[str, type["ToolParser"]] = {}
+    #: Tokens that end a turn with calls in this format, where the tokenizer has them.
+    STOPS: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -28,6 +30,12 @@ class ToolParser(ABC):
     async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
         """(the text without its calls, the calls in order)."""
         return self.parse(self.tokenizer.decode(responses_ids))
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """The ids of STOPS."""
+        ids = self.tokenizer.get_vocab() if self.STOPS else {}
+        return [ids[token] for token in self.STOPS if token in ids]
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
@@ -82,6 +90,8 @@ class Llama3JsonToolParser(ToolParser):
     """The full turn is a JSON object {"name": ..., "parameters": {...}}, after <|python_tag|> or not; several are
     separated by semicolons.
     """
+
+    STOPS = ("<|eom_id|>", "<|eot_id|>")
 
     SPECIAL = re.compile(r"<\|(?:python_tag|eot_id|eom_id|end_of_text)\|>")
 
@@ -138,6 +148,8 @@ class GptOssToolParser(ToolParser):
 
     The analysis channel, where the model thinks, holds no calls.
     """
+
+    STOPS = ("<|call|>", "<|return|>")
 
     MESSAGE = re.compile(
         r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import load_function_tools
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.entries_file import each_entry
 from verl.utils.import_utils import load_class_from_fqn
@@ -43,17 +44,24 @@ def get_tool_class(cls_name: str) -> type:
     return load_class_from_fqn(cls_name, "tool class")
 
 
-def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
+def initialize_tools_from_config(
+    tools_config_file: str | None, function_tool_path: str | None = None
+) -> list[BaseTool]:
     """The tools of a yaml file with the list `tools`: {class_name, config: {type, ...}, tool_schema, mcp}.
 
     `config.type` is native (the default) or mcp. An entry without `tool_schema` takes the schema that its class brings.
+    The public functions of the Python file `function_tool_path` follow.
 
     FileNotFoundError, or a ValueError that names file and entry.
     """
-    tools = [tool for some in each_entry(tools_config_file, "tools", _tools_of) for tool in some]
+    entries = each_entry(tools_config_file, "tools", _tools_of) if tools_config_file else []
+    tools = [tool for some in entries for tool in some]
+    if function_tool_path:
+        tools += load_function_tools(function_tool_path)
     names = [tool.name for tool in tools]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"{tools_config_file}: two tools have the name {twice.pop()!r}; rename one in its tool_schema")
+        where = " and ".join(filter(None, (tools_config_file, function_tool_path)))
+        raise ValueError(f"{where}: two tools have the name {twice.pop()!r}; rename one in its tool_schema")
     return tools
 
 
@@ -76,6 +84,6 @@ def tool_schemas(tools: Iterable[BaseTool]) -> list[dict[str, Any]]:
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
 
 
-def schemas_of_file(tools_config_file: str) -> list[dict[str, Any]]:
-    """The schemas of the tools that a yaml file lists."""
-    return tool_schemas(initialize_tools_from_config(tools_config_file))
+def schemas_of_files(tools_config_file: str | None, function_tool_path: str | None) -> list[dict[str, Any]]:
+    """The schemas of the tools that a yaml file lists and a Python file defines."""
+    return tool_schemas(initialize_tools_from_config(tools_config_file, function_tool_path))

@@ -92,11 +92,10 @@ def create_rl_dataset(
 ) -> Dataset:
     """The data set of `data.custom_cls`, else RLHFDataset, over these files."""
     dataset_class = get_dataset_class(data_config)
-    dataset = dataset_class(
+    logger.debug(f"{'training' if is_train else 'validation'} data: {dataset_class.__name__}")
+    return dataset_class(
         data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples
     )
-    logger.debug(f"{'training' if is_train else 'validation'} data: {dataset_class.__name__}, {len(dataset)} prompts")
-    return dataset
 
 
 def create_rl_sampler(data_config: DictConfig, dataset: Dataset) -> Sampler:

@@ -16,6 +16,7 @@ from verl.planning.checks import (
     ROWS_CHECKED,
     Findings,
     check_fills_a_batch,
+    check_length,
     check_loggers,
     check_machine,
     check_models,
@@ -25,6 +26,8 @@ from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
 from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
+
+PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
 def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
@@ -47,6 +50,7 @@ def refuse_bad_input(config: DictConfig) -> None:
         return
     findings = Findings(to_start=True)
     check_models(config.actor_rollout_ref.model, findings)
+    findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
     findings.problems += check_loggers(config)
     check_data(config, findings, rows=ROWS_AT_START)
@@ -117,6 +121,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     """Print the plan; the problems of models, plug-ins, data and machine, and of checks that recipes registered."""
     findings = Findings()
     check_models(config.actor_rollout_ref.model, findings)
+    findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
     check_data(config, findings)
     findings.problems += check_machine(config)
@@ -146,6 +151,7 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
         {
             "prompts for training": count_text(findings.train_prompts),
             "prompts for validation": count_text(findings.val_prompts),
+            **_longest_prompt(config, findings),
             **(plan.rows() if plan else {}),
             "steps per epoch": count_text(per_epoch),
             "steps in all": count_text(steps),
@@ -155,6 +161,22 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
         console.print(_memory_table(config, findings, plan))
     else:
         console.print("No memory estimate: it needs the model's config and batch sizes without problems.")
+
+
+def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
+    """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
+    from verl.utils.dataset.rl_dataset import DatasetError, RLHFDataset
+
+    prompts = findings.datasets.get("data.train_files")
+    if not isinstance(prompts, RLHFDataset):
+        return {}
+    first = range(min(len(prompts), PROMPTS_MEASURED))
+    try:
+        longest = max(len(prompts.prompt_ids(i)) for i in first)
+    except DatasetError:  # one of the problems
+        return {}
+    tools = ", with the schemas of the tools" if "tools" in prompts.template_kwargs else ""
+    return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
 
 
 def _memory_table(config: DictConfig, findings: Findings, plan: BatchPlan) -> Table:

@@ -43,22 +43,27 @@ class RewardStream:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward-stream")
         self._thread.start()
         self._calls: list[Future[None]] = []
+        self._latest: dict[int, Future[None]] = {}  # of each row
 
     def put(self, index: int, sample: DataProto) -> None:
-        """Grade a batch of one sample, which is row `index` of the later batch."""
+        """Grade a batch of one sample, which is row `index` of the later batch; a second one takes its place."""
         if isinstance(self.reward_fn, RewardManagerBase):
+            if index in self._latest:
+                self._latest[index].cancel()
             call = self._timed(self._grade_one, index, sample)
         else:
             self._waiting.append((index, sample))
             call = self._timed(self._grade_waiting)
-        self._calls.append(asyncio.run_coroutine_threadsafe(call, self._loop))
+        self._latest[index] = asyncio.run_coroutine_threadsafe(call, self._loop)
+        self._calls.append(self._latest[index])
 
     def finish(self, samples: DataProto) -> dict[str, float]:
         """Wait for all grades and put them into `samples`. Returns seconds of grading, and those spent waiting here."""
         started = time.perf_counter()
         try:
             for call in self._calls:
-                call.result()
+                if not call.cancelled():
+                    call.result()
         finally:
             self.close()
         column = np.empty(len(samples), dtype=object)

@@ -16,10 +16,11 @@ from verl.utils.jsonl import read_objects
 from verl.utils.redact import redact_text, redacted_yaml
 
 STARTS_FILE = "starts.jsonl"
+OPTIMIZER = "optimizer state"
 # Settings that a checkpoint restores: pattern of a key -> where the value in use comes from.
 RESTORED = {
-    "*optim.lr": "optimizer state", "*optim.betas": "optimizer state", "*optim.weight_decay": "optimizer state",
-    "*optim.override_optimizer_config*": "optimizer state", "*seed": "random states",
+    "*optim.lr": OPTIMIZER, "*optim.betas": OPTIMIZER, "*optim.weight_decay": OPTIMIZER,
+    "*optim.override_optimizer_config*": OPTIMIZER, "*seed": "random states",
     "data.shuffle": "position in the data",
 }  # fmt: skip
 
@@ -73,7 +74,11 @@ def changed_settings(old: DictConfig, new: DictConfig) -> list[str]:
         if before.get(key) == after.get(key) or key.startswith(("trainer.resume_", "trainer.dry_run")):
             continue
         source = next((source for pattern, source in RESTORED.items() if fnmatchcase(key, pattern)), None)
+        contents = f"{key.rpartition('optim.')[0] or 'trainer.'}checkpoint.load_contents"
+        if source == OPTIMIZER and "optimizer" not in after.get(contents, ["optimizer"]):
+            source = None
         effect = f"not applied: the checkpoint restores its {source}" if source else "applied"
+        effect += f"; {contents}=[model] starts a new one" if source == OPTIMIZER else ""
         lines.append(f"{key}: {before.get(key)} -> {after.get(key)} ({effect})")
     return lines
 

@@ -24,14 +24,14 @@ def get_rng_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def load_rng_state(state: dict[str, torch.Tensor]) -> None:
+def load_rng_state(rng_state: dict[str, torch.Tensor]) -> None:
     """Sets what get_rng_state returned (tensors [n]); a CUDA state is ignored on a machine without CUDA."""
-    torch.set_rng_state(state["cpu"])
-    position, has_gauss = state["numpy.position"].tolist()
-    keys = state["numpy.keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, position, has_gauss, state["numpy.cached"].item()))
-    version, *words = state["random.words"].tolist()
-    gauss = state["random.gauss"].item()
+    torch.set_rng_state(rng_state["cpu"])
+    position, has_gauss = rng_state["numpy.position"].tolist()
+    keys = rng_state["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, rng_state["numpy.cached"].item()))
+    version, *words = rng_state["random.words"].tolist()
+    gauss = rng_state["random.gauss"].item()
     random.setstate((version, tuple(words), None if gauss != gauss else gauss))
-    if "device" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["device"])
+    if "device" in rng_state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(rng_state["device"])

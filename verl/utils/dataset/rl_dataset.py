@@ -22,7 +22,7 @@ from verl.utils.fs import copy_to_shm
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 
-TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where data.tool_config_path is set
+TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where there are tools
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 
@@ -77,7 +77,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise DatasetError(f"{path}: file does not exist. Set data.train_files / data.val_files to existing files.")
+        raise DatasetError(f"{path}: file does not exist.")
     if path.suffix not in (".parquet", ".json", ".jsonl"):
         raise DatasetError(f"{path}: unknown kind of file {path.suffix!r}; known: .parquet, .jsonl, .json.")
     try:
@@ -123,14 +123,19 @@ class FileRows(Dataset):
 
     def __init__(self, data_files: str | Sequence[str], use_shm: bool = False) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
-        self.rows: list[dict[str, Any]] = []
+        self.rows: Sequence[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         for file in self.data_files:
-            rows = read_rows(copy_to_shm(str(file)) if use_shm else file)
-            self.rows += rows
+            rows = self.read(copy_to_shm(str(file)) if use_shm else file)
+            self.rows = self.rows + rows if self.origins else rows
             self.origins += [(str(file), number) for number in range(len(rows))]
-        if not self.rows:
+        if not len(self.rows):
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+
+    @staticmethod
+    def read(path: str | Path) -> Sequence[dict[str, Any]]:
+        """The rows of one file, which can be added to those of another; raises DatasetError."""
+        return read_rows(path)
 
     def _keep(self, numbers: list[int]) -> None:
         self.rows = [self.rows[i] for i in numbers]
@@ -197,8 +202,9 @@ class RLHFDataset(FileRows):
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
-        if path := data_setting(config, "tool_config_path"):
-            self.template_kwargs["tools"] = load_extern_object(TOOLS, "schemas_of_file")(path)
+        files = [data_setting(config, name) for name in ("tool_config_path", "function_tool_path")]
+        if any(files):
+            self.template_kwargs["tools"] = load_extern_object(TOOLS, "schemas_of_files")(*files)
         self.dropped_overlong = 0
         self.draw(max_samples, config)
         self.maybe_filter_out_long_prompts()

@@ -37,11 +37,15 @@ def build_module(
         for m in _outermost_pretrained(module):
             if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
                 m.gradient_checkpointing_enable({"use_reentrant": False})
-    # FSDP shards one dtype per group; an adapter that peft made in float32 on a bfloat16 base follows the base. Buffers
-    # keep theirs: rotary frequencies in bfloat16 would be wrong by whole turns at a position of some thousands.
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    # FSDP shards one dtype per group; an adapter that peft made in float32 on a bfloat16 base follows the base. A part
+    # that stays frozen next to trained ones keeps the type in which its loader holds it. Buffers keep theirs: rotary
+    # frequencies in bfloat16 would be wrong by whole turns at a position of some thousands.
+    parts = list(module.children())
+    trained = [part for part in parts if any(p.requires_grad for p in part.parameters())]
+    for part in trained if trains and len(trained) < len(parts) else [module]:
+        for parameter in part.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     return module, stored
 
 

@@ -96,6 +96,7 @@ class FSDPEngine(BaseEngine):
         build.check_same_weights(module)
         if self.rank == 0:
             print_model_size(module)
+        whole = fsdp_utils.tensors_to_fill(module)
         self.module = fsdp_utils.apply_fsdp2(
             module,
             self.mesh,
@@ -107,6 +108,10 @@ class FSDPEngine(BaseEngine):
         )
         if stored is not None:
             stored.fill(self.module, self.device)
+        if whole:
+            offloaded = self.engine_config.offload_policy and on_cuda
+            fsdp_utils.fill_from_rank_zero(self.module, whole, self.device, keep_on_cpu=offloaded)
+        del whole
         self.module.eval()
         if self._trains:
             self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config)

@@ -28,6 +28,7 @@ from verl.workers.roles.ranks import ModelWorker, per_rank_sizes
 from verl.workers.rollout.base import get_rollout_class
 
 ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
+SAMPLES = ("attention_mask", "input_ids", "position_ids", "prompts", "responses")  # what every rollout returns
 
 
 class ActorRolloutRefWorker(ModelWorker):
@@ -178,9 +179,12 @@ class ActorRolloutRefWorker(ModelWorker):
                 )
             with torch.no_grad():
                 output = finished(self.rollout.generate_sequences(prompts))
+            method = defined_at(type(self.rollout).generate_sequences)
             if not isinstance(output, DataProto):
-                method = defined_at(type(self.rollout).generate_sequences)
                 raise TypeError(f"{method} returned {kind(output)}; expected a DataProto with the samples.")
+            if missing := [name for name in SAMPLES if output.batch is None or name not in output.batch]:
+                remedy = "verl.workers.rollout.sampling.answered makes them from the responses"
+                raise ValueError(f"{method} returned samples without {', '.join(missing)}; {remedy}.")
             output.non_tensor_batch["weights_version"] = np.full(len(output), self.rollout_version, dtype=np.int64)
         finally:
             if called_alone:

@@ -7,9 +7,15 @@ from verl.utils.chat_template import ChatTemplateError, render_chat
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 USER = {"role": "user", "content": "Hello."}
-CALL = {"id": "call_0", "type": "function", "function": {"name": "tool", "arguments": {"value": "1"}}}
+CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates demand
+# A call's arguments are an object; a few templates want its text.
+CALLS = [
+    {"id": CALL_ID, "type": "function", "function": {"name": "tool", "arguments": arguments}}
+    for arguments in ({"value": "1"}, '{"value": "1"}')
+]
 ANSWER = {"role": "assistant", "content": "Yes."}
-CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+# With thoughts: some templates put an empty thought into the last turn only.
+CALLING = {"role": "assistant", "content": "", "reasoning_content": "Yes."}
 
 
 class MessageEncoder:
@@ -43,38 +49,55 @@ class MessageEncoder:
         """The ids of messages after a generated turn, up to where the model continues.
 
         The messages are all of role "tool", after a turn with calls, or of another role. Raises ValueError if the
-        template does not allow for it: it changes earlier turns, or ends the model's turn with no token of `stop_ids`.
+        template does not allow for it: it refuses them, changes earlier turns, or ends a turn with no token of
+        `stop_ids`.
         """
         role = messages[0]["role"]
-        last = {**CALLING, "tool_calls": [CALL] * len(messages)} if role == "tool" else ANSWER
-        error: Exception | None = None
-        for system in self._systems:
-            base = [*system, USER, last]
-            try:
-                shorter = self._render(base, tools)
-                longer = self._render([*base, *messages], tools, add_generation_prompt=add_generation_prompt)
-            except ChatTemplateError as raised:
-                error = raised
-                continue
-            self._systems = [system]
-            break
+        if role == "tool":
+            messages = [{"tool_call_id": CALL_ID, **message} for message in messages]
+            numbers = sorted({len(messages), 1}, reverse=True)  # some templates allow one call a turn
+            bases = [[USER, {**CALLING, "tool_calls": [call] * n}] for n in numbers for call in CALLS]
         else:
-            raise ValueError(f"the chat template cannot render messages of role {role!r} after an answer: {error}")
+            bases = [[USER, ANSWER], [USER]]  # some templates take the thoughts out of a turn once a user follows
+        problem = ""
+        for system in self._systems:
+            for base in bases:
+                ids, reason = self._difference([*system, *base], messages, tools, add_generation_prompt)
+                if ids is not None:
+                    self._systems = [system]
+                    return ids
+                problem = problem or reason
+        raise ValueError(f"messages of role {role!r} cannot be added by the chat template: {problem}")
+
+    def _difference(
+        self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool
+    ) -> tuple[list[int] | None, str]:
+        """The ids that follow the end of the base's last turn, or None and why there are none."""
+        try:
+            shorter = self._render(base, tools)
+            longer = self._render([*base, *messages], tools, add_generation_prompt=add_generation_prompt)
+        except ChatTemplateError as error:
+            return None, str(error)
         ends = [i for i, token in enumerate(shorter) if token in self.stop_ids]
-        if not ends:
-            stops = sorted(self.stop_ids)
-            raise ValueError(f"the chat template ends the model's turn with none of the stop tokens (ids {stops})")
+        if not ends or self.tokenizer.decode(shorter[ends[-1] + 1 :], skip_special_tokens=True).strip():
+            return None, f"it ends the turn before with none of the stop tokens (ids {sorted(self.stop_ids)})"
         # A template may end the text as well as the turn: then two stop tokens with nothing between them.
         text_ends_too = len(ends) > 1 and not self.tokenizer.decode(shorter[ends[-2] + 1 : ends[-1]]).strip()
         for end in ends[-2:] if text_ends_too else ends[-1:]:
             if longer[: end + 1] == shorter[: end + 1]:
-                return longer[end + 1 :]
-        raise ValueError(f"the chat template renders earlier turns differently once a message of role {role!r} follows")
+                return longer[end + 1 :], ""
+        return None, "it renders earlier turns differently once the message follows"
 
     def check(self, roles: Collection[str], tools: list[dict[str, Any]] | None = None) -> None:
-        """Raise ValueError, naming the case, unless messages of these roles can be added."""
+        """Raise ValueError, naming the case, unless messages of these roles can be added, and appear in the text."""
         for role in roles:
-            self.added([{"role": role, "content": "1"}], tools)
+            for before in ([], ["4217"])[: 1 + (role == "tool")]:
+                with_text, without = (
+                    self.added([{"role": role, "content": text} for text in [*before, last]], tools)
+                    for last in ("58", "")
+                )
+                if with_text == without:
+                    raise ValueError(f"the chat template leaves messages of role {role!r} out")
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
         text = render_chat(self.tokenizer, messages, tools=tools or None, **settings, **self.kwargs)

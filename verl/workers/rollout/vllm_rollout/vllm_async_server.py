@@ -198,7 +198,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         """Finish all requests with what they have generated."""
         aborted = self.call(lambda: self._abort(list(self.requests)))
         if reset_prefix_cache:
-            self.call(self.engine.reset_prefix_cache)
+            self.call(self.rollout.forget_prefixes)
         return {"aborted_count": len(aborted), "request_ids": aborted}
 
     def abort_request(self, request_id: str, reset_prefix_cache: bool = True) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             "abort_request": lambda b: self._abort(list(self.requests) if b.get("abort_all") else [b.get("rid")]),
             "pause_generation": lambda b: self._pause(b.get("mode", "abort")),
             "continue_generation": lambda b: self._continue(),
-            "flush_cache": lambda b: self.engine.reset_prefix_cache(),
+            "flush_cache": lambda b: self._idle(self.rollout.forget_prefixes),
             "release_memory_occupation": lambda b: self._idle(self.rollout.free),
             "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or ["weights", "kv_cache"]),
             "update_weights_from_disk": self._update_from_disk,
@@ -398,7 +398,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def load_from_disk(self, path: str) -> None:
         """Load the weights of a model folder; in the engine's thread."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        self.llm.reset_prefix_cache()
+        self.forget_prefixes()
         self.has_weights = True
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -79,7 +79,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         arguments = self._engine_arguments()
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
             logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are read whole there")
-        self.llm = _start_engine(arguments, self.on_cuda)
+        self.llm = start_engine(arguments, self.on_cuda)
         if name := arguments.get("additional_config", {}).get("shared_memory_name"):
             dist.barrier()  # every rank has mapped the segments: without names they end with their processes
             for segment in Path("/dev/shm").glob(f"{name}-*"):
@@ -135,18 +135,23 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
         self.has_weights = False
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        self.llm.reset_prefix_cache()  # what it holds was computed by the weights before
+        self.forget_prefixes()  # they were computed by the weights before
         self.has_weights = True
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; RuntimeError if the engine keeps it, as it does while requests run."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM keeps its prefix cache, since requests run: wait for them, or abort them")
 
     def resume(self, tags: list[str]) -> None:
         if self.can_sleep:
             self.llm.wake_up(tags=tags)
         elif "kv_cache" in tags:
-            self.llm.reset_prefix_cache()  # a cache that slept comes back empty
+            self.forget_prefixes()  # a cache that slept comes back empty
 
     def release(self) -> None:
         if self.can_sleep:
-            self.llm.reset_prefix_cache()
+            self.forget_prefixes()
             self.llm.sleep(level=2)
             self.has_weights = False  # this level of sleep throws them away
 
@@ -206,7 +211,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         )  # fmt: skip
 
 
-def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
+def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
+    """vLLM's `LLM(**arguments)` within this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are sent inside this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not on_cuda:
@@ -214,6 +220,11 @@ def _start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    # Without a tokenizer the engine's renderer has nothing to warm up, and says so with a traceback.
-    logging.getLogger("vllm.renderers.base").setLevel(logging.CRITICAL)
+    # Without a tokenizer there is no chat template to warm up, which is logged with a traceback. Rotary embeddings have
+    # no weights to reload, which is logged at each transfer. Filters outlast vLLM's set-up of logging, levels do not.
+    for name, text in (
+        ("renderers.base", "Chat template warmup failed"),
+        ("model_executor.model_loader.reload.layerwise", "RotaryEmbedding: Failed to load weights"),
+    ):
+        logging.getLogger(f"vllm.{name}").addFilter(lambda record, text=text: not record.getMessage().endswith(text))
     return LLM(**arguments)

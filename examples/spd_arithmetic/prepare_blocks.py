@@ -1,0 +1,339 @@
+"""Command that prepares everything a scorer is trained and measured on: questions, drafted blocks, harm labels.
+
+    python -m examples.spd_arithmetic.prepare_blocks --out DIR --target DIR --draft DIR \
+        --train-questions train.jsonl --test-questions test.jsonl [--engine vllm] [--tensor-parallel 4]
+    python -m examples.spd_arithmetic.prepare_blocks --out DIR [--seed S] [--softness U]   # the test bed of the demo
+
+A command that was killed goes on where it stopped, with the same result as one that was not.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import pandas as pd
+from loguru import logger
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoTokenizer
+
+from examples.spd_arithmetic import train_pair
+from examples.spd_arithmetic.blocks import DraftedBlock, HarmLabel, OwnPath, drifted_blocks, harm_labels, own_path
+from examples.spd_arithmetic.pair import EVERYTHING, Pair, PairFiles, open_pair
+from examples.spd_arithmetic.questions import (
+    INSTRUCTION,
+    SPLITS,
+    PromptStyle,
+    Question,
+    Splits,
+    draw_questions,
+    read_gsm8k,
+    read_splits,
+    write_questions,
+)
+from examples.spd_arithmetic.workers import RayWorkers, Workers
+from recipe.spd import decoder as decode
+from scripts.spd_evaluation import rules
+from verl.utils.fingerprint import model_dir_fingerprint
+
+HERE = Path(__file__).parent
+CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.py", "blocks.py", "workers.py",
+        "prepare_blocks.py")
+CODE_ELSEWHERE = (rules, decode)
+SANITY_QUESTIONS = 200
+KEPT = "finished_parts"
+SECONDS_BETWEEN_LINES = 15.0
+
+
+@dataclass
+class Phases:
+    """Seconds of each phase, with a progress bar on the terminal while it runs."""
+
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+    spoke: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[train_pair.Report]:
+        """Time a phase; the yielded function (done, in all, label) moves its bars."""
+        begin = time.perf_counter()
+        bars: dict[str, int] = {}
+
+        def report(done: int, total: int, label: str = "") -> None:
+            title = f"{name} {label}".strip()
+            if title not in bars:
+                bars[title] = self.progress.add_task(title, total=total)
+            self.progress.update(bars[title], completed=done, total=total)
+            # A bar is invisible in a log file, so a phase also speaks up there now and then.
+            if not self.progress.console.is_terminal and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
+                self.spoke = time.perf_counter()
+                logger.info("{}: {} of {}", title, done, total)
+
+        yield report
+        self.seconds[name] = round(time.perf_counter() - begin, 2)
+        logger.info("{}: {:.1f} s", name, self.seconds[name])
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Make the test bed, or say that the one at --out was made by the same command; returns its folder."""
+    args = parse_arguments(argv)
+    console = Console()
+    key = fingerprint(args)
+    if made_by(args.out, key):
+        logger.info("test bed {} was made with the same arguments and code: reused", args.out)
+        console.print(figures_table(json.loads((args.out / "testbed.json").read_text())["figures"]))
+        return args.out
+    refuse_foreign_folder(args.out)
+    unfinished = args.out.with_name(args.out.name + ".partial")
+    mark = unfinished / "fingerprint"
+    if not mark.exists() or mark.read_text() != key:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        mark.write_text(key)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TimeRemainingColumn())
+    if args.ray:
+        started: Workers = RayWorkers(args.processes, args.tensor_parallel if args.device == "cuda" else 0)
+    else:
+        started = Workers(args.processes or len(os.sched_getaffinity(0)))
+    with started as workers, Progress(*columns, console=console) as progress:
+        figures = build(args, unfinished, workers, Phases(progress), key)
+    shutil.rmtree(unfinished / KEPT, ignore_errors=True)
+    mark.unlink()
+    if args.out.exists():
+        shutil.rmtree(args.out)
+    os.replace(unfinished, args.out)
+    console.print(figures_table(figures))
+    return args.out
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the test bed")
+    add("--seed", type=int, default=0)
+    add("--softness", type=float, default=0.2, help="u: how much the target tolerates other wordings, 0 to 1")
+    add("--n-train-questions", type=int, default=1000)
+    add("--n-val-questions", type=int, default=600)
+    add("--n-test-questions", type=int, default=1200)
+    add("--n-train-blocks", type=int, default=5000)
+    add("--n-val-blocks", type=int, default=1000)
+    add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
+    add("--drift-share", type=float, default=0.5, help="share of the train blocks met on a lenient rule's path")
+    add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
+        "logit of its own token is larger by at most this")
+    add("--offsets", type=int, default=8, help="the first block of a train or validation answer starts after up to so "
+        "many of the target's tokens, drawn evenly; 0: always after the prompt")
+    add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
+    add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
+    add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
+    add("--batch-size", type=int, default=200, help="rows that a process decodes together, and that "
+        "are lost when it is killed")
+    add("--target", type=Path, help="Hugging Face directory of a target model, with its tokenizer")
+    add("--draft", type=Path, help="Hugging Face directory of a draft model with the same vocabulary")
+    for name in ("questions", "train-questions", "val-questions", "test-questions"):
+        add(f"--{name}", type=Path, help="jsonl in GSM8K's format, instead of the corpus; needs --target and --draft: "
+            + ("one file for all splits" if name == "questions" else "the file of a split; without one, validation "
+               "questions are taken from those of train" if name == "val-questions" else "the file of a split"))
+    add("--instruction", default=INSTRUCTION, help="follows each question")
+    add("--system", help="system prompt")
+    add("--few-shot", type=Path, help="jsonl of question and answer: worked examples before each question")
+    add("--thinking", action=argparse.BooleanOptionalAction, help="the chat template's enable_thinking")
+    add("--template-args", type=json.loads, default={}, help="further arguments of the chat template, as JSON")
+    add("--device", default="cpu", help="cpu or cuda: where blocks are made")
+    add("--engine", choices=("hf", "vllm"), help="what generates: plain batches of transformers, or vLLM (default: "
+        "vllm on cuda, hf on a CPU, where tiny models are sooner done than vLLM has started)")
+    add("--tensor-parallel", type=int, default=1, help="GPUs that share the target (vLLM)")
+    add("--ray", action=argparse.BooleanOptionalAction, help="the work goes to Ray actors, on all nodes of the cluster "
+        "in RAY_ADDRESS, or of one that is started here (default: on cuda)")
+    add("--threads", type=int, default=1, help="CPU threads of a process that decodes; may change last digits")
+    add("--processes", type=int, help="processes that share the questions, each with both models in its memory "
+        "(default: one a core; on cuda one for each --tensor-parallel GPUs); changes no result")
+    args = parser.parse_args(argv)
+    splits = [args.train_questions, args.test_questions]
+    real = args.questions is not None or any(splits)
+    if (args.questions is None and any(splits) != all(splits)) or (args.questions and any(splits)):
+        parser.error("name either --questions, or both --train-questions and --test-questions")
+    if args.val_questions and not args.train_questions:
+        parser.error("--val-questions goes with --train-questions and --test-questions")
+    if not real == (args.target is not None) == (args.draft is not None):
+        parser.error("questions, --target and --draft go together: real questions need a real pair of models")
+    for name in ("softness", "drift_share"):
+        if not 0.0 <= getattr(args, name) <= 1.0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 0 to 1")
+    if args.offsets < 0:
+        parser.error(f"--offsets {args.offsets}: expected 0 or more")
+    for name in ("processes", "tensor_parallel"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
+    args.engine = args.engine or ("vllm" if args.device == "cuda" else "hf")
+    args.ray = args.device == "cuda" if args.ray is None else args.ray
+    if args.device == "cuda" and not args.ray:
+        parser.error("--no-ray is for a CPU: Ray gives each process its GPUs")
+    if args.tensor_parallel > 1 and args.engine != "vllm":
+        parser.error("--tensor-parallel needs --engine vllm")
+    return args
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Hash of everything the result depends on: the arguments, the files they name, the code."""
+    digest = hashlib.sha256(json.dumps(recorded(args)).encode())
+    for source in (*(HERE / name for name in CODE), *(Path(module.__file__) for module in CODE_ELSEWHERE)):
+        digest.update(source.read_bytes())
+    for name in ("questions", "train_questions", "val_questions", "test_questions", "few_shot"):
+        if (file := getattr(args, name)) is not None:
+            digest.update(file.read_bytes())
+    if args.target is not None:
+        for model in (args.target, args.draft):
+            digest.update(model_dir_fingerprint(model).encode())
+    return digest.hexdigest()[:16]
+
+
+def recorded(args: argparse.Namespace) -> dict[str, str]:
+    """The arguments that the result depends on."""
+    return {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("out", "processes", "ray")}
+
+
+def made_by(out: Path, key: str) -> bool:
+    """Whether a finished test bed with this fingerprint is there."""
+    record = out / "testbed.json"
+    return record.exists() and json.loads(record.read_text())["fingerprint"] == key
+
+
+def refuse_foreign_folder(out: Path) -> None:
+    """Only an older test bed may be replaced."""
+    if out.exists() and any(out.iterdir()) and not (out / "testbed.json").exists():
+        raise FileExistsError(f"--out {out} holds files but no testbed.json; name an empty folder or an older test bed")
+
+
+def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases, key: str) -> dict[str, float]:
+    """Write all files of the test bed to `out`; returns its results."""
+    with phases.phase("models") as report:
+        place_models(args, out, workers, report)
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
+    counts = {split: getattr(args, f"n_{split}_questions") for split in SPLITS}
+    with phases.phase("questions"):
+        style = PromptStyle(args.instruction, args.system, args.few_shot, args.thinking, args.template_args)
+        if args.target is None:
+            splits = draw_questions(counts, args.seed, tokenizer)
+        elif args.questions is not None:
+            splits = read_gsm8k(args.questions, counts, args.seed, tokenizer, style)
+        else:
+            files = {split: getattr(args, f"{split}_questions") for split in SPLITS}
+            splits = read_splits(files, counts, args.seed, tokenizer, style)
+        for split in SPLITS:
+            write_questions(out / f"questions_{split}.jsonl", splits[split])
+    longest = max(len(q.prompt_ids) for split in SPLITS for q in splits[split])
+    files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size, args.engine,
+                      longest, args.tensor_parallel, out / KEPT)
+    pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
+    paths, written = {}, {}
+    for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
+        with phases.phase(f"blocks of {split} questions") as report:
+            n_drifted = round(args.drift_share * n_blocks) if split == "train" else 0
+            paths[split] = own_path(pair, splits[split], n_blocks - n_drifted, args.seed, report, args.offsets)
+            blocks = list(paths[split].blocks)
+            if n_drifted:
+                # In use a scorer judges after mismatches it accepted, where the answer is mostly still right.
+                blocks += drifted_blocks(
+                    pair, splits[split], args.drift_margin, n_drifted, args.seed, report, args.offsets)
+            write_split(out, split, splits[split], blocks, paths[split])
+            written[f"{split}_blocks"] = len(blocks)
+    with phases.phase("harm labels") as report:
+        questions = splits["test"]
+        own = own_path(pair, questions[: max(1, args.n_harm_blocks // 3)], args.n_harm_blocks, args.seed, report)
+        labels = harm_labels(pair, own.blocks, {q.question_id: q for q in questions}, report)
+        validation = harm_labels(pair, paths["val"].blocks, {q.question_id: q for q in splits["val"]}, report)
+        for name, labelled in (("harm_labels", labels), ("harm_labels_val", validation)):
+            rows = [asdict(label) for label in labelled]
+            pd.DataFrame(rows, columns=[f.name for f in fields(HarmLabel)]).to_parquet(
+                out / f"{name}.parquet", write_page_checksum=True
+            )
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with phases.phase("sanity figures") as report:
+        figures = measure(pair, splits, paths, report)
+    reached = [label for label in labels if not label.already_broken]
+    figures |= written | {
+        "mismatches_labelled": len(labels), "mismatches_reachable": len(reached),
+        "mismatches_harmful": sum(label.harmful for label in reached) / max(1, len(reached)),
+    }
+    record = {
+        "fingerprint": key, "seed": args.seed, "softness": args.softness, "gamma": args.gamma,
+        "max_new_tokens": args.max_new_tokens, "source": str(args.questions or args.train_questions or "corpus"),
+        "arguments": recorded(args), "figures": figures,
+    }
+    (out / "timings.json").write_text(json.dumps({"phases": phases.seconds}, indent=1))
+    (out / "testbed.json").write_text(json.dumps(record, indent=1))
+    return figures
+
+
+def place_models(args: argparse.Namespace, out: Path, workers: Workers, report: train_pair.Report) -> None:
+    """Put target/ and draft/ into the test bed: trained here, or links to the given pair."""
+    if args.target is not None:
+        for name, given in (("target", args.target), ("draft", args.draft)):
+            if not (out / name).exists():
+                (out / name).symlink_to(given.resolve(), target_is_directory=True)
+        return
+    jobs = [train_pair.Job("target", args.target_steps, args.seed, args.softness),
+            train_pair.Job("draft", args.draft_steps, args.seed, 0.0)]
+    train_pair.train_pair(out, args.out.parent / "models", jobs, workers, report)
+
+
+def write_split(out: Path, split: str, questions: list[Question], blocks: list[DraftedBlock], path: OwnPath) -> None:
+    """Write the blocks and the metadata of one split."""
+    pd.DataFrame([asdict(block) for block in blocks]).to_parquet(
+        out / f"blocks_{split}.parquet", write_page_checksum=True
+    )
+    pd.DataFrame([
+        {"question_id": q.question_id, "question": q.question, "ground_truth": q.ground_truth,
+         "is_correct_baseline": path.correct[q.question_id]} for q in questions
+    ]).to_parquet(out / f"metadata_{split}.parquet", write_page_checksum=True)
+
+
+def measure(pair: Pair, splits: Splits, paths: dict[str, OwnPath], report: train_pair.Report) -> dict[str, float]:
+    """Values that distinguish a good test bed from a bad one; none of them uses test questions."""
+    val = splits["val"]
+    right = [r for path in paths.values() for r in path.correct.values()]
+    drafted = pair.greedy("draft", [q.prompt_ids for q in val], report)
+    lenient = val[:SANITY_QUESTIONS]
+    everything = pair.speculative(lenient, EVERYTHING, report)
+    return {
+        "target_accuracy": sum(right) / len(right),
+        "draft_accuracy": sum(pair.is_right(ids, q) for ids, q in zip(drafted, val, strict=True)) / len(val),
+        "exact_accepted_per_forward": paths["val"].accepted_per_forward,
+        "exact_tokens_per_forward": paths["val"].tokens_per_forward,
+        "accept_all_accuracy":
+            sum(pair.is_right(ids, q) for ids, q in zip(everything.tokens, lenient, strict=True)) / len(lenient),
+        "accept_all_accepted_per_forward": sum(everything.accepted) / sum(everything.rounds),
+    }
+
+
+def figures_table(figures: dict[str, float]) -> Table:
+    """The results as a table."""
+    table = Table("figure", "value", title="SPD test bed")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:.3f}" if isinstance(value, float) else str(value))
+    return table
+
+
+def run() -> None:
+    """`main` as a command."""
+    try:
+        main()
+    except (ValueError, OSError) as error:  # a wrong option or file: no traceback
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,77 @@
+"""Scores of an `own` backbone round after round of speculative decoding, without reading a context twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from recipe.spd.dataset import build_spd_input, left_padded_layout
+from recipe.spd.masks import MASKS, create_position_ids
+from recipe.spd.scoring_model import ScoringActor
+from verl.utils.kv_cache import RowCache, drop_rows
+
+SPARE_SLOTS = 256  # tokens by which contexts may grow before they are read again
+
+
+class CachedScorer:
+    """Keys and values of the contexts stay between calls; a call feeds what the contexts gained, and the block.
+
+    In every attention mask the context sees nothing but itself, so that its states never change while it grows. For
+    backbones with full attention that read the whole context (`context_tokens` 0).
+    """
+
+    def __init__(self, model: ScoringActor, *, sep_token_id: int, pad_token_id: int) -> None:
+        self.model = model
+        self.sep, self.pad = sep_token_id, pad_token_id
+        self._rows: list[int] = []
+        self._contexts: list[list[int]] = []  # whose keys and values row k of the cache holds
+        self._cache: RowCache | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: Sequence[int], contexts: Sequence[list[int]], drafts: Sequence[list[int]],
+        targets: Sequence[list[int]], device: torch.device,
+    ) -> torch.Tensor:  # fmt: skip
+        """z [B, longest draft] float32 of B blocks, as ScoringActor.forward; `rows` name the questions."""
+        config, backbone = self.model.config, self.model.backbone
+        built = [build_spd_input(c, d, t, self.sep) for c, d, t in zip(contexts, drafts, targets, strict=True)]
+        known = self._known(rows, contexts, max(len(ids) for ids, _ in built))
+        # Row b feeds the columns known[b] .. known[b] + width - 1: its text, then padding that no token sees.
+        width = max(len(ids) - k for (ids, _), k in zip(built, known, strict=True))
+        total = max(known) + width
+        ids = torch.tensor([ids + [self.pad] * (total - len(ids)) for ids, _ in built], device=device)
+        text = torch.tensor([[1] * len(ids) + [0] * (total - len(ids)) for ids, _ in built], device=device)
+        layout = torch.tensor([left_padded_layout(offsets, 0) for _, offsets in built], device=device)
+        columns = torch.tensor(known, device=device)[:, None] + torch.arange(width, device=device)
+        dtype = next(backbone.parameters()).dtype
+        mask = self._cache.announce(columns, dtype)
+        if config.attention != "causal":
+            whole = MASKS[config.attention](text, layout, dtype)  # [B, 1, total, total]
+            mask = whole.gather(2, columns[:, None, :, None].expand(-1, 1, -1, total))[..., : mask.shape[-1]]
+        states = backbone(
+            input_ids=ids.gather(1, columns), attention_mask=mask, past_key_values=self._cache, use_cache=True,
+            position_ids=create_position_ids(text, layout, config.attention).gather(1, columns),
+        ).last_hidden_state  # fmt: skip
+        self._contexts = [list(context) for context in contexts]
+        layout[:, [0, 2, 4]] -= columns[:, :1]  # columns of what was fed
+        steps = torch.arange(max(map(len, drafts)), device=device)
+        draft_ids, target_ids = (ids.gather(1, columns).gather(1, (layout[:, i : i + 1] + steps).clamp(max=width - 1))
+                                 for i in (2, 4))  # fmt: skip
+        return self.model.score_states(states, layout, draft_ids, target_ids)
+
+    def _known(self, rows: Sequence[int], contexts: Sequence[list[int]], longest: int) -> list[int]:
+        """Tokens of each context that the cache holds, after it was brought in line with `rows`."""
+        rows, left = list(rows), set(rows)
+        done = [row not in left for row in self._rows]
+        if self._cache is not None and len(done) - sum(done) == len(rows):
+            order = drop_rows(done, [self._cache])
+            held = [self._contexts[k] for k in order]
+            fits = longest + max(map(len, held)) <= self._cache.writes.slots
+            same = [self._rows[k] for k in order] == rows
+            if fits and same and all(c[: len(h)] == h for c, h in zip(contexts, held, strict=True)):
+                self._rows = rows
+                return [len(h) for h in held]
+        layers = self.model.backbone.config.get_text_config().num_hidden_layers
+        self._rows, self._cache = rows, RowCache(len(rows), longest + SPARE_SLOTS, layers)
+        return [0] * len(rows)

@@ -1,0 +1,219 @@
+"""Workers and their manager on a scripted engine: rows, columns, settings, conversations that break off."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.experimental.agent_loop.parts import EVENTS
+from tests.experimental.agent_loop.scripted import ScriptedEngine
+from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
+from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.models import make_tokenizer
+from verl.experimental.agent_loop.agent_loop import (
+    LOST,
+    AgentLoopBase,
+    AgentLoopManager,
+    AgentLoopOutput,
+    AgentLoopWorkerBase,
+    register,
+)
+from verl.protocol import DataProto
+from verl.utils.rollout_trace import RolloutTraceConfig
+from verl.workers.reward_manager.reward_rows import place_scores
+from verl.workers.rollout.replica import ServerHandle, TokenOutput
+
+EOS, PROMPT, RESPONSE = 2, 8, 20
+
+
+@register("changing")
+class ChangingLoop(AgentLoopBase):
+    """Takes entries out of its settings, as upstream's servers do, and returns columns of its own."""
+
+    async def run(self, sampling_params, extra=None, **kwargs):
+        row = kwargs["trajectory"]["sample_index"]
+        params = {name: sampling_params.pop(name) for name in list(sampling_params)}
+        asked = {**params, "max_tokens": 9}
+        output = await self.server_manager.generate(f"{row}", prompt_ids=[5], sampling_params=asked)
+        experts = torch.full((1 + len(output.token_ids) + 30, 2, 1), row) if extra == "experts" else None
+        return AgentLoopOutput(
+            prompt_ids=[5], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids), num_turns=2,
+            routed_experts=experts, extra_fields={} if extra is None else {extra: row, "params": params},
+        )  # fmt: skip
+
+
+@pytest.fixture
+def manager(tmp_path):
+    """A function that makes a manager in this process, whose engine answers `answer(row, turn)`."""
+    folder = tmp_path / "model"
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    interaction = {"class_name": f"{PARTS}.PatientInteraction", "config": {}}
+    (tmp_path / "interaction.yaml").write_text(json.dumps({"interaction": [interaction]}))
+    made = []
+
+    def make(answer, interaction=False, **rollout):
+        config = compose_ppo(*SOUND, f"actor_rollout_ref.model.path={folder}", "trainer.local=true",
+                             f"trainer.default_local_dir={tmp_path / 'run'}")  # fmt: skip
+        path = str(tmp_path / "interaction.yaml") if interaction else None
+        base = {"name": "vllm", "mode": "async", "prompt_length": PROMPT, "response_length": RESPONSE,
+                "multi_turn": {"interaction_config_path": path, "tool_timeout": 0.3}}  # fmt: skip
+        OmegaConf.update(config, "actor_rollout_ref.rollout", base)
+        OmegaConf.update(config, "actor_rollout_ref.rollout", rollout, merge=True)
+        group = SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")])
+        manager = AgentLoopManager(config, group)
+        (worker,) = manager.agent_loop_workers
+        turns = {}
+
+        def scripted(request_id, prompt_ids, sampling_params):
+            turns[request_id] = turns.get(request_id, 0) + 1
+            return answer(int(request_id) if request_id.isdigit() else prompt_ids, turns[request_id])
+
+        worker.server_manager = ScriptedEngine(worker.rollout_config, scripted)
+        made.append(manager)
+        return manager
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
+    objects = {"raw_prompt": [[{"role": "user", "content": "what"}]] * size, "agent_name": [agent] * size,
+               "sample_index": list(range(size)), **columns}  # fmt: skip
+    arrays = {name: np.empty(size, dtype=object) for name in objects}
+    for name, values in objects.items():
+        arrays[name][:] = values
+    ids = torch.full((size, PROMPT), 5)
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
+    meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1, **dict(meta)}
+    return manager.generate_sequences(DataProto.from_dict(tensors, arrays, meta), on_finished)
+
+
+def test_settings_are_each_conversations_own_and_columns_may_differ(manager):
+    output = generated(manager(lambda row, turn: [7, EOS]), 3, extra=["here", None, "there"])
+    columns = output.non_tensor_batch
+    assert columns["here"].tolist() == [0, None, None] and columns["there"].tolist() == [None, None, 2]
+    first, none, third = columns["params"]
+    assert none is None and first["temperature"] == third["temperature"] == 1.0 and first["seed"] != third["seed"]
+
+
+def test_experts_are_cut_and_placed_like_the_ids(manager):
+    output = generated(manager(lambda row, turn: [7] * 5), 3, extra=["experts", None, "experts"])
+    experts = output.batch["routed_experts"]
+    assert experts.shape == (3, PROMPT + RESPONSE, 2, 1)
+    assert (experts[0] == 0).all() and (experts[1] == 0).all()
+    assert (experts[2, : PROMPT - 1] == 0).all() and (experts[2, PROMPT - 1 :] == 2).all()
+
+
+def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
+    made = manager(lambda row, turn: [7, EOS])
+    (worker,) = made.agent_loop_workers
+    worker.tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    made.config.data.tool_config_path = str(tmp_path / "tools.yaml")
+    given = [None, [9, 8]]  # the data set's prompts have them already
+    output = generated(made, 2, agent="single_turn_agent", raw_prompt_ids=given)
+    words = ["add", "user", "what"]
+    assert worker.tokenizer.convert_ids_to_tokens(output.batch["prompts"][0])[-3:] == words
+    assert output.batch["prompts"][1, -2:].tolist() == [9, 8]
+
+
+def test_a_prompt_that_is_too_long_costs_its_own_row_only(manager):
+    prompts = [[{"role": "user", "content": "what " * length}] for length in (PROMPT - 1, PROMPT)]
+    output = generated(manager(lambda row, turn: [7, EOS]), 2, agent="tool_agent", raw_prompt=prompts)
+    assert output.non_tensor_batch[LOST].tolist() == [False, True]
+    assert output.batch["responses"][0, :2].tolist() == [7, EOS]
+
+
+def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):
+    output = generated(manager(lambda row, turn: [] if row else [7, EOS]), 2)
+    assert output.batch["response_mask"].sum(1).tolist() == [2, 0] and not output.non_tensor_batch[LOST].any()
+    assert place_scores(output, [0.5, 0.25]).sum(1).tolist() == [0.5, 0.25]
+
+
+def test_the_slowest_are_cancelled_once_the_others_have_ended(manager):
+    cancelled = []
+
+    async def answer(row):
+        try:
+            await asyncio.sleep(60 if row in (1, 4) else 0.01)
+        except asyncio.CancelledError:
+            cancelled.append(row)
+            raise
+        return [7, EOS]
+
+    finished = []
+    made = manager(lambda row, turn: answer(row), over_sample_rate=0.25)
+    output = generated(made, 8, on_finished=lambda i, row: finished.append(i))
+    assert output.non_tensor_batch[LOST].nonzero()[0].tolist() == [1, 4] == sorted(cancelled)
+    assert sorted(finished) == [0, 2, 3, 5, 6, 7] and len(output) == 8
+    assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 0.25
+
+
+@pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
+def test_validations_and_greedy_baselines_are_complete(manager, meta):
+    async def answer(row):
+        await asyncio.sleep(0.3 if row == 1 else 0)
+        return [7, EOS]
+
+    output = generated(manager(lambda row, turn: answer(row), over_sample_rate=0.5), 4, meta=meta)
+    assert not output.non_tensor_batch[LOST].any()
+
+
+def test_over_sampling_needs_our_workers(manager):
+    class Own(AgentLoopWorkerBase):
+        async def generate_sequences(self, batch):
+            return await super().generate_sequences(batch)
+
+    class OwnManager(AgentLoopManager):
+        agent_loop_workers_class = Own
+
+    config = manager(lambda row, turn: [7], over_sample_rate=0.5).config
+    group = SimpleNamespace(world_size=1, rollout_server=lambda: [ServerHandle("127.0.0.1:1")])
+    with pytest.raises(ValueError, match="over_sample_rate=0.5 needs agent loop workers whose generate_sequences"):
+        OwnManager(config, group)
+
+
+@pytest.mark.parametrize("agent", ["single_turn_agent", "tool_agent"])
+def test_an_aborted_generation_is_lost(manager, agent):
+    made = manager(lambda row, turn: TokenOutput(token_ids=[7], stop_reason="aborted"))
+    output = generated(made, 2, agent=agent)
+    assert output.non_tensor_batch[LOST].all()
+    assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_a_conversation_whose_interaction_fails_is_lost_and_the_others_are_not(manager, fault):
+    EVENTS.clear()
+    made = manager(lambda row, turn: [7, EOS], interaction=True)
+    kwargs = [{"turns": 2}, {"turns": 2, fault: True}]
+    output = generated(made, 2, agent="tool_agent", interaction_kwargs=kwargs, tools_kwargs=[{}, {}])
+    assert output.non_tensor_batch[LOST].tolist() == [False, True]
+    assert output.non_tensor_batch["end_reason"].tolist() == ["stop", "tool_failed"]
+    assert len({instance for kind, instance, *_ in EVENTS if kind == "finalized"}) == 2  # however they ended
+
+
+def test_an_interactions_text_that_does_not_fit_is_left_out(manager):
+    made = manager(lambda row, turn: [7] * (RESPONSE - 4) + [EOS], interaction=True)
+    output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
+    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
+    assert output.batch["response_mask"].sum() == output.batch["attention_mask"][:, PROMPT:].sum() == RESPONSE - 3
+
+
+def test_a_trace_has_the_turns_and_the_calls_of_a_conversation(manager, tmp_path):
+    made = manager(lambda row, turn: [7, EOS], interaction=True, trace={"backend": "jsonl"})
+    try:
+        generated(made, 2, agent="tool_agent", interaction_kwargs=[{"turns": 2}] * 2, tools_kwargs=[{}] * 2)
+        (file,) = (tmp_path / "run" / "rollout_traces").iterdir()
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    finally:
+        RolloutTraceConfig.reset()
+    assert [line["op"] for line in lines].count("ToolAgentLoop.run") == 2
+    run = next(line for line in lines if line["op"] == "ToolAgentLoop.run" and line["sample_index"] == 1)
+    assert run["output"]["response_ids"][:2] == [7, EOS] and run["step"] == 1

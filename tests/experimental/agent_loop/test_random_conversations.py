@@ -1,0 +1,106 @@
+"""Conversations with any templates, answers and outputs of tools: the row is what the engine saw, token for token.
+
+The engine is scripted: it answers drawn ids and notes what it was given.
+"""
+
+import asyncio
+import functools
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.experimental.agent_loop.scripted import ScriptedEngine
+from tests.helpers.chat_templates import FORMATS, byte_tokenizer
+from tests.helpers.configs import SOUND, compose_ppo
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorkerBase
+from verl.workers.rollout.replica import ServerHandle
+
+PARTS = "tests.experimental.agent_loop.parts"
+RESPONSE = 400
+WITH_TOOLS = [name for name, format in FORMATS.items() if format.tool is not None]
+
+
+@pytest.fixture(scope="module")
+def worker_of(tmp_path_factory):
+    """A worker for a format and a number of parallel calls."""
+
+    @functools.cache
+    def make(name: str, parallel: int) -> AgentLoopWorkerBase:
+        folder = tmp_path_factory.mktemp("format")
+        byte_tokenizer(FORMATS[name]).save_pretrained(folder)
+        tools = folder / "tools.yaml"
+        tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.SayTool", "config": {}}]}))
+        parser = "gpt-oss" if name == "gpt-oss" else "hermes"
+        multi_turn = {"tool_config_path": str(tools), "max_parallel_calls": parallel, "journal_tool_calls": False,
+                      "max_tool_response_length": 40, "format": parser}  # fmt: skip
+        rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True}
+        config = compose_ppo(*SOUND)
+        OmegaConf.update(config, "actor_rollout_ref.rollout", rollout | {"multi_turn": multi_turn})
+        config.actor_rollout_ref.model.path = str(folder)
+        worker = AgentLoopWorkerBase(config, [ServerHandle("127.0.0.1:1")])
+        worker.tokenizer.pad_token = worker.tokenizer.eos_token
+        return worker
+
+    return make
+
+
+@st.composite
+def turn(draw, tokenizer, format, name):
+    """Ids of a turn: calls that can be read or not, text, or any ids, mostly with the end of a turn."""
+    call = json.dumps({"name": "say", "arguments": {"i": draw(st.integers(0, 5))}})
+    call = draw(st.sampled_from([call] * 4 + [call[:-3], '{"name": "sing", "arguments": {}}', "{}"]))
+    if name == "gpt-oss":
+        text, stop = f"<|channel|>commentary to=functions.say<|message|>{call[call.find('{', 1):-1]}", "<|call|>"
+    else:
+        text, stop = f"<tool_call>{call}</tool_call>" * draw(st.integers(1, 3)), format.stop
+    text = draw(st.sampled_from([text] * 3 + [""])) + draw(st.text(max_size=4))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = draw(st.one_of(st.just(ids), st.just(ids), st.lists(st.integers(0, len(tokenizer) - 1), max_size=6)))
+    end = [tokenizer.convert_tokens_to_ids(stop)] if draw(st.integers(0, 5)) else []
+    return ids + end
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_the_row_is_what_the_engine_saw(worker_of, data):
+    name = data.draw(st.sampled_from(WITH_TOOLS))
+    worker = worker_of(name, data.draw(st.integers(1, 2)))
+    tokenizer, format = worker.tokenizer, FORMATS[name]
+    turns = data.draw(st.lists(turn(tokenizer, format, name), max_size=5))
+    texts = data.draw(st.lists(st.text(max_size=60), min_size=1, max_size=3))
+    question = data.draw(st.text(max_size=10))
+    worker.server_manager = engine = ScriptedEngine(
+        worker.rollout_config, lambda *asked: turns.pop(0) if turns else []
+    )
+    output = asyncio.run(
+        worker._run_agent_loop(
+            {"logprobs": True}, {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False},
+            agent_name="tool_agent", raw_prompt=[{"role": "user", "content": question}],
+            tools_kwargs={"say": {"execute_kwargs": {"texts": texts}}}, interaction_kwargs={},
+        )
+    )  # fmt: skip
+    row = output.prompt_ids + output.response_ids
+    assert len(output.response_ids) == len(output.response_mask) == len(output.response_logprobs) <= RESPONSE
+    assert set(output.response_mask) <= {0, 1} and engine.seen[0] == output.prompt_ids
+    place = len(output.prompt_ids)
+    for seen, wrote, log_probs in zip(engine.seen, engine.wrote, engine.log_probs, strict=True):
+        assert seen == row[: len(seen)] and len(seen) >= place
+        assert not any(output.response_mask[place - len(output.prompt_ids) : len(seen) - len(output.prompt_ids)])
+        start, place = len(seen) - len(output.prompt_ids), len(seen) + len(wrote)
+        end = start + len(wrote)
+        assert output.response_ids[start:end] == wrote and all(output.response_mask[start:end])
+        assert output.response_logprobs[start:end] == log_probs
+    assert place == len(row)  # the last thing is what the model wrote
+    assert sum(output.response_mask) == sum(map(len, engine.wrote))
+    assert not any(itertools.compress(output.response_logprobs, [1 - mask for mask in output.response_mask]))
+    batch = worker._postprocess([output]).batch
+    attended = batch["attention_mask"][0].bool()
+    assert batch["input_ids"][0][attended].tolist() == row
+    assert batch["response_mask"][0].tolist()[: len(output.response_ids)] == output.response_mask
+    assert batch["rollout_log_probs"][0].tolist()[: len(output.response_ids)] == pytest.approx(output.response_logprobs)
+    assert batch["response_mask"][0, len(output.response_ids) :].sum() == 0
+    assert output.extra_fields["end_reason"] in ("stop", "length")

@@ -1,0 +1,170 @@
+"""prepare_blocks on a tiny pair: vLLM and Ray give the plain loop's files, a killed command goes on; prompts."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from examples.spd_arithmetic import corpus, prepare_blocks, questions
+from examples.spd_arithmetic.model import Shape, SmallLlama, export
+from examples.spd_arithmetic.questions import PromptStyle
+from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
+from tests.helpers.models import make_tokenizer
+
+ROOT = Path(__file__).parents[2]
+FILES = ("blocks_train.parquet", "blocks_val.parquet", "metadata_train.parquet", "metadata_val.parquet",
+         "harm_labels.parquet")  # fmt: skip
+
+
+def write_questions(path, problems):
+    rows = [{"question": corpus.question_text(p), "answer": f"#### {corpus.solve(p)}"} for p in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Arguments of a small preparation: a pair that agrees now and then, thirty questions in official splits."""
+    root = tmp_path_factory.mktemp("prepare")
+    shape = Shape(len(Encoder().tokens), dim=32, layers=1, heads=1, ff=32)
+    for name in ("target", "draft"):
+        torch.manual_seed(0)
+        model = SmallLlama(shape)
+        model.embedding.data.mul_(0.02)  # else an untrained model repeats its input
+        if name == "draft":
+            for weight in model.parameters():
+                weight.data += 0.1 * weight.data.std() * torch.randn_like(weight)
+        export(model, root / name)
+    rng = random.Random(1)
+    problems = list({corpus.question_text(p): p for p in (corpus.sample_problem(rng) for _ in range(60))}.values())
+    arguments = ["--target", str(root / "target"), "--draft", str(root / "draft")]
+    for split, part in (("train", problems[:20]), ("test", problems[20:30])):
+        arguments += [f"--{split}-questions", str(write_questions(root / f"{split}.jsonl", part))]
+    return [
+        *arguments, "--n-train-questions", "12", "--n-val-questions", "5", "--n-test-questions", "6",
+        "--n-train-blocks", "40", "--n-val-blocks", "9", "--n-harm-blocks", "12", "--max-new-tokens", "14",
+        "--gamma", "4", "--batch-size", "3", "--drift-margin", "0.02",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(given, tmp_path_factory):
+    """What the plain loop makes, in one process."""
+    return prepare_blocks.main(["--out", str(tmp_path_factory.mktemp("plain") / "bed"), *given, "--processes", "1"])
+
+
+def assert_same(one, other):
+    for name in FILES:
+        pd.testing.assert_frame_equal(pd.read_parquet(one / name), pd.read_parquet(other / name))
+    for split in questions.SPLITS:
+        assert (one / f"questions_{split}.jsonl").read_text() == (other / f"questions_{split}.jsonl").read_text()
+    figures, others = (json.loads((folder / "testbed.json").read_text())["figures"] for folder in (one, other))
+    assert figures == others
+
+
+@pytest.mark.process
+def test_vllm_gives_the_blocks_of_the_plain_loop(given, plain, tmp_path):
+    made = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(tmp_path / "bed"), *given]
+    subprocess.run([*made, "--engine", "vllm", "--processes", "1"], cwd=ROOT, check=True)
+    assert_same(plain, tmp_path / "bed")
+    blocks = pd.read_parquet(plain / "blocks_train.parquet")
+    drifted = blocks.block_id.str.contains("/drifted/")
+    assert drifted.sum() == 20 and blocks.draft_ids[~drifted].map(tuple).nunique() > 5
+    wrong = [sum(d != t for d, t in zip(b.draft_ids, b.target_ids, strict=False)) for b in blocks.itertuples()]
+    assert min(wrong) == 1 and max(wrong) > 1  # some agreement, and drafts that go on behind a mismatch
+
+
+@pytest.mark.process
+def test_ray_actors_give_the_same_files(given, plain, tmp_path, ray_cluster):
+    out = prepare_blocks.main(["--out", str(tmp_path / "bed"), *given, "--ray", "--processes", "2"])
+    assert_same(plain, out)
+
+
+@pytest.mark.process
+def test_a_killed_command_goes_on_and_ends_with_the_same_files(given, plain, tmp_path):
+    out = tmp_path / "bed"
+    command = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(out), *given]
+    kept = tmp_path / "bed.partial" / prepare_blocks.KEPT
+    with open(tmp_path / "log", "w") as log:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        while len(list(kept.glob("*/*.json"))) < 6:
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.001)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    done = len(list(kept.glob("*/*.json")))
+    assert done >= 6 and not out.exists()
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "parts are there from an earlier run" in again.stdout + again.stderr
+    assert_same(plain, out)
+    assert not kept.exists()
+
+
+def test_official_splits_are_kept_and_validation_comes_from_train(tmp_path):
+    rng = random.Random(0)
+    problems = [corpus.sample_problem(rng) for _ in range(30)]
+    files = {"train": write_questions(tmp_path / "train", problems[:20]), "val": None,
+             "test": write_questions(tmp_path / "test", problems[20:])}  # fmt: skip
+    counts, tokenizer = {"train": 9, "val": 4, "test": 5}, build_tokenizer()
+    splits = questions.read_splits(files, counts, 0, tokenizer, PromptStyle())
+    assert {name: len(rows) for name, rows in splits.items()} == counts
+    texts = {name: {q.question for q in rows} for name, rows in splits.items()}
+    train, test = ({corpus.question_text(p) for p in part} for part in (problems[:20], problems[20:]))
+    assert texts["train"] | texts["val"] <= train and not texts["train"] & texts["val"] and texts["test"] <= test
+    truth = {corpus.question_text(p): str(corpus.solve(p)) for p in problems}
+    assert all(q.ground_truth == truth[q.question] for rows in splits.values() for q in rows)
+    files["val"] = write_questions(tmp_path / "val", problems[18:22])
+    with pytest.raises(ValueError, match="train and .*val share 2 questions"):
+        questions.read_splits(files, counts, 0, tokenizer, PromptStyle())
+    files["val"] = None
+    with pytest.raises(ValueError, match="test has 10 distinct questions, but 11 are requested"):
+        questions.read_splits(files, {**counts, "test": 11}, 0, tokenizer, PromptStyle())
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }} : {{ m['content'] }} . {% endfor %}"
+    "{% if add_generation_prompt %}z {% if enable_thinking is defined and not enable_thinking %}x y {% endif %}"
+    "{{ style | default('') }}{% endif %}"
+)
+
+
+def test_prompts_follow_template_system_shots_and_thinking(tmp_path):
+    tokenizer, shots = make_tokenizer(), tmp_path / "shots.jsonl"
+    shots.write_text('{"question": "1 + 1", "answer": "b #### 2"}\n')
+    tokenizer.chat_template = TEMPLATE
+
+    def text(**settings):
+        (ids,) = PromptStyle(instruction="c", **settings).prompts(["2 + 3"], tokenizer)
+        return tokenizer.decode(ids)
+
+    assert text() == "u : 2 + 3 c . z"
+    assert text(thinking=True) == "u : 2 + 3 c . z" and text(thinking=False) == "u : 2 + 3 c . z x y"
+    assert text(system="d", template_args={"style": "e"}) == "s : d . u : 2 + 3 c . z e"
+    assert text(few_shot=shots) == "u : 1 + 1 c . a : b <unk> 2 . u : 2 + 3 c . z"
+    tokenizer.chat_template = None
+    assert text(few_shot=shots, system="d") == "d <unk> 1 + 1 c <unk> b <unk> 2 <unk> 2 + 3 c <unk>"
+    with pytest.raises(ValueError, match="has no chat template, which .'enable_thinking'. are for"):
+        text(thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--questions", "a"], "name either --questions"), (["--train-questions", "a"], "name either --questions"),
+        (["--val-questions", "a"], "--val-questions goes with"), (["--tensor-parallel", "2"], "needs --engine vllm"),
+        (["--questions", "a", "--draft", "d"], "go together"),
+        (["--device", "cuda", "--no-ray"], "--no-ray is for a CPU"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit_are_refused(changes, message, capsys):
+    base = ["--test-questions", "b"] if changes == ["--questions", "a"] else []
+    with pytest.raises(SystemExit):
+        prepare_blocks.parse_arguments(["--out", "o", *changes, *base])
+    assert message in capsys.readouterr().err

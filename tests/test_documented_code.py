@@ -1,0 +1,125 @@
+"""The Python and YAML blocks of README and docs run; each has a test here, or is a file that another test runs."""
+
+import asyncio
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from aiohttp import web
+from omegaconf import OmegaConf
+
+from tests.helpers.documents import ROOT, tracked
+from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.model import create_huggingface_actor
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.replica import TokenOutput
+
+BLOCK = re.compile(r"^```(python|yaml)\n(.*?)^```", re.S | re.M)
+BLOCKS = {
+    (page.relative_to(ROOT).as_posix(), number): text
+    for page in tracked("*.md")
+    for number, (_, text) in enumerate(BLOCK.findall(page.read_text()))
+    if not text.startswith("--8<--")  # a file of the tree
+}
+
+
+def names_after(page, number=0, replaced=(), **names):
+    """The names that a block defines, run with `names` and with pairs of texts replaced."""
+    text = BLOCKS[page, number]
+    for old, new in replaced:
+        assert old in text
+        text = text.replace(old, new)
+    exec(compile(text, f"{page}, block {number}", "exec"), names)
+    return names
+
+
+def test_every_block_has_a_test():
+    assert set(BLOCKS) == {
+        ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1),
+        ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
+    }  # fmt: skip
+
+
+def test_the_reward_function():
+    score = names_after("docs/rewards.md")["compute_score"]
+    assert score("any", " 4\n", "4", bonus=0.5) == {"score": 1.5, "acc": True}
+    assert score("any", "5", "4") == {"score": 0.0, "acc": False}
+
+
+@pytest.mark.parametrize(("answer", "score"), [("Yes.", 1.0), ("No.", 0.0)])
+def test_the_reward_function_that_asks_a_model(answer, score):
+    asked = []
+
+    async def complete(request):
+        asked.append(await request.json())
+        return web.json_response({"choices": [{"message": {"content": answer}}]})
+
+    async def ask():
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        address = f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        function = names_after("docs/rewards.md", 1)["compute_score"]
+        try:
+            return await function("any", "4", "four", {}, address, None)
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(ask()) == {"score": score}
+    assert "Is 4 the same as four?" in asked[0]["messages"][0]["content"]
+
+
+def test_the_agent_loop(tiny_llama):
+    loop_class = names_after("docs/agents.md")["TwiceLoop"]
+    answers = iter([[7], [8, 9]])
+
+    async def generate(request_id, *, prompt_ids, sampling_params):
+        ids = next(answers)
+        return TokenOutput(token_ids=ids, log_probs=[-float(i) for i in ids])
+
+    server = SimpleNamespace(rollout_config=None, generate=generate)
+    tokenizer = hf_tokenizer(tiny_llama)
+    loop = loop_class(DictConfigWrap(OmegaConf.create({"data": {}})), server, tokenizer, None)
+    messages = [{"role": "user", "content": "1 + 1"}]
+    output = asyncio.run(loop.run({}, raw_prompt=messages, request_id="a"))
+    assert output.prompt_ids == loop.encoder.prompt(messages) and output.prompt_ids
+    assert output.response_ids == [8, 9] and output.response_mask == [1, 1]
+    assert output.response_logprobs == [-8.0, -9.0] and output.num_turns == 2
+
+
+def test_the_file_of_tools(tmp_path):
+    file = tmp_path / "tools.yaml"
+    file.write_text(BLOCKS["docs/agents.md", 1])
+    (tool,) = initialize_tools_from_config(str(file))
+    assert type(tool).__name__ == yaml.safe_load(file.read_text())["tools"][0]["class_name"].rpartition(".")[2]
+
+
+def test_generation_in_blocks(tiny_llama):
+    tokenizer, model = hf_tokenizer(tiny_llama), create_huggingface_actor(tiny_llama)
+    prompt = torch.tensor([[5, 6, 7]])
+    names = names_after(
+        "dllm_reasoning/README.md", model=model, input_ids=prompt, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    assert names["answer"].tolist() == names["output_ids"][0, 3:].tolist() == names["details"].tokens[0]
+
+
+@pytest.mark.process
+def test_a_scorer_in_vllm(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    pair, prompts = make_pair(tmp_path), make_prompts(4)
+    replaced = [(f"/models/{name}", getattr(pair, name)) for name in ("target", "draft", "scorer")]
+    replaced += [("max_tokens=400", f"max_tokens={LIMIT}"), ("llm.generate(", "answers += llm.generate(")]
+    names = names_after(
+        "docs/serving.md", replaced=replaced, answers=[], prompts=[{"prompt_token_ids": ids} for ids in prompts]
+    )
+    names["llm"].llm_engine.engine_core.shutdown()
+    tokens = [list(answer.outputs[0].token_ids) for answer in names["answers"]]
+    assert tokens[4:] == pair.decode(prompts, None).tokens != tokens[:4]

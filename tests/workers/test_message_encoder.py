@@ -1,0 +1,79 @@
+"""The rule by which messages are added, on chat templates of many formats: every text by hand."""
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.helpers.chat_templates import FORMATS, IM, IM_PROMPT, Format, byte_tokenizer, turns
+from verl.utils.chat_template import initialize_system_prompt
+from verl.workers.rollout.message_encoder import MessageEncoder
+
+TOOL, USER = {"role": "tool", "content": "42", "name": "tool"}, {"role": "user", "content": "Again"}
+
+
+def encoder_of(format) -> tuple[MessageEncoder, PreTrainedTokenizerBase]:
+    tokenizer = byte_tokenizer(format)
+    stops = tokenizer.convert_tokens_to_ids([format.stop, *format.more_stops])
+    return MessageEncoder(tokenizer, stops), tokenizer
+
+
+def test_there_are_at_least_twenty_formats():
+    assert len({format.template for format in FORMATS.values()}) >= 20
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_follows_the_end_of_a_turn(name, role):
+    encoder, tokenizer = encoder_of(FORMATS[name])
+    expected = getattr(FORMATS[name], role)
+    message = TOOL if role == "tool" else USER
+    if expected is None:
+        with pytest.raises(ValueError, match=f"role '{role}'"):
+            encoder.check([role])
+        return
+    encoder.check([role])
+    assert tokenizer.decode(encoder.added([message])) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.tool is not None])
+def test_several_answers_of_tools(name):
+    encoder, tokenizer = encoder_of(FORMATS[name])
+    text = tokenizer.decode(encoder.added([TOOL, {**TOOL, "content": "58"}]))
+    one = FORMATS[name].tool
+    assert text.index("42") < text.index("58") and text.endswith(one[one.index("42") + 2 :])
+
+
+SYSTEM = "<|im_start|>system\n{{ who or 'Be good.' }}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (turns(IM % "user", IM % "assistant", start=SYSTEM, prompt=IM_PROMPT), SYSTEM),
+        (turns(IM % "user", IM % "assistant", start=SYSTEM, prompt=IM_PROMPT, end="<|endoftext|>"), SYSTEM),
+        (turns("{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}" + IM % "user",
+               IM % "assistant", start=SYSTEM), SYSTEM),
+        (FORMATS["olmo2"].template, "<|endoftext|>"),
+        (FORMATS["llama3"].template, "<|begin_of_text|>"),
+        (FORMATS["chatml"].template, ""),
+    ],
+)  # fmt: skip
+def test_the_default_system_prompt_is_what_stands_before_the_first_turn(template, expected):
+    tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
+    for who in ("Be good.", "Be bad."):
+        text = tokenizer.decode(initialize_system_prompt(tokenizer, who=who))
+        assert text == expected.replace("{{ who or 'Be good.' }}", who)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_parts_of_a_conversation_are_the_ids_of_all_of_it(name):
+    """Where a template renders earlier turns alike, the appended ids are those of the complete conversation."""
+    format = FORMATS[name]
+    encoder, tokenizer = encoder_of(format)
+    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+    if format.user is None or name == "qwen3":  # qwen3 drops the empty thought of an earlier turn
+        return
+    whole = encoder.prompt([question, answer, USER])
+    prompt = encoder.prompt([question])
+    written = tokenizer.decode(whole)[len(tokenizer.decode(prompt)) :].split(format.stop)[0] + format.stop
+    generated = tokenizer(written, add_special_tokens=False)["input_ids"]
+    assert prompt + generated + encoder.added([USER]) == whole
