@@ -25,7 +25,8 @@ def trained(rank: int, world_size: int, path: str, dtype: str, store: str | None
     if rank:  # reads no weights
         AutoModel.from_pretrained = None
     kwargs = {"backbone": "target", "compute_dtype": dtype, "feature_store": store}
-    engine = make_engine(path, loader=PluginConfig(name="spd_scorer", kwargs=kwargs))
+    loader = PluginConfig(name="spd_scorer", kwargs=kwargs)
+    engine = make_engine(path, loader=loader, engine={"dtype": dtype})
     parts = (engine.module.backbone, engine.module.head)
     dtypes = [sorted({str(p.dtype) for p in part.parameters()}) for part in parts]
     metrics = [step(engine, rank, world_size, seed) for seed in (1, 2)]
