@@ -9,6 +9,7 @@
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
 #   make test-all                 every test
+#   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    this one, the GRPO demo on three seeds, runs only so
@@ -23,6 +24,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 DOCS_VENV ?= .venv-docs
 V2_VENV ?= .venv-v2
+SGLANG_VENV ?= .venv-sglang
 PY := $(VENV)/bin/python
 SPD_BACKBONE ?= target
 TEST_PROCESSES ?= 2
@@ -31,8 +33,8 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env demo demo-serve demo-grpo demo-dllm demo-tools frontier test test-quick test-all test-v2 bench chaos gpu-check audit docs lint \
-  clean
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-dllm demo-tools frontier test test-quick test-all test-v2 test-sglang \
+  bench chaos gpu-check audit docs lint clean
 
 env:
 	@VENV=$(VENV) scripts/setup_env.sh
@@ -56,7 +58,7 @@ frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadfile --no-loadscope-reorder
-LATER = chaos or demo or benchmark or audit or v2
+LATER = chaos or demo or benchmark or audit or v2 or sglang
 # Named, so that pytest does not collect the other files.
 CHAOS = $(shell grep -l mark.chaos -r tests --include=test_*.py)
 
@@ -77,6 +79,12 @@ test-v2: env
 	  $(V2_VENV)/bin/pip --disable-pip-version-check -q install --no-deps -r requirements/v2.txt; }
 	TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 OMP_NUM_THREADS=1 $(V2_VENV)/bin/python -m pytest -m v2 \
 	  tests/spd/vllm_plugin/test_v2.py $(PYTEST_ARGS)
+
+sglang-env: env
+	@VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) scripts/setup_sglang_env.sh
+
+test-sglang: sglang-env
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -m sglang $(shell grep -l mark.sglang -r tests --include=test_*.py) $(PYTEST_ARGS)
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt

@@ -1,4 +1,4 @@
-"""Packaging: `pip install -e .`; extras cuda, flash-attn, wandb, debug, mcp, test."""
+"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, wandb, debug, mcp, test."""
 
 import re
 from pathlib import Path
@@ -29,6 +29,7 @@ setup(
     install_requires=requirements("base"),
     extras_require={
         "cuda": ["vllm==0.32.0"],
+        "sglang": ["sglang==0.5.23"],
         "flash-attn": ["flash-attn"],
         "wandb": ["wandb"],
         "debug": ["debugpy"],

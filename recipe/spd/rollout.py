@@ -41,7 +41,8 @@ from verl.utils.model import get_generation_config
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.rollout.base import BaseRollout, register_rollout
-from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer, RunningServer
+from verl.workers.rollout.server_process import RunningServer
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 __all__ = ["LostCompletionsError", "SPDRollout", "VllmEngineServer"]
 

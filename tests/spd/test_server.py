@@ -11,7 +11,8 @@ import pytest
 
 from recipe.spd.client import Completer
 from recipe.spd.store import Completion, CompletionStore
-from verl.workers.rollout.vllm_rollout.openai_server import SUPERVISOR, LocalServerError, LocalVllmServer, RunningServer
+from verl.workers.rollout.server_process import SUPERVISOR, LocalServerError, RunningServer
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 # An owner that starts a supervised process (a shell with a child of its own), says the pids and sleeps.
 OWNER = """

@@ -1,5 +1,6 @@
 """A dry run prints config, plan and every problem, in two classes, and starts nothing."""
 
+import importlib.util
 
 import pandas as pd
 import pytest
@@ -164,3 +165,13 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     assert code == 1 and f"data.train_files, row 0: {rule}" in text
     (tmp_path / "mine.py").write_text("def compute_score(*args, **kwargs): return 1.0\n")
     assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
+
+
+def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sgl_kernel" else found(name, *a))
+    options = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.mode=async", "trainer.device=cpu"]
+    _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.multi_turn.journal_tool_calls=false"], capsys)
+    flat = " ".join(text.replace("│", " ").split())
+    assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
+    assert "journal_tool_calls=false has no effect in this version: its sampling cannot be repeated" in flat

@@ -14,8 +14,10 @@ from verl.utils.profiler.config import ProfilerConfig
 ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
-NO_PARALLEL = NO_ENGINE | {"vllm": "an engine runs on tensor_model_parallel_size ranks"}
-NO_SERVER = NO_ENGINE | {"vllm/sync": "agent loops and servers need rollout.mode=async"}
+_ONE_ENGINE = "an engine runs on tensor_model_parallel_size ranks"
+NO_PARALLEL = NO_ENGINE | dict.fromkeys(("vllm", "sglang"), _ONE_ENGINE)
+_BATCHES = "agent loops and servers need rollout.mode=async"
+NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}
 
 
 @dataclass
@@ -65,7 +67,9 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
         False, "Add the rewards of tools and interactions during the conversation to its score."
     )
     journal_tool_calls: bool = setting(
-        True, "Keep results of tool calls in tool_journal/ of the run, so that a killed run does not repeat them."
+        True,
+        "Keep results of tool calls in tool_journal/ of the run, so that a killed run does not repeat them.",
+        unused={"sglang": "its sampling cannot be repeated"},
     )
 
 
@@ -111,7 +115,10 @@ class ServerConfig(BaseConfig, section="rollout.server"):
     retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0)
     max_connections: int = setting(1000, "Maximum number of connections.", low=1)
     max_start_wait_time: float = setting(
-        300.0, "Seconds to wait until the server is ready.", above=0, unused="servers start with the ranks"
+        300.0,
+        "Seconds to wait until the server is ready.",
+        above=0,
+        unused={"vllm": "its servers start with the ranks"},
     )
 
 
@@ -130,7 +137,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     """How completions are generated; prompt_length and response_length are in tokens."""
 
     name: str | None = setting(
-        MISSING, "Registered name of the rollout: hf and refine (the actor's own module), vllm, spd."
+        MISSING, "Registered name of the rollout: hf and refine (the actor's own module), vllm, sglang, spd."
     )
     mode: str = setting(
         "sync",
@@ -161,7 +168,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     ignore_eos: bool = setting(False, "Continue after the end-of-sequence token.")
     enforce_eager: bool = setting(False, "Run without CUDA graphs, as vLLM on a CPU always does.", unused=NO_ENGINE)
     cudagraph_capture_sizes: list[int] | None = setting(
-        None, "Batch sizes with CUDA graphs; null lets the engine choose.", unused=NO_ENGINE
+        None,
+        "Batch sizes with CUDA graphs; null lets the engine choose.",
+        unused=NO_ENGINE | {"sglang": "engine_kwargs.sglang takes them"},
     )
     free_cache_engine: bool = setting(True, "Free the KV cache during training.", unused=NO_ENGINE)
     data_parallel_size: int = setting(1, "Ranks of one engine that split the requests.", low=1, unused=NO_PARALLEL)
@@ -169,7 +178,11 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1, unused=NO_ENGINE)
     pipeline_model_parallel_size: int = setting(1, "Ranks that split the layers.", low=1, unused=NO_PARALLEL)
     max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
-    logprobs_mode: str | None = setting("processed_logprobs", "Which log-probs the engine returns.", unused=NO_ENGINE)
+    logprobs_mode: str | None = setting(
+        "processed_logprobs",
+        "Which log-probs the engine returns.",
+        unused=NO_ENGINE | {"sglang": "log-probs are taken after temperature, before top-k and top-p"},
+    )
     val_kwargs: SamplingConfig = setting(lambda: SamplingConfig(temperature=0, do_sample=False), "Validation sampling.")
     max_model_len: int | None = setting(
         None, "Maximum sequence length; null: prompt plus response.", low=1, unused=NO_ENGINE
@@ -181,11 +194,13 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     )
     log_prob_use_dynamic_bsz: bool = setting(False, "Cut those micro-batches by tokens.")
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
-    disable_log_stats: bool = setting(True, "Turn the engine's own statistics off.", unused=NO_ENGINE)
+    disable_log_stats: bool = setting(
+        True, "Turn the engine's own statistics off.", unused=NO_ENGINE | {"sglang": "it logs warnings only"}
+    )
     multi_stage_wake_up: bool = setting(
         False,
         "Wake weights and KV cache one after the other.",
-        unused=NO_ENGINE | {"vllm": "weights wake before the cache"},
+        unused=NO_ENGINE | dict.fromkeys(("vllm", "sglang"), "weights wake before the cache"),
     )
     engine_kwargs: dict[str, Any] = setting(
         lambda: {"vllm": {}, "sglang": {}},
@@ -214,7 +229,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         "dummy", "The engine's first weights: dummy (replaced by the actor's) or auto.", unused=NO_ENGINE
     )
     layered_summon: bool = setting(
-        False, "Gather LoRA weights layer by layer.", unused=NO_ENGINE | {"vllm": "weights are sent tensor by tensor"}
+        False,
+        "Gather LoRA weights layer by layer.",
+        unused=NO_ENGINE | dict.fromkeys(("vllm", "sglang"), "weights are sent in full"),
     )
     layer_name_map: dict[str, Any] = setting(dict)
     sglang_engine_mode: str = "local"
@@ -222,12 +239,16 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     skip_tokenizer_init: bool = setting(
         False,
         "Start the engine without a tokenizer.",
-        unused=NO_ENGINE | {"vllm": "the engine takes and gives token ids"},
+        unused=NO_ENGINE | dict.fromkeys(("vllm", "sglang"), "the engine takes and gives token ids"),
     )
     quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.", unused=NO_ENGINE)
     quantization_config_file: str | None = setting(
         None,
         "File with settings of that quantization.",
-        unused=NO_ENGINE | {"vllm": "engine_kwargs.vllm.hf_overrides takes such settings"},
+        unused=NO_ENGINE
+        | {
+            "vllm": "engine_kwargs.vllm.hf_overrides takes such settings",
+            "sglang": "engine_kwargs.sglang takes such settings",
+        },
     )
     enable_sleep_mode: bool = setting(True, "Let the engine sleep.", unused=NO_ENGINE)

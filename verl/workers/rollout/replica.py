@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -42,10 +43,14 @@ class RolloutMode(Enum):
 
 @dataclass(frozen=True)
 class ServerHandle:
-    """The address ("host:port") of a server, and the token that its requests carry."""
+    """The address ("host:port") of a server, and the token that its requests carry.
+
+    `vocab_size` is set for an engine that does not survive other token ids: then the client refuses them.
+    """
 
     address: str
     token: str = ""
+    vocab_size: int | None = None
 
 
 class ServerError(RuntimeError):
@@ -58,6 +63,16 @@ class ServerError(RuntimeError):
 
 class ServerUnreachable(RuntimeError):
     """A server did not answer, or failed with a request of its own."""
+
+
+def check_token_ids(ids: Any, vocab_size: int) -> None:
+    """ValueError unless `ids` is a list of at least one id from 0 to vocab_size - 1: others end an engine."""
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("input_ids must be a list with at least one token id")
+    for position, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            known = f"0..{vocab_size - 1}"
+            raise ValueError(f"input_ids[{position}]={token!r} is not a token id of the model ({known})")
 
 
 def host_to_bind() -> str:
@@ -89,12 +104,15 @@ class ServerClient:
                     raise ServerUnreachable(f"{url} answered {response.status}: {(await response.text())[:500]}")
                 if response.status >= 400:
                     raise ServerError(f"{url} answered {response.status}: {await response.text()}", response.status)
-                return await response.json(content_type=None)
+                answer = await response.text()
+                return json.loads(answer) if answer and response.content_type == "application/json" else answer or None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerUnreachable(f"{url}: {type(error).__name__}: {error}") from error
 
     async def generate(self, rid: str, input_ids: list[int], sampling: dict[str, Any], log_probs: bool) -> TokenOutput:
-        """The answer to one prompt, which may take as long as it needs."""
+        """The answer to one prompt, which may take as long as it needs. ValueError for ids outside the vocabulary."""
+        if self.handle.vocab_size is not None:
+            check_token_ids(input_ids, self.handle.vocab_size)
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": log_probs}
         reply = await self.post("generate", body)
         meta, ids = reply["meta_info"], reply["output_ids"]
@@ -114,6 +132,12 @@ class ServerClient:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def __aenter__(self) -> ServerClient:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.close()
 
 
 class RolloutReplica:
@@ -161,11 +185,8 @@ class RolloutReplica:
         return self.server_handle.address
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        client = ServerClient(self.server_handle, timeout=self.config.server.timeout)
-        try:
+        async with ServerClient(self.server_handle, timeout=self.config.server.timeout) as client:
             return await client.post(path, body, self.config.server.timeout)
-        finally:
-            await client.close()
 
     async def wake_up(self) -> None:
         """Bring the engine's weights and cache back into memory."""
@@ -192,10 +213,15 @@ class RolloutReplicaRegistry:
     """Replica classes by `rollout.name`; each is imported when it is requested."""
 
     _loaders: dict[str, Callable[[], type[RolloutReplica]]] = {
+        "sglang": lambda: load_class_from_fqn(
+            "verl.workers.rollout.sglang_rollout.async_sglang_server.SGLangReplica", "rollout replica"
+        ),
         "vllm": lambda: load_class_from_fqn(
             "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMReplica", "rollout replica"
         ),
     }
+
+    _served_by_one_rank = frozenset({"vllm"})
 
     @classmethod
     def register(cls, name: str, loader: Callable[[], type[RolloutReplica]]) -> None:
@@ -206,9 +232,10 @@ class RolloutReplicaRegistry:
     def serves(cls, config: Any) -> bool:
         """Whether a rollout section asks for agent loops (mode=async) and its rollout has a server.
 
-        An engine over several ranks has none: single-turn conversations are then answered in batches.
+        A vLLM engine over several ranks has none: single-turn conversations are then answered in batches.
         """
-        return config.mode == "async" and config.name in cls._loaders and config.tensor_model_parallel_size == 1
+        one_rank = config.tensor_model_parallel_size == 1 or config.name not in cls._served_by_one_rank
+        return config.mode == "async" and config.name in cls._loaders and one_rank
 
     @classmethod
     def get(cls, name: str) -> type[RolloutReplica]:

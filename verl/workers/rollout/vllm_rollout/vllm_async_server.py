@@ -20,7 +20,7 @@ from loguru import logger
 from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import register_rollout
-from verl.workers.rollout.replica import RolloutReplica, ServerHandle, host_to_bind
+from verl.workers.rollout.replica import RolloutReplica, ServerHandle, check_token_ids, host_to_bind
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
@@ -298,12 +298,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if not isinstance(ids, list) or not ids:
-            raise ValueError("input_ids must be a list with at least one token id")
-        for position, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                known = f"0..{self.vocab_size - 1}"
-                raise ValueError(f"input_ids[{position}]={token!r} is not a token id of the model ({known})")
+        check_token_ids(ids, self.vocab_size)
         room = self.max_model_len - len(ids)
         if room < 1:
             limit = f"rollout.max_model_len={self.max_model_len}"

@@ -1,0 +1,161 @@
+"""A server as a process of this machine, which ends with its owner."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from loguru import logger
+
+from verl.utils import supervisor
+
+SUPERVISOR = Path(supervisor.__file__)
+_LOG_TAIL = 25
+
+
+class LocalServerError(RuntimeError):
+    """The local server did not start or has ended; the message shows the end of its log file."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of an address of this machine that is not in use now.
+
+    It lies below the ports that outgoing connections get: a server may take a minute until it binds its port.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as s:
+            try:
+                s.bind((host, port))
+                return port
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+
+
+class RunningServer:
+    """A server on this machine that may still be loading: call `wait_ready()` before the first request.
+
+    A subclass sets the name of its engine, the request that shows that the server works, with the key that it needs,
+    and the configuration key of its start's time limit.
+    """
+
+    engine, api_key = "vLLM", ""
+    path: str = "/v1/completions"
+    first_request: dict[str, Any] = {"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
+    timeout_key = "spd.rollout.start_timeout_s"
+
+    def __init__(self, pid: int, url: str, log_file: str | Path) -> None:
+        self.pid = pid  # of its supervisor
+        self.url = url
+        self.log_file = Path(log_file)
+        self._ready = False
+
+    def handle(self) -> str:
+        """Text from which another process of this machine makes this object by `from_handle`."""
+        return f"{self.pid} {self.url} {self.log_file}"
+
+    @staticmethod
+    def from_handle(text: str) -> RunningServer:
+        """The server of a `handle`."""
+        pid, url, log_file = text.split(" ", 2)
+        return RunningServer(int(pid), url, log_file)
+
+    def wait_ready(self, timeout_s: float) -> str:
+        """Wait at most `timeout_s` from its start until it completes a request; returns its URL.
+
+        Raises LocalServerError with the end of the log.
+        """
+        while not self._ready:
+            age = self.seconds_up()
+            if age > timeout_s:
+                raise LocalServerError(
+                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({self.timeout_key})."
+                    f"{self._tail()}"
+                )
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    pass
+            except OSError:
+                time.sleep(0.2)
+                continue
+            # /health answers even if the engine dies at the first request.
+            body = json.dumps(self.first_request).encode()
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
+            request = urllib.request.Request(self.url + self.path, body, headers=headers)
+            try:
+                with urllib.request.urlopen(request, timeout=120.0) as reply:
+                    json.load(reply)
+            except (OSError, ValueError) as error:
+                raise LocalServerError(
+                    f"the local {self.engine} server failed its first request: {error}.{self._tail()}"
+                ) from error
+            self._ready = True
+            logger.info("local {} server is ready after {:.0f} s", self.engine, age)
+        return self.url
+
+    def seconds_up(self) -> float:
+        """Seconds since its start. Raises LocalServerError with the end of the log if it has ended."""
+        try:
+            supervisor = psutil.Process(self.pid)
+            if supervisor.status() != psutil.STATUS_ZOMBIE:
+                return time.time() - supervisor.create_time()
+        except psutil.NoSuchProcess:
+            pass
+        raise LocalServerError(f"the local {self.engine} server has ended.{self._tail()}")
+
+    def _tail(self) -> str:
+        lines = self.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+        return f" Last lines of {self.log_file}:\n" + "\n".join(lines)
+
+
+class OwnedServer(RunningServer):
+    """A server that this process starts and owns: with all its processes it ends with this one, SIGKILL included.
+
+    Args:
+        command: the command line; it is also the first line of the log.
+        url: where it will serve.
+        log_file: gets its output.
+        environment: variables added to those of this process; None takes one away.
+    """
+
+    def __init__(
+        self, command: list[str], url: str, log_file: str | Path, environment: dict[str, str | None] | None = None
+    ) -> None:
+        log_file = Path(log_file).expanduser()
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        # The rendezvous of the trainer's ranks must not reach the server.
+        ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | dict.fromkeys(ranks)
+        variables |= environment or {}
+        with open(log_file, "w") as log:
+            log.write(" ".join(command) + "\n")
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), *command], stdin=subprocess.PIPE,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={name: value for name, value in variables.items() if value is not None},
+            )  # fmt: skip
+        super().__init__(self._process.pid, url, log_file)
+        logger.info("local {} server starts at {}; log: {}", self.engine, self.url, self.log_file)
+
+    def stop(self) -> None:
+        """End the server with all its processes; may be called twice."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            logger.warning("the supervisor of the local {} server did not end; killing {}", self.engine, self.pid)
+            self._process.kill()
+            self._process.wait(timeout=10)

@@ -1,0 +1,250 @@
+"""Generates with a SGLang server, which takes the actor's weights before every step."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib.util
+import io
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from verl.planning.problems import Problem, absent, register_check
+from verl.protocol import DataProto
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle, ServerUnreachable, host_to_bind
+from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+KEY = "actor_rollout_ref.rollout"
+
+
+@register_check
+def check_sglang(config: Any, findings: Any) -> Iterator[Problem]:
+    """SGLang, or the kernels that it imports, are not installed."""
+    if config.actor_rollout_ref.rollout.name != "sglang":
+        return
+    on_cpu = config.trainer.device == "cpu"
+    missing = [name for name in ("sglang", "sgl_kernel") if importlib.util.find_spec(name) is None]
+    if missing:
+        how = "make sglang-env, then .venv-sglang/bin/python" if on_cpu else "pip install -e .[sglang]"
+        what = f"{KEY}.name=sglang: the package {missing[0]} is not installed here"
+        yield absent(f"{KEY}.name", f"{what}. Set up an environment with it: {how}. Or set {KEY}.name=vllm.")
+
+
+class ServerAdapter(BaseRollout):
+    """One SGLang server for each `tensor_model_parallel_size` neighbouring ranks, started by the first of them.
+
+    All of them call each method together. `release` frees the server's weights and cache on a GPU; on a CPU SGLang
+    takes the call and frees nothing. Log-probs are those of the distribution after temperature, before top-k and top-p.
+    SGLang draws from its own random state: a seed repeats nothing, unless engine_kwargs.sglang turns
+    enable_deterministic_inference on, which needs a GPU.
+    """
+
+    server_class = SGLangHttpServer
+
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
+        super().__init__(config, model_config, device_mesh)
+        on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
+        self.size = config.tensor_model_parallel_size
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if ranks % self.size:
+            raise ValueError(
+                f"{KEY}.tensor_model_parallel_size={self.size} does not divide the {ranks} ranks; use a divisor."
+            )
+        self.group: dist.ProcessGroup | None = None
+        if self.size > 1:
+            groups = [dist.new_group(range(i, i + self.size), backend="gloo") for i in range(0, ranks, self.size)]
+            self.group = groups[rank // self.size]
+        self.leads = rank % self.size == 0
+        self.sleeps = config.enable_sleep_mode and config.free_cache_engine
+        self.keeps_weights = not (self.sleeps and on_cuda)
+        if self.sleeps and not on_cuda:
+            logger.info("SGLang frees no memory on a CPU: its weights and cache stay there while the actor trains")
+        gpus = self._gathered(_visible_device()) if on_cuda else None
+        self.server = self.server_class(config, model_config, gpus, host_to_bind()) if self.leads else None
+        self.server_handle: ServerHandle = self._gathered(self.server and self.server.launch_server())[0]
+        self.released: set[str] = set()
+        self.has_weights = config.load_format != "dummy"
+        asyncio.run(self.release())
+
+    def _gathered(self, value: Any) -> list[Any]:
+        """The value of each rank of the engine."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def _client(self) -> ServerClient:
+        server = self.config.server
+        return ServerClient(self.server_handle, server.max_connections, server.timeout)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> None:
+        try:
+            async with self._client() as client:
+                await client.post(path, body)
+        except ServerUnreachable:
+            if self.server is not None:
+                self.server.seconds_up()  # raises, with its log, if it has ended
+            raise
+
+    def bind_actor(self, engine: Any, policy: Any) -> None:
+        self.has_weights = False  # the actor's are what counts from now on
+
+    async def resume(self, tags: list[str]) -> None:
+        again = [tag for tag in tags if tag in self.released]  # SGLang ends if it is to resume what was not released
+        self.released -= set(again)
+        if self.leads:
+            if again:
+                await self._post("resume_memory_occupation", {"tags": again})
+            if "kv_cache" in tags:
+                await self._post("flush_cache", {})  # the cache was computed by the weights before
+                version = {"new_version": str(self.weights_version), "abort_all_requests": False}
+                await self._post("update_weight_version", version)
+        self._gathered(None)
+
+    async def release(self) -> None:
+        tags = [tag for tag in ("kv_cache", "weights") if self.sleeps and tag not in self.released]
+        if not tags:
+            return
+        self.released |= set(tags)
+        self.has_weights &= self.keeps_weights
+        if self.leads:
+            await self._post("abort_request", {"abort_all": True})
+            await self._flush_when_idle()
+            await self._post("release_memory_occupation", {"tags": tags})
+        self._gathered(None)
+
+    async def _flush_when_idle(self) -> None:
+        """Flush the cache, which a server refuses while it runs requests; it ends if it is to release memory then."""
+        deadline = time.monotonic() + self.config.server.timeout
+        while True:
+            try:
+                return await self._post("flush_cache", {})
+            except ServerError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
+        """Send the weights in parts of `update_weights_bucket_megabytes`; the server waits for requests that run."""
+        self.has_weights = False
+        in_session = self.leads and await self._begin_update()
+        for part in _parts(weights, self.config.update_weights_bucket_megabytes << 20):
+            if self.leads:
+                tensors = packed(part)
+                blobs = [serialized(tensors) for _ in range(self.size)]
+                await self._post(
+                    "update_weights_from_tensor", {"serialized_named_tensors": blobs, "flush_cache": False}
+                )
+        if in_session:
+            await self._post("end_weight_update", {})
+        self._gathered(None)
+        self.has_weights = True
+
+    async def _begin_update(self) -> bool:
+        """Open a session of weight updates; False for an older server, which has none and needs none."""
+        try:
+            await self._post("begin_weight_update", {})
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        if not self.has_weights:
+            raise RuntimeError(
+                f"SGLang ({KEY}.name=sglang) was not given the actor's weights since it started or slept; call "
+                "update_weights before generate_sequences."
+            )
+        config, request = self.config, GenerationRequest.from_batch(prompts, self.config)
+        sampling, limit = request.sampling, config.response_length
+        params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+        }  # fmt: skip
+        params |= {"max_new_tokens": limit, "repetition_penalty": config.repetition_penalty}
+        params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
+        async with self._client() as client:
+            requests = [
+                client.generate(
+                    uuid.uuid4().hex, ids, params | {"sampling_seed": seeds[0] + k}, config.calculate_log_probs
+                )
+                for ids, seeds in zip(request.prompt_ids, request.seeds, strict=True)
+                for k in range(request.n)
+            ]
+            rows = await asyncio.gather(*requests)
+        responses = right_padded([row.token_ids for row in rows], limit, request.pad_id, torch.int64)
+        mask = right_padded([[1] * len(row.token_ids) for row in rows], limit, 0, torch.int64)
+        log_probs = None
+        if config.calculate_log_probs:
+            log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
+        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+
+
+def _visible_device() -> str:
+    """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
+    index, names = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",")[index] if names else str(index)
+
+
+def _parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Consecutive weights, of `limit` bytes at most together, or of one tensor."""
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if part and size + tensor.nbytes > limit:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def packed(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Copies of tensors, all in one buffer: it is shared with the server as one segment of memory."""
+    sizes = [-(-tensor.nbytes // 16) * 16 for _, tensor in tensors]  # aligned for every dtype
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
+    copies, start = [], 0
+    for (name, tensor), size in zip(tensors, sizes, strict=True):
+        copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copies.append((name, copy.copy_(tensor.detach())))
+        start += size
+    return copies
+
+
+def serialized(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """Base64 of pickled (name, tensor) whose tensors stay where they are, for a process of this machine to map.
+
+    They must be kept until the server has answered.
+    """
+    if tensors[0][1].is_cuda:
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()  # devices by UUID: the server numbers them in another way
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # descriptors pass only between related processes
+    try:
+        data = io.BytesIO()
+        ForkingPickler(data).dump(tensors)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    return base64.b64encode(data.getvalue()).decode()
