@@ -95,7 +95,8 @@ class Pair:
             blocks += [(len(whole.tokens) + row, *block) for row, *block in part.pop("blocks")]
             for name, values in part.items():
                 getattr(whole, name).extend(values)
-        for row, start, draft, target in sorted(blocks):
+        # After an offset a block may start where the answer would have been cut: nothing could follow it.
+        for row, start, draft, target in sorted(block for block in blocks if block[1] < self.files.max_new_tokens):
             question = questions[row]
             context = question.prompt_ids + whole.tokens[row][:start]
             whole.blocks.append((question, context, draft, target))
