@@ -5,6 +5,7 @@ tools. Tokens are the same in every mode, which is checked.
 """
 
 import asyncio
+import dataclasses
 import json
 import random
 import time
@@ -235,6 +236,7 @@ def single_turns(manager: AgentLoopManager, rollout: Any) -> Row:
     asked = batch([Plan(["w1"], []) for _ in range(GROUPS)], "single_turn_agent", CONVERSATIONS // GROUPS)
     asked.non_tensor_batch["raw_prompt_ids"] = np.empty(GROUPS, dtype=object)
     asked.non_tensor_batch["raw_prompt_ids"][:] = asked.batch["input_ids"].tolist()
+    asked.meta_info["do_sample"] = True
     seen: list[list[list[int]]] = []
     works: dict[str, Callable[[], object]] = {
         "async": lambda: seen.append(tokens_of(manager.generate_sequences(asked))),
@@ -315,7 +317,7 @@ def run() -> list[Row]:
             manager = manager_of(config_of(folder, model), rollout)
             rows += [*conversations(manager, rollout, hf_tokenizer(model), folder), http_overhead(rollout)]
             manager.close()
-            rollout.config.response_length, rollout.config.ignore_eos = SINGLE_TOKENS, True
+            rollout.config = dataclasses.replace(rollout.config, response_length=SINGLE_TOKENS, ignore_eos=True)
             config = config_of(folder, model)
             config.actor_rollout_ref.rollout.update(response_length=SINGLE_TOKENS, ignore_eos=True)
             manager = manager_of(config, rollout)

@@ -18,6 +18,7 @@ import pytest
 from tests.experimental.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
+from verl.utils.checkpoint.publish import TRACKER
 
 STEPS = 4
 
@@ -54,6 +55,12 @@ def calls_of(folder: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def journalled(folder: Path, after: int) -> int:
+    """Calls of steps beyond `after` whose results are on disk."""
+    files = (folder / "out" / "tool_journal").glob("step_*-*.jsonl")
+    return sum(f.read_text().count("\n") for f in files if int(f.name.split("-")[0].removeprefix("step_")) > after)
+
+
 def outcome(folder: Path) -> dict:
     """Metrics of each step, the last of a repeated one; weights and optimizer of the last checkpoint."""
     rows = {row["step"]: row for row in metrics_rows(folder)}
@@ -64,8 +71,13 @@ def outcome(folder: Path) -> dict:
     return {"weights": weights} | {n: {k: v for k, v in r.items() if k not in moment} for n, r in rows.items()}
 
 
-def kill_and_resume(folder: Path, model: str, expected: dict, calls: int, rng: random.Random) -> str:
-    """Kill a run within its calls of tools, at a random one, and start it again until it is finished."""
+def kill_and_resume(
+    folder: Path, model: str, expected: dict, calls: int, calls_after: dict[int, int], rng: random.Random
+) -> str:
+    """Kill a run within its calls of tools, at a random one, and start it again until it is finished.
+
+    `calls_after`: an undisturbed run's calls beyond the step of a checkpoint, 0 for none.
+    """
     moment = rng.randrange(1, 2 * calls)
     run = start(folder, model)
     while len(calls_of(folder)) < moment:
@@ -74,15 +86,16 @@ def kill_and_resume(folder: Path, model: str, expected: dict, calls: int, rng: r
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     events = calls_of(folder)
-    in_flight = events.count("begin") - events.count("end")
+    tracker = folder / "out" / TRACKER
+    saved = int(tracker.read_text()) if tracker.is_file() else 0
+    written, begun = journalled(folder, saved), events.count("begin") - (calls - calls_after[saved])
     run = start(folder, model)
     assert run.wait(300) == 0, folder.with_suffix(".log").read_text()[-3000:]
     differing = {k: (v, expected.get(k)) for k, v in outcome(folder).items() if v != expected.get(k)}
     assert not differing, {k: "weights" if k == "weights" else v for k, v in differing.items()}
     repeated = calls_of(folder).count("begin") - calls
-    # A call that was running, or whose result was not yet written, is made again; every other once.
-    assert 0 <= repeated <= in_flight + 1, (repeated, in_flight)
-    return f"killed after {len(events)} of {2 * calls} events, {in_flight} calls running, {repeated} repeated, same end"
+    assert repeated == begun - written  # each call whose result was not on disk, and no other
+    return f"killed after {len(events)} of {2 * calls} events, {repeated} calls without a result repeated, same end"
 
 
 def kills(root: Path, number: int, seed: int = 0) -> None:
@@ -91,9 +104,12 @@ def kills(root: Path, number: int, seed: int = 0) -> None:
     assert undisturbed.wait(300) == 0, (root / "undisturbed.log").read_text()[-3000:]
     expected, calls = outcome(root / "undisturbed"), calls_of(root / "undisturbed").count("begin")
     assert calls >= 16 and any(row["actor/grad_norm"] > 0 for step, row in expected.items() if step != "weights")
+    calls_after = {0: calls, 2: journalled(root / "undisturbed", 2), STEPS: 0}
+    assert 0 < calls_after[2] < calls
     rng = random.Random(seed)
     for i in range(number):
-        print(f"kill {i + 1}: {kill_and_resume(root / f'kill_{i}', model, expected, calls, rng)}", flush=True)
+        said = kill_and_resume(root / f"kill_{i}", model, expected, calls, calls_after, rng)
+        print(f"kill {i + 1}: {said}", flush=True)
 
 
 @pytest.mark.process
