@@ -90,7 +90,7 @@ METRICS: dict[str, str] = {
     "timing_s/*": "Seconds of a phase of the step.",
     "timing_per_token_ms/*": "Milliseconds of a phase over the tokens it worked on.",
     "perf/mfu/*": "Model FLOPs of the update over what the GPUs could do at most in that time.",
-    "perf/throughput": "Tokens a second and rank.",
+    "perf/throughput": "Tokens per second and rank.",
     "perf/time_per_step": "Seconds of the step.",
     "perf/total_num_tokens": "Tokens of the step's batch.",
     "perf/max_memory_*_gb": "Largest memory of a GPU so far, GiB.",
