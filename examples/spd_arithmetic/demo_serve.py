@@ -3,7 +3,7 @@
     python -m examples.spd_arithmetic.demo_serve [--demo DIR] [--questions 200] [--as-it-is]
 
 Reads what `make demo` leaves. The demo's target is so small that drafting for it hardly pays: it is deepened first (the
-same function at the cost of 64 million parameters, see deepen.py). Ends with a table, DEMO/served.json and a picture of
+same function at the cost of 66 million parameters, see deepen.py). Ends with a table, DEMO/served.json and a picture of
 throughput over the number of concurrent requests.
 """
 
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def table_of(record: dict[str, Any]) -> Table:
     """The results as people read them."""
-    what = "target deepened to 64 million parameters" if record["deepened"] else "target as it is"
+    what = "target deepened to 66 million parameters" if record["deepened"] else "target as it is"
     title = f"{record['questions']} held-out questions over HTTP; {what}; threshold {record['threshold']:g}"
     table = Table("", "accuracy %", "accepted", *(f"tokens/s, {n} at once" for n in CONCURRENT), title=title)
     for name, served in record["results"].items():

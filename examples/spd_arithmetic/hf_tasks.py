@@ -17,7 +17,7 @@ from scripts.spd_evaluation.rules import margin as accept_within
 
 @cache
 def _load(files: PairFiles) -> dict[str, nn.Module]:
-    """Both models on the device, once a process; float32 on a CPU, bfloat16 on a GPU."""
+    """Both models on the device, once per process; float32 on a CPU, bfloat16 on a GPU."""
     torch.set_num_threads(files.threads)
     disable_progress_bar()  # its lines would cross those of the command
     dtype = torch.float32 if files.device == "cpu" else torch.bfloat16
@@ -33,7 +33,7 @@ def complete(files: PairFiles, role: str, prompts: Sequence[list[int]]) -> list[
 
 def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]]) -> dict[str, list]:
     """Speculative decoding of (prompt, tokens before the first block): lists `tokens`, `rounds` and `accepted` with an
-    entry a row, and `blocks`, those with a mismatch: row, tokens of the answer before it, draft, target.
+    entry per row, and `blocks`, those with a mismatch: row, tokens of the answer before it, draft, target.
     """
     models, ends = _load(files), end_tokens(files.folder)
     prompts, offsets = zip(*rows, strict=True)
@@ -42,7 +42,7 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
     if longest := max(offsets):
         own = greedy_generate(models["target"], prompts, max_new_tokens=longest, **limits)
         begun = [ids[:offset] for ids, offset in zip(own.tokens, offsets, strict=True)]
-        begun = [[] if ends.intersection(ids) else ids for ids in begun]  # a short answer starts at its begin
+        begun = [[] if ends.intersection(ids) else ids for ids in begun]  # shorter answers start at their beginning
     blocks = []
 
     def keep(block: Block, accepted: torch.Tensor) -> None:

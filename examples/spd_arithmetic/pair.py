@@ -36,12 +36,12 @@ class PairFiles:
     engine: str = "hf"  # hf: transformers in plain batches; vllm: vLLM's offline engine
     longest: int = 0  # tokens of a prompt; for vllm
     tensor_parallel: int = 1  # GPUs that share the target; for vllm
-    kept: Path | None = None  # folder of finished parts, with which a run that was killed goes on
+    kept: Path | None = None  # folder of finished parts, with which a killed run resumes
 
 
 @dataclass
 class Decoding:
-    """Speculative decoding of some questions: an entry a question, and every block with a mismatch that was met."""
+    """Speculative decoding of some questions: an entry per question, and every block with a mismatch that was met."""
 
     tokens: list[list[int]]
     rounds: list[int]  # target forwards

@@ -4,7 +4,7 @@
         --train-questions train.jsonl --test-questions test.jsonl [--engine vllm] [--tensor-parallel 4]
     python -m examples.spd_arithmetic.prepare_blocks --out DIR [--seed S] [--softness U]   # the test bed of the demo
 
-A command that was killed goes on where it stopped, with the same result as one that was not.
+A killed command resumes where it stopped, with the same result as an uninterrupted one.
 """
 
 import argparse
@@ -73,7 +73,7 @@ class Phases:
             if title not in bars:
                 bars[title] = self.progress.add_task(title, total=total)
             self.progress.update(bars[title], completed=done, total=total)
-            # A bar is invisible in a log file, so a phase also speaks up there now and then.
+            # A bar is invisible in a log file, so a phase also logs its progress there at intervals.
             if not self.progress.console.is_terminal and time.perf_counter() - self.spoke > SECONDS_BETWEEN_LINES:
                 self.spoke = time.perf_counter()
                 logger.info("{}: {} of {}", title, done, total)
@@ -136,7 +136,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "many of the target's tokens, drawn evenly; 0: always after the prompt")
     add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
     add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
-    add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--gamma", type=int, default=8, help="drafted tokens per round")
     add("--max-new-tokens", type=int, default=128, help="an answer cut there counts as wrong")
     add("--batch-size", type=int, default=200, help="rows that a process decodes together, and that "
         "are lost when it is killed")
@@ -153,13 +153,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--template-args", type=json.loads, default={}, help="further arguments of the chat template, as JSON")
     add("--device", default="cpu", help="cpu or cuda: where blocks are made")
     add("--engine", choices=("hf", "vllm"), help="what generates: plain batches of transformers, or vLLM (default: "
-        "vllm on cuda, hf on a CPU, where tiny models are sooner done than vLLM has started)")
+        "vllm on cuda, hf on a CPU, where tiny models finish before vLLM has started)")
     add("--tensor-parallel", type=int, default=1, help="GPUs that share the target (vLLM)")
     add("--ray", action=argparse.BooleanOptionalAction, help="the work goes to Ray actors, on all nodes of the cluster "
         "in RAY_ADDRESS, or of one that is started here (default: on cuda)")
     add("--threads", type=int, default=1, help="CPU threads of a process that decodes; may change last digits")
     add("--processes", type=int, help="processes that share the questions, each with both models in its memory "
-        "(default: one a core; on cuda one for each --tensor-parallel GPUs); changes no result")
+        "(default: one per core; on cuda one for each --tensor-parallel GPUs); changes no result")
     args = parser.parse_args(argv)
     splits = [args.train_questions, args.test_questions]
     real = args.questions is not None or any(splits)

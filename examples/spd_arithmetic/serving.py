@@ -2,26 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig
 
+from examples.spd_arithmetic.questions import Question
 from recipe.spd.answers import is_correct
 from recipe.spd.decoder import end_ids
 
 DROP_POINTS = 0.5  # of accuracy on validation questions that a chosen threshold may cost
-
-
-@dataclass(frozen=True)
-class Question:
-    """A line of questions_SPLIT.jsonl."""
-
-    question_id: str
-    question: str
-    prompt_ids: list[int]
-    ground_truth: str
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:

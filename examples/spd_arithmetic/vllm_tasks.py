@@ -25,7 +25,7 @@ CPU_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
 
 @cache
 def _engines(files: PairFiles) -> dict[str, LLM]:
-    """The engines of target and draft, once a process; float32 on a CPU, bfloat16 on GPUs."""
+    """The engines of target and draft, once per process; float32 on a CPU, bfloat16 on GPUs."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import start_engine
 
     on_cuda = files.device != "cpu"
@@ -61,7 +61,7 @@ def decode(files: PairFiles, margin: float, rows: Sequence[tuple[list[int], int]
         return _own_paths(files, prompts, offsets)
     ends, count = end_tokens(files.folder), len(rows)
     begun = _greedy(files, "target", prompts, offsets)
-    texts = [[] if ends.intersection(ids) else ids for ids in begun]  # a short answer starts at its begin
+    texts = [[] if ends.intersection(ids) else ids for ids in begun]  # a shorter answer is decoded from its beginning
     limits = [len(ids) + files.max_new_tokens for ids in texts]
     rounds, accepted, blocks, running = [0] * count, [0] * count, [], list(range(count))
     while running:
