@@ -5,14 +5,14 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
-#   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour a seed and u on 2 cores)
+#   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour per seed and u on 2 cores)
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
 #   make test-all                 every test
 #   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
-#   make bench BENCH=grpo_demo    this one, the GRPO demo on three seeds, runs only so
+#   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools

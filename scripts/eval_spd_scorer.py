@@ -187,7 +187,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--target", required=True, help="Hugging Face directory of the target model, with its tokenizer")
     add("--draft", required=True, help="directory of the draft model (same vocabulary)")
     add("--scorer", required=True, help="directory of the trained scorer")
-    add("--compare", nargs="+", default=[], metavar="NAME=DIR", help="further scorers, reported alike")
+    add("--compare", nargs="+", default=[], metavar="NAME=DIR", help="further scorers, reported in the same way")
     add("--untrained", help="directory of an untrained scorer; left out: the same config, drawn from --seed")
     add("--questions", type=Path, required=True, help="jsonl: question_id, prompt_ids, ground_truth")
     add("--val-questions", type=Path, required=True, help="the questions that choose the scorer's threshold")

@@ -62,7 +62,7 @@ class Result:
 
 
 def batch(rows: int = 8, prompt: int = 40, response: int = 24) -> TensorDict:
-    """Rows of unlike lengths in groups of four with one prompt, on the CPU."""
+    """Rows of different lengths in groups of four with one prompt, on the CPU."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 250, (rows, prompt + response), generator=generator)
     ids[:, :prompt] = ids[::4, :prompt].repeat_interleave(4, 0)
@@ -193,7 +193,7 @@ def check_run(name: str, work: Path) -> Result:
 def measure(
     shape: str, sizes: dict, device: torch.device, length: int = LENGTH, steps: int = STEPS
 ) -> Iterator[Result]:
-    """Tokens a second, MFU and peak memory of updates on one device, of a model of random weights."""
+    """Tokens per second, MFU and peak memory of updates on one device, of a model of random weights."""
     config = Qwen2Config(**sizes, max_position_embeddings=2 * length)
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(device):

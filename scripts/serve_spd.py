@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     add("--scorer", required=True, help="folder of a saved scorer with a target head")
     add("--draft", help="draft model folder; without it give --speculative-config")
     add("--threshold", type=float, default=0.0, help="mismatches with z above it are accepted")
-    add("--gamma", type=int, default=8, help="drafted tokens a round")
+    add("--gamma", type=int, default=8, help="drafted tokens per round")
     add("--allow-foreign-target", action="store_true", help="such as a quantised copy of the scorer's target")
     add("--allow-foreign-drafter", action="store_true", help="another drafter than the one of the training blocks")
     add("--speculative-config", type=json.loads, help="vLLM's, for other proposers than a draft model")

@@ -121,7 +121,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
     def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs) -> dict[str, float]:
-        """The rounds' losses and the AR loss of a micro-batch [b, T], each round backwarded by itself."""
+        """The rounds' losses and the AR loss of a micro-batch [b, T], with a backward pass for each round."""
         layout = self._layout(micro, self.iterative)
         ranks = self.engine.get_data_parallel_size()
         scale, ar_scale = ranks / inputs.counted, ranks / tokens

@@ -53,8 +53,7 @@ class KeyValueStore:
         if (kind := file_system(self.path)) in NETWORK_FILE_SYSTEMS:
             raise StoreError(
                 f"store {self.path} lies on {kind}: the write-ahead log needs memory that its processes share, which a "
-                "network file system does not give. Name a file on a local disk (spd.rollout.store_path, "
-                "spd.feature_store)."
+                "network file system does not give. Name a file on a local disk (spd.rollout.store_path)."
             )
         self._table, self._salt = table, salt
         try:

@@ -7,8 +7,6 @@ import jinja2
 
 from scripts.audit.names import Finding
 
-STATUSES = ("same", "differs", "missing", "ours alone")
-
 
 @dataclass(frozen=True)
 class Row:

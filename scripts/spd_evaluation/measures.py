@@ -45,7 +45,7 @@ def measure(
 ) -> EvaluationRow:
     """Put one run into numbers.
 
-    `correct` and `exact_correct` hold `samples` entries a question, in one order; errors are between questions.
+    `correct` and `exact_correct` hold `samples` entries per question, in one order; errors are between questions.
     `target_tokens` is the length of all of the target's own answers. The shares of labelled mismatches are filled in
     later, for all rules at once.
     """

@@ -31,7 +31,7 @@ class Outcome:
     """Result of a Run."""
 
     result: SpecResult
-    correct: list[bool]  # one entry a sample of each question in turn; an answer cut at the limit is wrong
+    correct: list[bool]  # one entry per sample of each question in turn; an answer cut at the limit is wrong
 
     def __add__(self, other: "Outcome") -> "Outcome":
         """The outcome over the questions of both."""

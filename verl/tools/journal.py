@@ -44,7 +44,7 @@ class ToolJournal:
         self.replayed = 0
 
     def key(self, step: int, seed: int | None, ids: Sequence[int], call: int) -> str:
-        """The name of call number `call` of a conversation whose tokens are `ids`; reads what the step's calls gave."""
+        """The key of call number `call` of a conversation with tokens `ids`; reads a new step's recorded calls."""
         if step != self.step:
             self._read(step)
         text = json.dumps([self.tools, seed, list(ids), call])
@@ -71,7 +71,7 @@ class ToolJournal:
         return entry
 
     def add(self, key: str, response: ToolResponse, reward: Any, metrics: dict[str, Any], failure: Any) -> None:
-        """Write the result of a call, which then survives the death of the process; only of texts."""
+        """Write the result of a call, which then survives the death of the process; only for text responses."""
         if response.image or response.video:
             return
         entry = {"key": key, "response": response.model_dump(exclude_none=True), "reward": reward, "metrics": metrics,

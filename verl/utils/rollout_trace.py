@@ -21,7 +21,7 @@ _attributes: ContextVar[Mapping[str, Any] | None] = ContextVar("rollout_trace", 
 
 
 class JsonlTraces:
-    """Writes calls to a file of this process in `folder`: one JSON object a line, when the call has ended."""
+    """Writes calls to a file of this process in `folder`: one JSON object per line, when the call has ended."""
 
     def __init__(self, folder: str | Path) -> None:
         self.file = Path(folder).expanduser() / f"{uuid4().hex[:12]}.jsonl"

@@ -93,7 +93,7 @@ class StoredWeights:
         return cls(meta, sources)
 
     def placeholders(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """A state dict of placeholders for what is stored; its other parameters a model draws."""
+        """A state dict of placeholders for what is stored; the model initializes its other parameters."""
         shapes = {name: tensor.shape for name, tensor in self.meta.state_dict().items()}
         return {name: placeholder(shapes[name], dtype) for name in self.sources}
 

@@ -5,7 +5,7 @@ CONTROL_FD is a socket: a request comes in (8 bytes of length, then JSON), a rep
 closes, the program is killed. Descriptors 0, 1, 2 are the program's.
 
 Layers: user, pid, mount, network, ipc, uts and cgroup namespaces; a root of read-only libraries and one small tmpfs;
-rlimits; no new privileges; Landlock; a filter that allows known system calls only (no fork, no socket to elsewhere).
+rlimits; no new privileges; Landlock; a filter that allows known system calls only (no fork, no network).
 The program is process 1 of its pid namespace, so that nothing outlives it.
 """
 

@@ -25,8 +25,8 @@ def build_module(
 ) -> tuple[nn.Module, StoredWeights | None]:
     """The model with adapters, on the CPU, and where its weights are: its placeholders are filled when it is sharded.
 
-    Other parameters are the same on every rank, since every rank seeds alike. A loader of the user's own gives all
-    weights, without a second value.
+    Other parameters are the same on every rank, since every rank uses the same seed. A loader of the user's own gives
+    all weights, without a second value.
     """
     dtype = torch_dtype_of(engine_config.model_dtype, "fsdp_config.model_dtype")
     module, stored = load_without_weights(model_config, dtype) or (
@@ -106,7 +106,7 @@ def check_same_weights(module: nn.Module) -> None:
 
 
 def mixed_precision_policy(engine_config: FSDPEngineConfig) -> MixedPrecisionPolicy:
-    """Forward and backward in `dtype`, gradients summed over ranks in float32, unless `mixed_precision` says else."""
+    """Forward and backward in `dtype`, gradients summed over ranks in float32, or as `mixed_precision` says."""
     wanted = {"param_dtype": engine_config.dtype, "reduce_dtype": "float32", **(engine_config.mixed_precision or {})}
     if unknown := set(wanted) - {"param_dtype", "reduce_dtype", "buffer_dtype"}:
         raise ValueError(f"fsdp_config.mixed_precision has unknown keys {sorted(unknown)}.")

@@ -185,7 +185,7 @@ def pack(
     answers = predicted.flatten().nonzero()[:, 0]
     lengths, keys = torch.stack([in_prompt + in_answer] * 2, 1), None
     if group_index is not None:
-        # Two segments a row, without empty ones: the prompt, then the answer with the prompt's keys before its own.
+        # Two segments per row, without empty ones: the prompt, then the answer with the prompt's keys before its own.
         queries = torch.stack([in_prompt, in_answer], 1).flatten()
         spans = torch.stack([prompt_end - prompt_length, own, prompt_length, in_answer], 1)  # [B, 4]
         nothing = torch.zeros_like(own)

@@ -55,7 +55,7 @@ class MessageEncoder:
         role = messages[0]["role"]
         if role == "tool":
             messages = [{"tool_call_id": CALL_ID, **message} for message in messages]
-            numbers = sorted({len(messages), 1}, reverse=True)  # some templates allow one call a turn
+            numbers = sorted({len(messages), 1}, reverse=True)  # some templates allow one call per turn
             bases = [[USER, {**CALLING, "tool_calls": [call] * n}] for n in numbers for call in CALLS]
         else:
             bases = [[USER, ANSWER], [USER]]  # some templates take the thoughts out of a turn once a user follows

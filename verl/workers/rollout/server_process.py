@@ -107,9 +107,9 @@ class RunningServer:
     def seconds_up(self) -> float:
         """Seconds since its start. Raises LocalServerError with the end of the log if it has ended."""
         try:
-            supervisor = psutil.Process(self.pid)
-            if supervisor.status() != psutil.STATUS_ZOMBIE:
-                return time.time() - supervisor.create_time()
+            process = psutil.Process(self.pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                return time.time() - process.create_time()
         except psutil.NoSuchProcess:
             pass
         raise LocalServerError(f"the local {self.engine} server has ended.{self._tail()}")

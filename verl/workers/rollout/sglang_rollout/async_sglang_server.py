@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.
 CONTEXT_MARGIN = 8
-CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU, unless engine_kwargs.sglang.max_total_tokens says else
+CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU; engine_kwargs.sglang.max_total_tokens overrides it
 
 
 class SGLangHttpServer(OwnedServer):

@@ -1,4 +1,4 @@
-"""Generates with a SGLang server, which takes the actor's weights before every step."""
+"""Generates with an SGLang server, which takes the actor's weights before every step."""
 
 from __future__ import annotations
 

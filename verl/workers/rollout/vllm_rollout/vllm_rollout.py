@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank, unless engine_kwargs.vllm.kv_cache_memory_bytes says else
+CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank; engine_kwargs.vllm.kv_cache_memory_bytes overrides it
 KEY = "actor_rollout_ref.rollout"
 # Widths of an attention head that vLLM's CPU kernels are built for; others fail at the first request, not at the start.
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
