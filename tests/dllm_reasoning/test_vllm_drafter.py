@@ -57,7 +57,8 @@ def test_a_model_without_a_window_and_wrong_settings_are_refused(tiny_llama):
 @pytest.mark.process
 @pytest.mark.parametrize("mode", ["slide", "verify"])
 def test_its_windows_are_those_of_our_own_generation(refined, mode):
-    """vLLM's part is played by a loop: verify the drafts in one forward, keep the confirmed ones and one more."""
+    """vLLM's part is played by a loop: verify the drafts in one forward, keep the confirmed ones and one more. Unlike
+    vLLM, which also keeps a noise token that happens to be right, it keeps guesses only, as our own generation does."""
     from dllm_reasoning.inference.vllm_drafter import SelfDrafter
 
     folder, model = refined
@@ -75,7 +76,8 @@ def test_its_windows_are_those_of_our_own_generation(refined, mode):
             with torch.no_grad():
                 logits = model(torch.tensor([tokens + drafts])).logits[0, len(tokens) - 1 :]
             predicted = logits.argmax(-1).tolist()
-            agreed = next((i for i, d in enumerate(drafts) if d != predicted[i]), len(drafts))
+            guesses = drafts[: WINDOW - 1]
+            agreed = next((i for i, d in enumerate(guesses) if d != predicted[i]), len(guesses))
             drafter.observe(logits, [len(drafts)])
             tokens += predicted[: agreed + 1]
             (drafts,) = drafter.propose([predicted[: agreed + 1]], None, None)
