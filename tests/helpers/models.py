@@ -31,7 +31,9 @@ def make_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tiny_llama(directory: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab_size: int = 64) -> str:
+def save_tiny_llama(
+    directory: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab_size: int = 64, positions: int = 2048
+) -> str:
     """Write config, safetensors weights and tokenizer of a small Llama; returns the directory as text."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -41,7 +43,7 @@ def save_tiny_llama(directory: Path, hidden: int = 64, layers: int = 2, seed: in
         num_hidden_layers=layers,
         num_attention_heads=hidden // 32,
         num_key_value_heads=hidden // 32,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

@@ -12,7 +12,7 @@ import torch
 from loguru import logger
 
 from recipe.dapo.dapo_ray_trainer import RayDAPOTrainer, _merged
-from tests.helpers.models import make_tokenizer
+from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.rl_run import FakeGroup, compose_run, fake_trainer, metrics_rows, write_prompts
 from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
@@ -348,9 +348,10 @@ def test_weights_are_sent_once_per_step_with_validation_and_two_draws(tmp_path):
 
 
 @pytest.mark.process
-def test_the_papers_script_passes_the_dry_run(tmp_path, tiny_llama):
+def test_the_papers_script_passes_the_dry_run(tmp_path):
     files = write_prompts(tmp_path, prompts=1536)
-    env = {**os.environ, "MODEL": tiny_llama, "TRAIN": files["train.jsonl"], "VAL": files["val.jsonl"], "NNODES": "1"}
+    model = save_tiny_llama(tmp_path / "model", positions=32768)
+    env = {**os.environ, "MODEL": model, "TRAIN": files["train.jsonl"], "VAL": files["val.jsonl"], "NNODES": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"  # the script starts python3
     script = ROOT / "recipe" / "dapo" / "run_dapo_qwen2.5_32b.sh"
     more = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.dry_run=true"]

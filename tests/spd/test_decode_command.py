@@ -180,7 +180,7 @@ def test_a_mistake_ends_with_one_message(house, tmp_path):
     bare.mkdir()
     (tmp_path / "bad.jsonl").write_text('{"prompt_ids": [1, 99]}\n')
     (tmp_path / "none.jsonl").write_text('{"text": "a"}\n')
-    long = " ".join(["a"] * 500)
+    long = " ".join(["a"] * 2040)
     for options, sentence in (
         (["--target", str(tmp_path / "gone"), "--prompt", "a"], "--target .*gone: the directory does not exist"),
         (["--draft", str(tmp_path / "gone"), "--prompt", "a"], "--draft .*gone: the directory does not exist"),
@@ -191,7 +191,7 @@ def test_a_mistake_ends_with_one_message(house, tmp_path):
         (["--draft", str(tmp_path / "shifted"), "--prompt", "a"],
          r"--draft .*shifted has another vocabulary than the target \(58 and 59 tokens; '\*' is id 52 and 53\)"),
         (["--prompt", "a", "  "], "prompt 2 is empty"),
-        (["--prompt", long], "prompt 1 has 500 tokens; with --max-new-tokens 24 it does not fit into the 512 positi"),
+        (["--prompt", long], "prompt 1 has 2040 tokens; with --max-new-tokens 24 it does not fit into the 2048 positi"),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: the file does not exist"),
         (["--prompts", str(tmp_path / "bad.jsonl")], "prompt 1: prompt_ids must be a list of token ids from 0 to 58"),
         (["--prompts", str(tmp_path / "none.jsonl")], "prompt 1 has none of prompt_ids, prompt, question"),

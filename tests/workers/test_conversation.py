@@ -124,5 +124,5 @@ def test_the_router_forgets_the_oldest_conversation():
 
 
 def test_a_rollout_without_a_server_is_named():
-    with pytest.raises(ValueError, match="rollout.name='hf' has no server for rollout.mode=async. Known: vllm"):
+    with pytest.raises(ValueError, match="rollout.name='hf' has no server for rollout.mode=async. Known: sglang, vllm"):
         get_rollout_replica_class("hf")

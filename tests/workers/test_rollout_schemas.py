@@ -28,6 +28,7 @@ def tokenizer():
     made = make_tokenizer(WORDS)
     made.chat_template = TEMPLATE
     made.eos_token = "</s>"
+    made.add_special_tokens({"additional_special_tokens": ["|"]})  # text after the end of a turn would be refused
     return made
 
 

@@ -84,8 +84,9 @@ class Checkpoints:
         self.pending: tuple[int, ExitStack] | None = None  # step and writer of a checkpoint that is being written
         self.publishing: Future | None = None
         self.publisher = ThreadPoolExecutor(1)
-        of_torchrun = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
-        if trainer.save_freq != 0 and (trainer.nnodes > 1 or of_torchrun):
+        ranks_here = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun
+        several_nodes = trainer.nnodes > 1 or (ranks_here is not None and ranks_here != os.environ.get("WORLD_SIZE"))
+        if trainer.save_freq != 0 and several_nodes:
             self._refuse_separate_folders()
 
     def _refuse_separate_folders(self) -> None:
