@@ -117,7 +117,8 @@ def test_a_scorer_in_vllm(tmp_path, monkeypatch):
     pair, prompts = make_pair(tmp_path), make_prompts(4)
     replaced = [(f"/models/{name}", getattr(pair, name)) for name in ("target", "draft", "scorer")]
     replaced += [("max_tokens=400", f"max_tokens={LIMIT}"), ("llm.generate(", "answers += llm.generate(")]
-    replaced += [("threshold=1.0", "threshold=1.0, dtype='float32'")]  # rounding must not decide
+    # An untrained scorer accepts something at a low threshold; rounding must not decide.
+    replaced += [("threshold=1.0", "threshold=-1.0, dtype='float32'")]
     names = names_after(
         "docs/serving.md", replaced=replaced, answers=[], prompts=[{"prompt_token_ids": ids} for ids in prompts]
     )

@@ -280,7 +280,7 @@ WITH_A_WORKER = """
 import argparse, time
 from rich.progress import Progress
 from scripts.spd_evaluation.pool import Job, Pool
-pool = Pool(Job(argparse.Namespace(), {}, [], []), 1, Progress(disable=True))
+pool = Pool(Job(argparse.Namespace(device="cpu"), {}, [], []), 1, Progress(disable=True))
 pool._executor.submit(print, "up", flush=True)
 time.sleep(600)
 """
