@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV="$(readlink -f "${VENV:-.venv}")"
 SGLANG_VENV="${SGLANG_VENV:-.venv-sglang}"
-stamp="$VENV $(cat "$VENV/.ready" requirements/sglang.txt "$0" | sha256sum | cut -c1-16)"
+stamp="$VENV $("$VENV/bin/python" -V) $(cat requirements/sglang.txt "$0" | sha256sum | cut -c1-16)"
 if [ "$(cat "$SGLANG_VENV/.ready" 2>/dev/null)" = "$stamp" ]; then
     exit 0
 fi

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from verl.workers.rollout.replica import ServerHandle
 
-UNLIKE = ("serialized_named_tensors",)  # parts of a request that differ from run to run
+UNLIKE = ("rid", "serialized_named_tensors")  # parts of a request that differ from run to run
 
 
 class Exchange:

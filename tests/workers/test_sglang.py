@@ -20,7 +20,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import ServerClient, ServerError
 from verl.workers.rollout.server_process import LocalServerError
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
-from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, packed
+from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, packed, parts
 
 RECORD = Path(__file__).with_name("sglang_exchange.json")  # written by make test-sglang RECORD_SGLANG=1
 REAL = pytest.param("real", marks=[pytest.mark.sglang, pytest.mark.process])
@@ -66,7 +66,7 @@ def served(request, tiny_llama):
     lengths = {"prompt_length": 16, "response_length": LONGEST - 16, "max_num_seqs": 32}
     config = RolloutConfig(name="sglang", mode="async", dtype="float32", calculate_log_probs=True,
                            update_weights_bucket_megabytes=1, **lengths)  # fmt: skip
-    rollout = Rollout(config, engine.model_config, engine.mesh)
+    rollout = Rollout(config, engine.model_config.load(), engine.mesh)
     send(rollout, engine.get_per_tensor_param(), version=3)
     yield rollout, engine
     rollout.close()
@@ -206,12 +206,14 @@ def test_a_batch_is_answered_in_order(served):
         assert output["rollout_log_probs"][row, : len(answer)].tolist() == pytest.approx(expected, abs=1e-3)
 
 
-def test_tensors_are_packed_in_one_buffer():
+def test_tensors_are_sent_in_parts_each_in_one_buffer():
     tensors = [("a", torch.randn(3, 5)), ("b", torch.tensor(2.5, dtype=torch.float64)), ("c", torch.ones(7).bfloat16())]
     copies = packed(tensors)
     assert [name for name, _ in copies] == ["a", "b", "c"]
     assert all(torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(copies, tensors, strict=True))
     assert len({copy.untyped_storage().data_ptr() for _, copy in copies}) == 1
+    assert [[name for name, _ in part] for part in parts(tensors, 68)] == [["a", "b"], ["c"]]  # 60 + 8 and 14 bytes
+    assert [[name for name, _ in part] for part in parts(tensors, 1)] == [["a"], ["b"], ["c"]]
 
 
 def test_the_replica_wakes_and_sleeps_through_the_ranks(served):

@@ -45,13 +45,14 @@ class SGLangHttpServer(OwnedServer):
     ) -> None:  # fmt: skip
         self.config, self.model_config, self.gpus = config, model_config, gpus
         self.api_key = secrets.token_urlsafe(16)
+        options = self._options()
         self.folder = Path(tempfile.mkdtemp(prefix="verl_sglang_"))  # readable by this user only
         port = free_port(host)
         self.address = f"{host}:{port}"
         key_file = self.folder / "key.yaml"  # the command line can be read by all users of the machine
         key_file.write_text(f"api-key: {self.api_key}\n")
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(key_file)]
-        for name, value in (self._options() | {"host": host, "port": port}).items():
+        for name, value in (options | {"host": host, "port": port}).items():
             flag = f"--{name.replace('_', '-')}"
             if isinstance(value, bool):
                 command += [flag] if value else []

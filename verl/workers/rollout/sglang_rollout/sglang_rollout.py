@@ -143,7 +143,7 @@ class ServerAdapter(BaseRollout):
         """Send the weights in parts of `update_weights_bucket_megabytes`; the server waits for requests that run."""
         self.has_weights = False
         in_session = self.leads and await self._begin_update()
-        for part in _parts(weights, self.config.update_weights_bucket_megabytes << 20):
+        for part in parts(weights, self.config.update_weights_bucket_megabytes << 20):
             if self.leads:
                 tensors = packed(part)
                 blobs = [serialized(tensors) for _ in range(self.size)]
@@ -205,7 +205,7 @@ def _visible_device() -> str:
     return names.split(",")[index] if names else str(index)
 
 
-def _parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Consecutive weights, of `limit` bytes at most together, or of one tensor."""
     part: list[tuple[str, torch.Tensor]] = []
     size = 0
