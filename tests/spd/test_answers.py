@@ -61,8 +61,8 @@ def test_answers_by_hand(text, answer):
         ("the answer is 1/2", r"\frac{1}{2}", True),
         (r"\boxed{.5}", "0.50", True),
         (r"\boxed{2x}", "2", False),
-        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
-        (r"\boxed{x^2 + 2x}", "(x+1)^2", False),
+        pytest.param(r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True, marks=pytest.mark.process),  # by math-verify
+        pytest.param(r"\boxed{x^2 + 2x}", "(x+1)^2", False, marks=pytest.mark.process),
         (r"\boxed{\text{Monday}}", "Monday", True),
         (r"\boxed{\text{Monday}}", "Tuesday", False),
     ],

@@ -13,6 +13,8 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle
 
+pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
+
 PAD, EOS = 0, 2
 
 

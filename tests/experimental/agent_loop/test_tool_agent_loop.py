@@ -21,6 +21,8 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
 
+pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
+
 CALL = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
 WORDS = [*CALL, "<tool_call>{", "add", "break", "again", "?", "user", "tool", "Hello.", "Yes.", "7", "so", "what", "1",
          "2", "You", "are", "a", "helpful", "assistant.", "Error:"]  # fmt: skip

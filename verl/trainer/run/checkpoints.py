@@ -84,9 +84,8 @@ class Checkpoints:
         self.pending: tuple[int, ExitStack] | None = None  # step and writer of a checkpoint that is being written
         self.publishing: Future | None = None
         self.publisher = ThreadPoolExecutor(1)
-        ranks_here = os.environ.get("LOCAL_WORLD_SIZE")  # set by torchrun
-        several_nodes = trainer.nnodes > 1 or (ranks_here is not None and ranks_here != os.environ.get("WORLD_SIZE"))
-        if trainer.save_freq != 0 and several_nodes:
+        ranks = {os.environ[name] for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE") if name in os.environ}  # of torchrun
+        if trainer.save_freq != 0 and (trainer.nnodes > 1 or len(ranks) > 1):
             self._refuse_separate_folders()
 
     def _refuse_separate_folders(self) -> None:
