@@ -44,7 +44,8 @@ class RefineRollout(HFRollout):
     def _generate(self, prompts: DataProto) -> dict[str, torch.Tensor]:
         request = GenerationRequest.from_batch(prompts, self.config)
         module, n, limit, pad = self.engine.module, request.n, self.config.response_length, request.pad_id
-        generators = [torch.Generator().manual_seed(seed) for seeds in request.seeds for seed in seeds]
+        seeds = [seed for of_prompt in request.seeds for seed in of_prompt]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(module.device)  # [B*n, R]
 
         def choose_tokens(logits: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], list[list[float]]]:
@@ -75,7 +76,6 @@ class RefineRollout(HFRollout):
                     f"actor_rollout_ref.rollout.custom.lenience={lenience} needs top_k=-1 and top_p=1, not top_k="
                     f"{sampling.top_k} and top_p={sampling.top_p}: set those, or leave lenience out."
                 )
-            seeds = [seed for seeds in request.seeds for seed in seeds]
             choose_tokens = LenientDraws(self.rule, lenience, sampling.temperature, seeds)
         self.forwards += 1 + decode(runner, rows, self.rule, ends, choose_tokens)
         self.row_forwards += sum(row.forwards for row in rows)
