@@ -29,6 +29,16 @@ def ray_cluster():
     ray.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def environment_of_each_test():
+    """Undo what a test leaves in os.environ: entries set variables that the next test of the process would read."""
+    before = dict(os.environ)
+    yield
+    for name in [name for name in os.environ if name not in before]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_bundles_kept_in_ray():
     """A file that leaves ranks' places reserved would starve those behind it: named here, and given back."""
