@@ -85,6 +85,10 @@ def test_a_missing_column_and_a_number_are_refused(tmp_path):
         SFTDataset(file, make_tokenizer(), config())[0]
     with pytest.raises(DatasetError, match=r"row 1: column 'answer' is a int, not a text. Set data.response_key"):
         SFTDataset(file, make_tokenizer(), config())[1]
+    expected = (r"row 0: has no column 'q' and no column 'a' \(columns: question, reply\). "
+                "Set data.prompt_key and data.response_key.")  # fmt: skip
+    with pytest.raises(DatasetError, match=expected):
+        SFTDataset(file, make_tokenizer(), config(prompt_key="q", response_key="a"))[0]
 
 
 CONVERSATION = [

@@ -149,11 +149,16 @@ class FileRows(Dataset):
                 order = np.random.default_rng(data_setting(config, "seed")).permutation(len(self.rows)).tolist()
             self._keep(order[:max_samples])
 
-    def column(self, item: int, name: str, setting: str) -> Any:
-        """A column of a row; `setting` is the key to change when there is none."""
+    def column(self, item: int, name: str, setting: str, also: Mapping[str, str] | None = None) -> Any:
+        """A column of a row; `setting` is the key to change when there is none.
+
+        `also` maps the settings of further columns to their names: the error names those that are missing as well.
+        """
         row = self.rows[item]
         if name not in row:
-            what = f"has no column '{name}' (columns: {', '.join(row)}). Set {setting}."
+            missing = {setting: name} | {key: other for key, other in (also or {}).items() if other not in row}
+            names = " and no column ".join(f"'{other}'" for other in missing.values())
+            what = f"has no column {names} (columns: {', '.join(row)}). Set {' and '.join(missing)}."
             if isinstance(row.get("messages"), list) and setting == "data.prompt_key":
                 what = f"has no column '{name}', but conversations in 'messages'. Set data.multiturn.enable=true."
             raise MissingColumn(str(self.error(item, what)))

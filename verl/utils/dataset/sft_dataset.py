@@ -66,8 +66,9 @@ class SFTDataset(FileRows):
 
     def text_of(self, item: int, kind: str) -> str:
         """The text of a row's `prompt` or `response`, through the keys that lead to it."""
-        name = self.setting(f"{kind}_key")
-        value, path = self.column(item, name, f"data.{kind}_key"), f"column '{name}'"
+        names = {f"data.{each}_key": self.setting(f"{each}_key") for each in ("prompt", "response")}
+        name = names[f"data.{kind}_key"]
+        value, path = self.column(item, name, f"data.{kind}_key", names), f"column '{name}'"
         for key in self.setting(f"{kind}_dict_keys") or []:
             if not isinstance(value, Mapping) or key not in value:
                 have = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
