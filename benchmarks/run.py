@@ -7,7 +7,7 @@ from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
 
 NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale")
-LONG = ("grpo_demo", "dllm_demo", "spd_gamma", "spd_served")  # a quarter of an hour and more: by name only
+LONG = ("grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served")  # take long: by name only
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
