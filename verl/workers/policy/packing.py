@@ -116,7 +116,9 @@ class Packing:
 
     def answered(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Values [N] of the counted response tokens -> `shape` [B, R], 0 elsewhere."""
-        placed = values.new_zeros(shape.numel()).index_copy(0, self.answers, values).view(shape)
+        # No view of a flat tensor: FSDP2 warns of forwards that return views.
+        place = self.answers // shape[1], self.answers % shape[1]
+        placed = values.new_zeros(shape).index_put(place, values)
         return placed if self.group is None else _SumOfParts.apply(placed, self.group)
 
     def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
