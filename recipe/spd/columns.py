@@ -107,7 +107,7 @@ def row_batches(path: str | Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def _batches(path: str | Path) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(Path(path).expanduser(), page_checksum_verification=True) as file:
+    with pq.ParquetFile(Path(path).expanduser(), page_checksum_verification=True, pre_buffer=False) as file:
         yield from file.iter_batches(ROWS_AT_A_TIME)
 
 
