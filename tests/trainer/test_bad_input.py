@@ -85,3 +85,14 @@ def test_a_missing_column_is_reported_once_per_file(sound, tmp_path, capsys):
     dry_run(with_changes(sound, {"data.prompt_key": "question"}, tmp_path), known=compose_ppo())
     reported = wrong_part(capsys)
     assert [name for name in ("train.jsonl", "val.jsonl") if reported.count(f"{Path(name)}, row") != 1] == []
+
+
+def test_one_start_names_what_is_wrong_in_settings_model_machine_and_data(sound, tmp_path):
+    changes = {"actor_rollout_ref.actor.policy_loss.loss_mode": "plian", "actor_rollout_ref.model.path": "{here}/none",
+               "trainer.device": "cuda", "trainer.n_gpus_per_node": 99, "data.train_batch_size": 99,
+               "actor_rollout_ref.actor.ppo_mini_batch_size": 99}  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        run_ppo(with_changes(sound, changes, tmp_path))
+    for part in ("loss_mode='plian' is unknown", "none: the folder does not exist", "trainer.device=cuda: this machine has",
+                 "data.train_files: columns and rows are not checked until the tokenizer loads"):  # fmt: skip
+        assert part in str(end.value), part

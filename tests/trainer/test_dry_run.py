@@ -100,7 +100,7 @@ def test_rows_that_cannot_be_used_are_named(overrides, capsys, tmp_path):
 def test_a_column_that_the_reward_needs_is_asked_for(overrides, capsys, tmp_path):
     prompts(6).drop(columns="reward_model").to_parquet(tmp_path / "val.parquet")
     code, text = plan([*overrides, "trainer.device=cpu"], capsys)
-    assert code == 1 and "no column reward_model" in text
+    assert code == 1 and f"data.val_files: {tmp_path}/val.parquet, row 0: no column reward_model ({{'ground_truth': ...}}" in text
 
 
 def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
@@ -162,7 +162,7 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     prompts(20, data_source="openai/gsm8").to_parquet(tmp_path / "train.parquet")
     code, text = plan(overrides, capsys)
     rule = "no rule reward for data_source='openai/gsm8'; did you mean 'openai/gsm8k'?"
-    assert code == 1 and f"data.train_files, row 0: {rule}" in text
+    assert code == 1 and f"data.train_files: {tmp_path}/train.parquet, row 0: {rule}" in text
     (tmp_path / "mine.py").write_text("def compute_score(*args, **kwargs): return 1.0\n")
     assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
 

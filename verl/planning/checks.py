@@ -166,6 +166,8 @@ def check_splits(
         try:
             if findings.tokenizer is None:  # rows cannot be tokenized, but counted
                 count = sum(len(read_rows(f)) for f in files)
+                unchecked = f"{key}: columns and rows are not checked until the tokenizer loads."
+                findings.problems.append(absent(key, unchecked))
             else:
                 dataset = make(files, split)
                 findings.datasets[key], count = dataset, len(dataset)
@@ -195,7 +197,8 @@ def row_problems(
                 return
             continue
         if message := lacks(row):
-            yield wrong(key, f"{key}, row {i}: {message}")
+            file, number = dataset.origins[i] if hasattr(dataset, "origins") else (key, i)
+            yield wrong(key, f"{key}: {file}, row {number}: {message}" if file != key else f"{key}, row {i}: {message}")
             break
     if broken > ROW_ERRORS_SHOWN:
         yield wrong(key, f"{key}: {broken - ROW_ERRORS_SHOWN} further rows have errors like these.")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
 from verl.planning.batch_arithmetic import batch_problems
 from verl.planning.problems import Problem, wrong
+from verl.utils.import_utils import import_external_libs
 
 # Below these any key is accepted: a name anywhere, or the end of a path.
 OPEN = (
@@ -207,9 +207,9 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     key = "actor_rollout_ref.model.external_lib"
     if module := select(plain, key, None):
         try:
-            importlib.import_module(module)
+            import_external_libs(module)
         except ImportError as e:
-            issues.append(wrong(key, f"{key}={module} cannot be imported ({e}). Put its folder on PYTHONPATH."))
+            issues.append(wrong(key, f"{key}={module} cannot be imported: {e}."))
     built_in = {
         "algorithm.adv_estimator": tuple(AdvantageEstimator),
         "actor_rollout_ref.actor.policy_loss.loss_mode": POLICY_LOSSES,

@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
+from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
+from verl.planning.problems import ConfigError
 from verl.trainer.ppo.utils import Role, need_critic, serves_reward_model, uses_kl
 from verl.trainer.run.ray_session import run_here, run_until_done, started_session
 from verl.utils.config import hydra_main, validate_config
@@ -56,6 +58,16 @@ def run_ppo(
 
     try:
         validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
+    except ConfigError as e:
+        problems = list(e.problems)
+        try:
+            refuse_bad_input(config)
+        except ConfigError as more:
+            problems += more.problems
+        except Exception as error:  # what the wrong settings above make of the input
+            logger.debug("the input was not checked: {}", error)
+        sys.exit(str(ConfigError(dict.fromkeys(problems))))
+    try:
         refuse_bad_input(config)
     except ValueError as e:
         sys.exit(str(e))

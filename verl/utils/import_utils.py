@@ -26,9 +26,15 @@ FILE_PATH_PREFIX = "file://"
 
 
 def import_external_libs(external_libs: str | list[str] | None = None) -> None:
-    """Import the named modules, which register their plug-ins."""
+    """Import the named modules, which register their plug-ins. Raises ImportError, which names a fix."""
     for name in [external_libs] if isinstance(external_libs, str) else external_libs or []:
-        importlib.import_module(name)
+        if name.endswith(".py"):
+            stem = Path(name).stem
+            raise ImportError(f"it names a file; name the module, external_lib={stem}, with its folder on PYTHONPATH")
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ImportError(f"{error}; its folder must be on PYTHONPATH") from error
 
 
 def load_module(module_path: str, module_name: str | None = None) -> ModuleType | None:

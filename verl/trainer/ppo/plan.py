@@ -16,6 +16,7 @@ from verl.planning.checks import (
     ROWS_CHECKED,
     Findings,
     check_fills_a_batch,
+    check_gpus,
     check_length,
     check_loggers,
     check_machine,
@@ -52,12 +53,15 @@ def refuse_bad_input(config: DictConfig) -> None:
     check_models(config.actor_rollout_ref.model, findings)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
-    findings.problems += check_loggers(config)
+    findings.problems += [*check_loggers(config), *check_gpus(config)]
     check_data(config, findings, rows=ROWS_AT_START)
     for check in CHECKS:
         findings.problems += check(config, findings)
     if fatal := list(dict.fromkeys(p for p in findings.problems if p.kind in (WRONG, ABSENT))):
         raise ConfigError(fatal)
+
+
+_COLUMNS = {"reward_model": "{'ground_truth': ...}, which the reward function gets"}
 
 
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
@@ -105,11 +109,12 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
     by_rule &= config.reward_manager.name in ("naive", "batch", "dapo", "prime") and not config.reward_model.enable
 
     def lacks(row: Mapping[str, Any]) -> str | None:
-        missing = [c for c in (data.reward_fn_key, "reward_model") if c not in row]
+        missing = {c: _COLUMNS.get(c, "the name of its reward") for c in (data.reward_fn_key, "reward_model")
+                   if c not in row}  # fmt: skip
         if by_rule and not missing and not has_rule(source := row[data.reward_fn_key]):
             return unknown_source(source)
         hint = ", or set data.reward_fn_key" if data.reward_fn_key in missing else ""
-        text = f"no column {', '.join(missing)} (columns: {', '.join(sorted(row))})"
+        text = f"no column {' and no column '.join(f'{name} ({content})' for name, content in missing.items())}"
         return f"{text}. Add it when the data is prepared{hint}." if missing else None
 
     if check_splits(data, findings, rows, find_class, make, lacks):

@@ -77,8 +77,8 @@ def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> 
         import_external_libs(plain["model"]["external_lib"])
         engine_parts(config, None, 1)
     except ImportError as e:
-        rule = f"model.external_lib={plain['model']['external_lib']} cannot be imported ({e})."
-        problems.append(wrong("model.external_lib", f"{rule} Put its folder on PYTHONPATH."))
+        rule = f"model.external_lib={plain['model']['external_lib']} cannot be imported: {e}."
+        problems.append(wrong("model.external_lib", rule))
     except ValueError as e:
         problems.append(wrong("optim", str(e)))
     return problems
