@@ -14,6 +14,7 @@ from tests.helpers.documents import ROOT, tracked
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.replica import TokenOutput
@@ -39,8 +40,8 @@ def names_after(page, number=0, replaced=(), **names):
 
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
-        ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1),
-        ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
+        ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/quickstart.md", 0),
+        ("docs/rewards.md", 0), ("docs/rewards.md", 1), ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
     }  # fmt: skip
 
 
@@ -99,6 +100,23 @@ def test_the_file_of_tools(tmp_path):
     file.write_text(BLOCKS["docs/agents.md", 1])
     (tool,) = initialize_tools_from_config(str(file))
     assert type(tool).__name__ == yaml.safe_load(file.read_text())["tools"][0]["class_name"].rpartition(".")[2]
+
+
+def test_the_smallest_tool():
+    tool = names_after("docs/agents.md", 2)["ReverseTool"]({"type": "native"}, None)
+    assert tool.name == "reverse"
+    response, reward, metrics = asyncio.run(tool.execute("one", {"text": "abc"}))
+    assert (response.text, reward, metrics) == ("cba", 0.0, {})
+
+
+def test_the_data_are_rows_of_the_data_set(tmp_path, tiny_llama):
+    names_after("docs/quickstart.md", replaced=[('"train.parquet"', f'"{tmp_path}/train.parquet"')])
+    tokenizer = hf_tokenizer(tiny_llama)
+    settings = {"max_prompt_length": 64, "prompt_key": "prompt"}
+    data = RLHFDataset(f"{tmp_path}/train.parquet", tokenizer, OmegaConf.create(settings))
+    row = data[57]
+    assert len(data) == 100 and row["input_ids"].shape == (64,)
+    assert row["reward_model"]["ground_truth"] == "12" and row["data_source"] == "openai/gsm8k" and row["index"] == 57
 
 
 def test_generation_in_blocks(tiny_llama):
