@@ -157,7 +157,7 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
         if role != "actor_rollout_ref.ref":
             values[f"{engine}.optimizer_offload"] = f"${{{role}.megatron.optimizer_offload}}"
             values |= {f"{role}.grad_clip": "${.optim.clip_grad}", f"{role}.optim.clip_grad": 1.0}
-            values[f"{role}.optim.optimizer"] = "adam"
+            values |= {f"{role}.optim.optimizer": "adam", f"{role}.optim.lr_wsd_decay_steps": None}
     values[f"{ACTOR}.use_remove_padding"] = "${.megatron.use_remove_padding}"
     inherited = ("param_offload", "seed", "dtype", "use_remove_padding", "override_transformer_config")
     ref = "actor_rollout_ref.ref.megatron"
@@ -238,6 +238,7 @@ def files() -> dict[str, File]:
                 "gen_batch_size": "${data.train_batch_size}", "seed": "${oc.select:trainer.seed,null}",
                 "tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path,null}",
                 "function_tool_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path,null}",
+                "trust_remote_code": f"${{oc.select:{MODEL}.trust_remote_code,false}}",
             },
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),
@@ -295,6 +296,7 @@ def files() -> dict[str, File]:
             },
             {
                 "reward_manager.name": "${oc.select:reward_model.reward_manager,naive}",
+                f"{MODEL}.tokenizer_path": "${data.tokenizer}",
                 "algorithm.pf_ppo": {"reweight_method": "pow", "weight_pow": 2.0},
                 f"trainer.{local_dir}": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
             },

@@ -132,9 +132,10 @@ def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
 
 
 def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys):
-    code, text = plan([*overrides, "trainer.device=cpu", "trainer.default_hdfs_dir=hdfs://a"], capsys)
-    assert code == 0
-    message = "trainer.default_hdfs_dir=hdfs://a has no effect in this version: checkpoints stay in"
+    changes = ["trainer.device=cpu", "trainer.use_legacy_worker_impl=disable", "trainer.default_hdfs_dir=hdfs://a"]
+    code, text = plan([*overrides, *changes], capsys)
+    assert code == 0 and "trainer.default_hdfs_dir=hdfs://a: the `hdfs` command is not on PATH" in text
+    message = "trainer.use_legacy_worker_impl=disable has no effect in this version: there is one worker"
     assert message in text.partition("Set, but without effect: 1")[2]
 
 

@@ -119,6 +119,26 @@ def test_local_paths_stay_and_copies_are_compared(tmp_path, monkeypatch):
         fs.copy_to_local("hdfs://x/y", cache_dir=str(tmp_path / "cache"))
 
 
+def test_files_are_copied_into_folders_and_to_hdfs(tmp_path, monkeypatch):
+    source, remote = tmp_path / "step", tmp_path / "remote"
+    source.mkdir()
+    (source / "w").write_text("new")
+    (tmp_path / "tracker").write_text("7")
+    (remote / "step").mkdir(parents=True)
+    (remote / "step" / "old").touch()
+    fs.copy_into([source, tmp_path / "tracker"], str(remote))
+    assert [f.name for f in (remote / "step").iterdir()] == ["w"] and (remote / "tracker").read_text() == "7"
+    command = tmp_path / "bin" / "hdfs"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n[ "$2" = -mkdir ]\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:/bin:/usr/bin")
+    with pytest.raises(subprocess.CalledProcessError):  # of -put
+        fs.copy_into([source], "hdfs://a/b")
+    lines = (tmp_path / "called").read_text().splitlines()
+    assert lines == ["dfs -mkdir -p hdfs://a/b", f"dfs -put -f {source} hdfs://a/b"]
+
+
 def test_a_text_model_has_a_tokenizer_and_no_processor(tiny_llama):
     assert hf_tokenizer(tiny_llama).pad_token == "<pad>"
     assert hf_processor(tiny_llama) is None

@@ -116,6 +116,10 @@ def test_schedules_by_hand():
     assert warm == [0.5, 0.75]
     wsd = rates(F.get_wsd_schedule_with_warmup, 8, num_warmup_steps=2, num_training_steps=6, stable_ratio=0.5)
     assert wsd == pytest.approx([0, 0.5, 1, 1, 1, 0.5, 0, 0])
+    for decay, halfway in (("exponential", 2 * 0.5**0.5 - 1), ("linear", 0.5), ("minus_sqrt", 1 - 0.5**0.5)):
+        steps = {"num_warmup_steps": 1, "num_training_steps": 6, "decay_steps": 2, "min_lr_ratio": 0.2}
+        falling = rates(F.get_wsd_schedule_with_warmup, 8, decay=decay, **steps)
+        assert falling == pytest.approx([0, 1, 1, 1, 1, 0.2 + 0.8 * halfway, 0.2, 0.2])
 
 
 def test_grad_norm_is_the_norm():

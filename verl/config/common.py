@@ -134,9 +134,7 @@ class RunConfig(BaseConfig, section="trainer"):
     allow_data_change: bool = setting(False, "Allow a resumed run to use other training data than the checkpoint's.")
     default_local_dir: str = setting("checkpoints/verl_examples/gsm8k", "Folder of checkpoints and report.")
     default_hdfs_dir: str | None = setting(
-        None,
-        "Remote folder that checkpoints are copied to; null for none.",
-        unused="checkpoints stay in trainer.default_local_dir",
+        None, "Folder (hdfs://... or a path) that published checkpoints are copied to; null for none."
     )
     use_legacy_worker_impl: str = setting(
         "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"

@@ -20,7 +20,7 @@ class SamplerConfig(BaseConfig, section="data.sampler"):
 class DataConfig(BaseConfig, section="data"):
     """RL data; batch sizes count prompts over all ranks, lengths count tokens."""
 
-    tokenizer: str | None = setting(None, "The data's tokenizer; null: the model's.", unused="the model's is used")
+    tokenizer: str | None = setting(None, "Folder of the tokenizer, as model.tokenizer_path; null: the model's.")
     train_files: str | list[str] = setting(
         "~/data/rlhf/gsm8k/train.parquet", "Parquet or json file of prompts, or a list."
     )
@@ -54,9 +54,5 @@ class DataConfig(BaseConfig, section="data"):
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class; null uses RLHFDataset.")
     custom: dict[str, Any] = setting(dict, "Settings for that class; any key.")
     sampler: SamplerConfig = setting(SamplerConfig, "Sampler, such as a curriculum.")
-    datagen: ModuleConfig = setting(ModuleConfig, "Generator of further prompts.", unused="no prompts are generated")
-    trust_remote_code: bool = setting(
-        False,
-        "Let the tokenizer run code that comes with the model.",
-        unused="actor_rollout_ref.model.trust_remote_code decides",
-    )
+    datagen: ModuleConfig = setting(ModuleConfig, "Generator of further prompts, an AbstractDataGenerator.")
+    trust_remote_code: bool = setting(False, "Let the tokenizer of prompts and rewards run code that comes with it.")

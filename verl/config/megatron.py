@@ -73,8 +73,8 @@ class McoreOptimizerConfig(FSDPOptimizerConfig):
     lr_decay_style: str = setting("constant", "Schedule after warm-up.", choices=tuple(SCHEDULES))
     min_lr: float = setting(0.0, "Final learning rate.", low=0)
     weight_decay_incr_style: str = setting("constant", "Schedule of weight decay.", fixed="weight decay is constant")
-    lr_wsd_decay_style: str = setting("exponential", "Decay of WSD.", unused="WSD decays by a cosine")
-    lr_wsd_decay_steps: int | None = setting(None, "Steps of WSD's decay.", fixed="WSD decays in a tenth of the steps")
+    lr_wsd_decay_style: str = setting("exponential", "Decay of WSD.")
+    lr_wsd_decay_steps: int | None = setting(None, "Steps of WSD's decay; null: a tenth of those after the warm-up.")
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "Take the schedule from the checkpoint.", unused="a resumed run continues its schedule"
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
+WSD_DECAYS = ("cosine", "exponential", "linear", "minus_sqrt")
 
 
 @dataclass
@@ -62,6 +63,8 @@ class FSDPOptimizerConfig(OptimizerConfig):
     )
     warmup_style: str | None = setting(None, "Old name of lr_scheduler_type; leave it null.", choices=SCHEDULES)
     num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
+    lr_wsd_decay_style: str = setting("cosine", choices=WSD_DECAYS)
+    lr_wsd_decay_steps: int | None = setting(None, low=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     use_fused_kernels: bool = setting(False, "Use fused kernels.", unused="the model's own layers run")
-    use_remove_padding: bool = setting(False, "Remove padding before the forward.", unused="rows stay padded")
+    use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reward model's engine.")
 
 

@@ -75,7 +75,7 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
 
 @dataclass
 class CustomAsyncServerConfig(ModuleConfig, section="rollout.agent.custom_async_server"):
-    """A server class of the user's own, by file and name."""
+    """A RolloutReplica of the user's own, by file and name."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class AgentLoopConfig(BaseConfig, section="rollout.agent"):
     default_agent_loop: str = setting("single_turn_agent", "Agent loop of rows that name none.")
     agent_loop_config_path: str | None = setting(None, "File that lists further agent loops.")
     custom_async_server: CustomAsyncServerConfig = setting(
-        CustomAsyncServerConfig, "Server class.", unused="servers are entered by RolloutReplicaRegistry.register"
+        CustomAsyncServerConfig, "RolloutReplica class in place of that of rollout.name."
     )
     agent_loop_manager_class: str | None = setting(None, "Class that manages the workers; null for the built-in one.")
 
@@ -118,17 +118,19 @@ class ServerConfig(BaseConfig, section="rollout.server"):
         300.0,
         "Seconds to wait until the server is ready.",
         above=0,
-        unused={"vllm": "its servers start with the ranks"},
+        unused={"vllm": "its servers start with the ranks, within trainer.watchdog.init"},
     )
 
 
 @dataclass
 class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
-    """Scraping of the servers' metrics."""
+    """The servers' metrics, at /metrics, for a Prometheus on the trainer's machine."""
 
-    enable: bool = setting(False, "Turn metrics collection on.")
-    port: int = setting(9090, "Port of Prometheus.", low=1, high=65535)
-    file: str = setting("/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", "Prometheus' own config file.")
+    enable: bool = setting(False, "Let engines keep statistics, and enter the servers into Prometheus' config file.")
+    port: int = setting(9090, "Port at which that Prometheus reloads its configuration.", low=1, high=65535)
+    file: str = setting(
+        "/tmp/ray/session_latest/metrics/prometheus/prometheus.yml", "Prometheus' config file; other jobs in it stay."
+    )
     served_model_name: str | None = setting(None, "Name of the model in the metrics; null: last part of its path.")
 
 
@@ -211,8 +213,10 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
     trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused=NO_SERVER)
     multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.", unused=NO_SERVER)
-    server: ServerConfig = setting(ServerConfig, "Server time limits and retries.", unused=NO_SERVER)
-    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused="servers export no metrics")
+    server: ServerConfig = setting(
+        ServerConfig, "Server time limits and retries.", unused=NO_ENGINE | {"vllm/sync": _BATCHES}
+    )
+    prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused=NO_SERVER)
     custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
     update_weights_bucket_megabytes: int = setting(
         512,

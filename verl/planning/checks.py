@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from urllib.error import HTTPError
 from omegaconf import DictConfig, ListConfig
 
 from verl.planning.problems import ConfigError, Problem, absent, one_line, wrong
+from verl.utils.fs import is_non_local
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 
@@ -40,11 +42,13 @@ class Findings:
 
 
 def check_models(
-    model: Any, findings: Findings, key: str = "actor_rollout_ref.model", path_key: str = "actor_rollout_ref.model.path"
-) -> None:
+    model: Any, findings: Findings, key: str = "actor_rollout_ref.model",
+    path_key: str = "actor_rollout_ref.model.path", trust_tokenizer: bool | None = None,
+) -> None:  # fmt: skip
     """Load tokenizer, processor and config.json of the model, and check that the weight files are complete.
 
-    `model` has HFModelConfig's settings, under `key`; `path_key` is the key of its path.
+    `model` has HFModelConfig's settings, under `key`; `path_key` is the key of its path. `trust_tokenizer` replaces its
+    trust_remote_code for the tokenizer.
     """
     from transformers import AutoConfig
 
@@ -61,10 +65,11 @@ def check_models(
         return AutoConfig.from_pretrained(path, **trust, **(model.override_config or {}))
 
     def load_tokenizer(path: str) -> tuple[Any, Any]:
-        tokenizer = hf_tokenizer(path, **trust)
+        trusted = trust if trust_tokenizer is None else trust | {"trust_remote_code": trust_tokenizer}
+        tokenizer = hf_tokenizer(path, **trusted)
         if model.custom_chat_template is not None:
             tokenizer.chat_template = model.custom_chat_template
-        return tokenizer, hf_processor(path, **trust)
+        return tokenizer, hf_processor(path, **trusted)
 
     def load_adapter(path: str) -> None:
         if (folder := Path(path)).is_dir():  # else a name of the hub
@@ -207,16 +212,19 @@ def row_problems(
 def check_machine(config: DictConfig) -> Iterator[Problem]:
     """GPUs and packages that the run needs and this machine lacks."""
     yield from check_gpus(config)
-    yield from check_loggers(config)
+    yield from check_outputs(config)
     if config.trainer.nnodes > 1 and config.trainer.device == "cuda" and not os.environ.get("RAY_ADDRESS"):
         text = f"trainer.nnodes={config.trainer.nnodes}: this command alone starts one node. Start the others too"
         yield absent("trainer.nnodes", f"{text} (ray start and RAY_ADDRESS for RL, torchrun --nnodes for SFT).")
 
 
-def check_loggers(config: DictConfig) -> Iterator[Problem]:
-    """Unknown names in trainer.logger, and packages that are not installed."""
+def check_outputs(config: DictConfig) -> Iterator[Problem]:
+    """Unknown names in trainer.logger, packages that are not installed, and no command for trainer.default_hdfs_dir."""
     from verl.utils.tracking import refuse_unknown_backend
 
+    key, remote = "trainer.default_hdfs_dir", config.trainer.default_hdfs_dir
+    if remote is not None and is_non_local(remote) and shutil.which("hdfs") is None:
+        yield absent(key, f"{key}={remote}: the `hdfs` command is not on PATH. Install it, or name a mounted folder.")
     backends = config.trainer.logger
     for backend in [backends] if isinstance(backends, str) else backends:
         try:

@@ -1,7 +1,6 @@
 """Entry of RL training: `python -m verl.trainer.main_ppo key=value ...`."""
 
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -148,7 +147,7 @@ class TaskRunner:
         """An instance of `trainer_class` for this config; recipes call it with a class of their own."""
         from verl.trainer.ppo.reward import load_reward_manager
         from verl.utils.import_utils import import_external_libs
-        from verl.utils.tokenizer import hf_processor, hf_tokenizer
+        from verl.utils.tokenizer import policy_tokenizer
 
         OmegaConf.resolve(config)
         import_external_libs(config.actor_rollout_ref.model.external_lib or None)
@@ -161,16 +160,12 @@ class TaskRunner:
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config, worker_class)
 
-        model = config.actor_rollout_ref.model
-        name = os.path.expanduser(model.tokenizer_path if model.tokenizer_path else model.path)
-        tokenizer = hf_tokenizer(name, trust_remote_code=model.trust_remote_code)
-        if model.custom_chat_template is not None:
-            tokenizer.chat_template = model.custom_chat_template
+        tokenizer, processor = policy_tokenizer(config)
         manager_kwargs = OmegaConf.to_container(config.reward_model).get("reward_kwargs") or {}
         trainer = trainer_class(
             config=config,
             tokenizer=tokenizer,
-            processor=hf_processor(name, trust_remote_code=model.trust_remote_code),
+            processor=processor,
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config),
             ray_worker_group_cls=group_class,

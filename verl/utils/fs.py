@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -85,14 +86,36 @@ def copy_local_path_from_hdfs(
     return local
 
 
-def _hdfs_get(src: str, dest: str) -> None:
+def _hdfs(path: str, *arguments: str) -> None:
     command = shutil.which("hdfs")
     if command is None:
-        raise FileNotFoundError(f"{src}: the `hdfs` command is not on PATH; copy the files here and give a local path")
+        raise FileNotFoundError(f"{path}: the `hdfs` command is not on PATH; use a local path instead")
+    subprocess.run([command, "dfs", *arguments], check=True)
+
+
+def _hdfs_get(src: str, dest: str) -> None:
     unfinished = dest + ".part"
     shutil.rmtree(unfinished, ignore_errors=True)
-    subprocess.run([command, "dfs", "-get", "-f", src, unfinished], check=True)
+    _hdfs(src, "-get", "-f", src, unfinished)
     os.replace(unfinished, dest)
+
+
+def copy_into(sources: Sequence[Path], folder: str) -> None:
+    """Copy files and folders into a folder, hdfs:// with the `hdfs` command; what is there under their names goes.
+
+    Raises OSError or subprocess.CalledProcessError if that fails.
+    """
+    if is_non_local(folder):
+        _hdfs(folder, "-mkdir", "-p", folder)
+        _hdfs(folder, "-put", "-f", *map(str, sources), folder)
+        return
+    root = Path(local_mkdir_safe(folder))
+    for source in sources:
+        if source.is_dir():
+            shutil.rmtree(root / source.name, ignore_errors=True)
+            shutil.copytree(source, root / source.name)
+        else:
+            shutil.copy2(source, root / source.name)
 
 
 def local_mkdir_safe(path: str) -> str:

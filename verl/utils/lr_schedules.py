@@ -5,11 +5,23 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+# Decays of Megatron's WSD schedule: the progress from 0 to 1 -> the factor from 1 to 0.
+WSD_DECAYS = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+
 
 def _schedule(
-    optimizer: Optimizer, last_epoch: int, warmup: int, fall_from: int, end: int, *, start=0.0, least=1.0, cycles=0.5
-) -> LambdaLR:
-    """Linear from `start` to 1 over the warm-up, 1 until step `fall_from`, then a cosine to `least` at step `end`."""
+    optimizer: Optimizer, last_epoch: int, warmup: int, fall_from: int, end: int, *, start=0.0, least=1.0, cycles=0.5,
+    decay="cosine",
+) -> LambdaLR:  # fmt: skip
+    """Linear from `start` to 1 over the warm-up, 1 until step `fall_from`, then a decay to `least` at step `end`.
+
+    `cycles` counts the decay's periods of the cosine; 0.5 for the other decays.
+    """
     for name, value in (("init_lr_ratio", start), ("min_lr_ratio", least)):
         if not 0.0 <= value <= 1.0:
             raise ValueError(f"{name}={value} must lie between 0 and 1")
@@ -18,7 +30,7 @@ def _schedule(
         if step < warmup:
             return start + (1.0 - start) * step / warmup
         progress = min(1.0, max(0, step - fall_from) / max(1, end - fall_from))
-        return least + (1.0 - least) * 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
+        return least + (1.0 - least) * WSD_DECAYS[decay](2.0 * cycles * progress)
 
     return LambdaLR(optimizer, factor, last_epoch)
 
@@ -39,11 +51,17 @@ def get_cosine_schedule_with_warmup(
 
 def get_wsd_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float = 0.0,
-    num_cycles: float = 0.5, last_epoch: int = -1, stable_ratio: float = 0.9,
+    num_cycles: float = 0.5, last_epoch: int = -1, stable_ratio: float = 0.9, decay: str = "cosine",
+    decay_steps: int | None = None,
 ) -> LambdaLR:
-    """Warm-up, stable, decay: 1 for `stable_ratio` of the steps after the warm-up, then a cosine to `min_lr_ratio`."""
+    """Warm-up, stable, decay: 1 for `stable_ratio` of the steps after the warm-up, then a decay to `min_lr_ratio`.
+
+    `decay` is a name of WSD_DECAYS; `decay_steps` gives its length in place of `stable_ratio`.
+    """
     if not 0.0 <= stable_ratio <= 1.0:
         raise ValueError(f"stable_ratio={stable_ratio} must lie between 0 and 1")
     fall_from = num_warmup_steps + int(stable_ratio * max(0, num_training_steps - num_warmup_steps))
-    shape = {"least": min_lr_ratio, "cycles": num_cycles}
+    if decay_steps is not None:
+        fall_from = max(num_warmup_steps, num_training_steps - decay_steps)
+    shape = {"least": min_lr_ratio, "cycles": num_cycles if decay == "cosine" else 0.5, "decay": decay}
     return _schedule(optimizer, last_epoch, num_warmup_steps, fall_from, num_training_steps, **shape)

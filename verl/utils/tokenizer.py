@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
+from verl.utils.fs import copy_to_local
+
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
@@ -47,3 +50,14 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
         return None
     processor = AutoProcessor.from_pretrained(name_or_path, **kwargs)
     return None if isinstance(processor, PreTrainedTokenizerBase) else processor
+
+
+def policy_tokenizer(config: DictConfig) -> tuple[PreTrainedTokenizerBase, ProcessorMixin | None]:
+    """Tokenizer, with the configured chat template, and processor (None for text) of an RL run's policy."""
+    model = config.actor_rollout_ref.model
+    path = copy_to_local(model.get("tokenizer_path") or model.path)
+    trust = {"trust_remote_code": config.data.get("trust_remote_code", model.get("trust_remote_code", False))}
+    tokenizer = hf_tokenizer(path, **trust)
+    if model.get("custom_chat_template") is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer, hf_processor(path, **trust)

@@ -30,7 +30,6 @@ def test_defaults_and_followers_are_not_reported():
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
-        "reward_model.model.use_remove_padding=true",
         "critic.profiler.tool_config.nsys.discrete=true",
     ],
 )
@@ -49,11 +48,11 @@ def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
 def test_they_are_reported_at_the_start_too():
     lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
-    config = compose_ppo(*SOUND, "trainer.default_hdfs_dir=/backup")
+    config = compose_ppo(*SOUND, "trainer.use_legacy_worker_impl=disable")
     try:
         validate_config(config, use_reference_policy=False, use_critic=False)
     finally:
         logger.remove(sink)
     assert [line.strip() for line in lines if "has no effect" in line] == [
-        "trainer.default_hdfs_dir=/backup has no effect in this version: checkpoints stay in trainer.default_local_dir."
+        "trainer.use_legacy_worker_impl=disable has no effect in this version: there is one worker implementation."
     ]

@@ -32,7 +32,7 @@ def test_keys_of_megatron_become_those_of_fsdp2():
     engine, optim = actor.fsdp_config, actor.optim
     assert (engine.param_offload, engine.optimizer_offload, engine.dtype, engine.seed) == (True, True, "float32", 7)
     assert (optim.optimizer, optim.lr_scheduler_type, actor.grad_clip) == ("SGD", "cosine", 0.5)
-    assert optim.min_lr_ratio == pytest.approx(0.1)
+    assert optim.lr_wsd_decay_style == "exponential" and optim.min_lr_ratio == pytest.approx(0.1)
     ref = config.actor_rollout_ref.ref
     assert ref.fsdp_config.param_offload and ref.fsdp_config.dtype == "float32" and ref.megatron.seed == 7
     assert config.critic.model.fsdp_config.dtype == "float32" and not config.critic.model.fsdp_config.param_offload

@@ -49,7 +49,7 @@ def test_resumed_stream_continues_at_its_position(before):
     first = stream()
     drawn(first, before)
     file = io.BytesIO()
-    torch.save(first.loader.state_dict(), file)
+    torch.save(first.loader_state(), file)
     file.seek(0)
     second = stream(seed=99)
     second.resume(first.position(), torch.load(file, weights_only=True))

@@ -146,7 +146,8 @@ def test_weights_are_sent_once_per_version_and_are_offloaded_while_the_rollout_g
     assert [e for e in events if e[0] == "generate"] == [("generate", "cpu")] * 6
 
 
-def test_a_reward_model_reads_the_answer_in_its_own_template_and_vocabulary(tiny_llama, tmp_path):
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_reward_model_reads_the_answer_in_its_own_template_and_vocabulary(tiny_llama, tmp_path, packs):
     theirs = make_tokenizer(list(reversed(WORDS)))  # the same words under other ids
     theirs.chat_template = CHAT_TEMPLATE.replace("q :", "z").replace("a :", "y")
     theirs.save_pretrained(tmp_path / "rm")
@@ -156,9 +157,11 @@ def test_a_reward_model_reads_the_answer_in_its_own_template_and_vocabulary(tiny
     model.save_pretrained(tmp_path / "rm")
     config = run_config(tmp_path / "run", tiny_llama, reward_model__enable="true",
                         reward_model__model__path=tmp_path / "rm", reward_model__model__input_tokenizer=tiny_llama,
+                        reward_model__model__use_remove_padding=packs,
                         reward_model__micro_batch_size_per_gpu=2, reward_model__max_length=12)  # fmt: skip
     worker = RewardModelWorker(config=config.reward_model, device_name="cpu")
     worker.init_model()
+    assert worker.packs == packs
 
     ours, asked = make_tokenizer(), ["1 + 2 =", "3 * 4 = a b c d e f g h"]
     answers = [ours(text)["input_ids"] for text in ("3 .", "1 2 . a b")]

@@ -25,14 +25,14 @@ from verl.experimental.agent_loop.base import (
     make_agent_loop,
     register,
 )
+from verl.experimental.agent_loop.prometheus_utils import update_prometheus_config
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import get_dataset_class
-from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
-from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.utils.tokenizer import policy_tokenizer
 from verl.workers.config import RolloutConfig
 from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout.replica import (
@@ -68,15 +68,10 @@ class AgentLoopWorkerBase:
         router: Any = None,
     ) -> None:  # fmt: skip
         self.config, self.reward_router_address = config, reward_router_address
-        model = config.actor_rollout_ref.model
-        import_external_libs(model.get("external_lib"))
+        import_external_libs(config.actor_rollout_ref.model.get("external_lib"))
         self.server_manager = AsyncLLMServerManager(config, server_handles, router=router)
         self.rollout_config = self.server_manager.rollout_config
-        path, trust = copy_to_local(model.get("tokenizer_path") or model.path), model.get("trust_remote_code", False)
-        self.tokenizer = hf_tokenizer(path, trust_remote_code=trust)
-        if model.get("custom_chat_template"):
-            self.tokenizer.chat_template = model.custom_chat_template
-        self.processor = hf_processor(path, trust_remote_code=trust)
+        self.tokenizer, self.processor = policy_tokenizer(config)
         self.dataset_cls = get_dataset_class(config.data)
         self.trainer_config = DictConfigWrap(config)
         if path := self.rollout_config.agent.agent_loop_config_path:
@@ -281,6 +276,8 @@ class AgentLoopManager:
         self.rollout_replicas = one_replica_per_engine(self.rollout_config, model, worker_group)
         self.server_handles = [replica.server_handle for replica in self.rollout_replicas]
         self.server_addresses = [replica.server_address for replica in self.rollout_replicas]
+        if self.rollout_config.prometheus.enable:
+            update_prometheus_config(self.rollout_config.prometheus, self.server_addresses)
         if self.rollout_config.over_sample_rate and not self.reports_finished:
             key = f"actor_rollout_ref.rollout.over_sample_rate={self.rollout_config.over_sample_rate}"
             raise ValueError(f"{key} needs agent loop workers whose generate_sequences is not overridden; set it to 0.")

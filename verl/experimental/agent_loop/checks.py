@@ -46,6 +46,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
             value = one_line(OmegaConf.select(config, key))
             problems.append(wrong(key, f"{key}={value}: {one_line(error)}"))
 
+    checked(f"{ROLLOUT}.agent.custom_async_server", RolloutReplicaRegistry.of, rollout)
     names = set(_agent_loop_registry)
     if path := rollout.agent.agent_loop_config_path:
         key = f"{ROLLOUT}.agent.agent_loop_config_path"

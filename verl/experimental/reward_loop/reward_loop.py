@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, rule_reward
 from verl.workers.reward_manager.reward_rows import place_scores
@@ -30,9 +30,8 @@ class RewardLoopWorker:
     def __init__(self, config: DictConfig, reward_router_address: str | None = None) -> None:
         self.config = config
         self.reward_router_address = reward_router_address
-        model, reward = config.actor_rollout_ref.model, config.reward_model
-        path = copy_to_local(model.get("tokenizer_path") or model.path)
-        self.tokenizer = hf_tokenizer(path, trust_remote_code=model.get("trust_remote_code", False))
+        reward = config.reward_model
+        self.tokenizer, _ = policy_tokenizer(config)
         self.reward_model_tokenizer = None
         if reward.enable:
             path = copy_to_local(reward.model.path)

@@ -10,11 +10,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from verl.experimental.dataset.sampler import AbstractSampler
+from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.planning.batch_arithmetic import steps_in_all
 from verl.protocol import DataProto
 from verl.trainer.run.prompt_stream import PromptStream
+from verl.utils.dataset.rl_dataset import RLHFDataset, data_setting, get_dataset_class
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.rl_dataset import data_setting, get_dataset_class
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
 
@@ -90,8 +91,10 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """The data set of `data.custom_cls`, else RLHFDataset, over these files."""
+    """The data set of these files: data.custom_cls; DynamicGenDataset to train with data.datagen; or RLHFDataset."""
     dataset_class = get_dataset_class(data_config)
+    if is_train and dataset_class is RLHFDataset and data_setting(data_config, "datagen")["path"] is not None:
+        dataset_class = DynamicGenDataset
     logger.debug(f"{'training' if is_train else 'validation'} data: {dataset_class.__name__}")
     return dataset_class(
         data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples

@@ -18,9 +18,9 @@ from verl.planning.checks import (
     check_fills_a_batch,
     check_gpus,
     check_length,
-    check_loggers,
     check_machine,
     check_models,
+    check_outputs,
     check_splits,
 )
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
@@ -50,10 +50,10 @@ def refuse_bad_input(config: DictConfig) -> None:
     if os.environ.get("RAY_ADDRESS") or ("address" in settings and settings.address):
         return
     findings = Findings(to_start=True)
-    check_models(config.actor_rollout_ref.model, findings)
+    check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
-    findings.problems += [*check_loggers(config), *check_gpus(config)]
+    findings.problems += [*check_outputs(config), *check_gpus(config)]
     check_data(config, findings, rows=ROWS_AT_START)
     for check in CHECKS:
         findings.problems += check(config, findings)
@@ -125,7 +125,7 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
 def _plan(console: Console, config: DictConfig) -> list[Problem]:
     """Print the plan; the problems of models, plug-ins, data and machine, and of checks that recipes registered."""
     findings = Findings()
-    check_models(config.actor_rollout_ref.model, findings)
+    check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_plugins(config)
     check_data(config, findings)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -23,12 +24,14 @@ from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import from_first_rank, is_first_rank
 from verl.utils.checkpoint import rng, should_save_ckpt_esi
 from verl.utils.checkpoint.publish import (
+    TRACKER,
     CheckpointCorruptError,
     CheckpointWriter,
     find_valid_checkpoint,
     verify_manifest,
 )
 from verl.utils.distributed import host_barrier
+from verl.utils.fs import copy_into
 
 STATE_FILE = "trainer_state.json"
 DATA_FILE = "data.pt"
@@ -130,7 +133,7 @@ class Checkpoints:
             if is_first_rank():
                 position = self.stream.position()
                 saved = TrainerState(global_step=step, position=position, data=self.fingerprint, **state)
-                write_trainer_state(writer.path, saved, self.stream.loader.state_dict())
+                write_trainer_state(writer.path, saved, self.stream.loader_state())
             host_barrier()
             self.pending = step, stack.pop_all()
         if self._is_written():
@@ -142,11 +145,23 @@ class Checkpoints:
             return
         step, writer = self.pending
         if self.publishing is None and self._is_written():
-            self.publishing = self.publisher.submit(writer.close)  # hashes all files
+            self.publishing = self.publisher.submit(self._publish, step, writer)  # hashes all files
         if self.publishing is not None and self.publishing.done():
             publishing, self.publishing, self.pending = self.publishing, None, None
             publishing.result()
             self.saved_step = step
+
+    def _publish(self, step: int, writer: ExitStack) -> None:
+        """Publish a checkpoint, and copy it with the tracker file to trainer.default_hdfs_dir, if that is set."""
+        writer.close()
+        root, remote = Path(self.trainer.default_local_dir), self.trainer.get("default_hdfs_dir")
+        if remote is None or not is_first_rank():
+            return
+        try:
+            copy_into([root / f"global_step_{step}", root / TRACKER], remote)
+        except (OSError, subprocess.CalledProcessError) as error:
+            what = f"trainer.default_hdfs_dir={remote}: global_step_{step} could not be copied there"
+            raise RuntimeError(f"{what} ({one_line(error)}); it is complete in {root}.") from error
 
     def complete(self) -> None:
         """Publish what is being written, and wait for it."""

@@ -1,11 +1,25 @@
 """Draws batches of prompts from a StatefulDataLoader, epoch after epoch, from a position that can be saved."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from verl.protocol import DataProto
+
+GROWTH, RNG = "dataset_growth", "sampler_rng"  # keys of the saved state of a loader whose data set grows
+
+
+@runtime_checkable
+class Grows(Protocol):
+    """A data set that adds rows between epochs."""
+
+    def begin_epoch(self) -> None: ...
+
+    def growth(self) -> dict[str, Any]: ...
+
+    def restore_growth(self, state: dict[str, Any]) -> None: ...
 
 
 class PromptStream:
@@ -21,6 +35,8 @@ class PromptStream:
     def draw(self) -> DataProto:
         """The next batch; column `uid` names each prompt by its number in the run, the same after a resume."""
         if self._iterator is None:
+            if self._batches_in_epoch == 0 and isinstance(self.loader.dataset, Grows):
+                self.loader.dataset.begin_epoch()
             self._iterator = iter(self.loader)
         batch = DataProto.from_single_dict(next(self._iterator))
         batch.non_tensor_batch["uid"] = np.array([str(self.drawn + i) for i in range(len(batch))], dtype=object)
@@ -37,13 +53,32 @@ class PromptStream:
         return batch
 
     def position(self) -> dict[str, int]:
-        """Counters that go into trainer_state.json; the loader's own state is `self.loader.state_dict()`."""
+        """Counters that go into trainer_state.json."""
         return {"epoch": self.epoch, "drawn": self.drawn, "batches_in_epoch": self._batches_in_epoch}
+
+    def loader_state(self) -> dict[str, Any]:
+        """The loader's own state; of a data set that grows, with the rows that it has added.
+
+        Between epochs of such a data set it is the order's random state: the loader would draw the finished epoch's
+        order again to come to it, from more rows.
+        """
+        dataset, sampler = self.loader.dataset, self.loader.sampler
+        if not isinstance(dataset, Grows):
+            return self.loader.state_dict()
+        if self._batches_in_epoch:
+            return self.loader.state_dict() | {GROWTH: dataset.growth()}
+        order = sampler.generator.get_state() if isinstance(sampler, RandomSampler) else None
+        return {GROWTH: dataset.growth(), RNG: order}
 
     def resume(self, position: dict[str, int], loader_state: dict[str, Any]) -> None:
         """Continue after the last drawn batch of a saved stream."""
         self.restart(position)
-        self.loader.load_state_dict(loader_state)
+        if GROWTH in loader_state:
+            self.loader.dataset.restore_growth(loader_state.pop(GROWTH))
+        if RNG not in loader_state:
+            self.loader.load_state_dict(loader_state)
+        elif isinstance(self.loader.sampler, RandomSampler):
+            self.loader.sampler.generator.set_state(loader_state[RNG])
         self._batches_in_epoch = position["batches_in_epoch"]
 
     def restart(self, position: dict[str, int]) -> None:

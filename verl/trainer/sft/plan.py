@@ -15,9 +15,9 @@ from verl.planning.checks import (
     ROWS_CHECKED,
     Findings,
     check_fills_a_batch,
-    check_loggers,
     check_machine,
     check_models,
+    check_outputs,
     check_splits,
     row_problems,
 )
@@ -93,7 +93,7 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
     entry_of(trainer_class, ranks).refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0)
     findings = Findings(to_start=True)
     check_models(model_settings(config), findings, "model", "model.partial_pretrain")
-    findings.problems += [*trainer_class.problems(config, findings), *check_loggers(config)]
+    findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
     if config.trainer.device == "cuda":
         import torch
 

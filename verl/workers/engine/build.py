@@ -130,7 +130,9 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
         "constant": lambda: lr_schedules.get_constant_schedule_with_warmup(optimizer, warmup),
         "linear": lambda: transformers.get_linear_schedule_with_warmup(optimizer, warmup, total),  # imports peft
         "cosine": lambda: lr_schedules.get_cosine_schedule_with_warmup(optimizer, warmup, total, **curve),
-        "wsd": lambda: lr_schedules.get_wsd_schedule_with_warmup(optimizer, warmup, total, **curve),
+        "wsd": lambda: lr_schedules.get_wsd_schedule_with_warmup(
+            optimizer, warmup, total, **curve, decay=config.lr_wsd_decay_style, decay_steps=config.lr_wsd_decay_steps
+        ),
     }
     if kind not in makers:
         raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")

@@ -8,11 +8,14 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.chat_template import render_chat
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
+from verl.utils.peft_weights import without_adapters
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.policy.attention import make_packable
+from verl.workers.policy.packing import pack_rows
 from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.roles.critic import value_model
 from verl.workers.roles.ranks import ModelWorker
@@ -35,6 +38,7 @@ class RewardModelWorker(ModelWorker):
             value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name
         )
         self.engine.initialize()
+        self.packs = model.use_remove_padding and make_packable(without_adapters(self.engine.module))
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:
             trust = model.trust_remote_code
@@ -55,6 +59,11 @@ class RewardModelWorker(ModelWorker):
         budget = settings.forward_max_token_len_per_gpu if settings.use_dynamic_bsz else None
 
         def last_values(batch: TensorDict) -> list[torch.Tensor]:
+            if self.packs:
+                packing = pack_rows(batch["attention_mask"])
+                flat = packing.model_inputs(batch["input_ids"], batch["position_ids"])
+                values = self.engine.module(**flat).logits[0, :, 0].float()  # [T]
+                return [values[packing.ends[0][1:] - 1]]
             values = self.engine.module(**dict(batch.items()), use_cache=False).logits[..., 0].float()  # [b, T]
             positions = torch.arange(values.shape[1], device=values.device)
             last = torch.where(batch["attention_mask"].bool(), positions, 0).amax(-1, keepdim=True)

@@ -13,7 +13,7 @@ import aiohttp
 import ray
 from pydantic import BaseModel
 
-from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.import_utils import load_class_from_fqn, load_extern_object
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
@@ -235,7 +235,23 @@ class RolloutReplicaRegistry:
         A vLLM engine over several ranks has none: single-turn conversations are then answered in batches.
         """
         one_rank = config.tensor_model_parallel_size == 1 or config.name not in cls._served_by_one_rank
-        return config.mode == "async" and config.name in cls._loaders and one_rank
+        known = config.agent.custom_async_server.path is not None or config.name in cls._loaders
+        return config.mode == "async" and known and one_rank
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> type[RolloutReplica]:
+        """The class of a rollout section: that of agent.custom_async_server, else of the rollout's name."""
+        custom = config.agent.custom_async_server
+        if custom.path is None:
+            return cls.get(config.name)
+        replica = load_extern_object(custom.path, custom.name)
+        if not (isinstance(replica, type) and issubclass(replica, RolloutReplica)):
+            key = "actor_rollout_ref.rollout.agent.custom_async_server"
+            raise TypeError(
+                f"{key}.name={custom.name!r} in {custom.path} is {replica!r}; a subclass of "
+                "verl.workers.rollout.replica.RolloutReplica is needed."
+            )
+        return replica
 
     @classmethod
     def get(cls, name: str) -> type[RolloutReplica]:
@@ -290,7 +306,7 @@ class RequestRouter:
 
 def one_replica_per_engine(config: RolloutConfig, model_config: Any, worker_group: Any) -> list[RolloutReplica]:
     """The replicas of a worker group's engines, ready for requests."""
-    replica_class = get_rollout_replica_class(config.name)
+    replica_class = RolloutReplicaRegistry.of(config)
     size = replica_class(0, config, model_config).world_size
     replicas = [replica_class(i, config, model_config) for i in range(worker_group.world_size // size)]
 

@@ -77,6 +77,8 @@ class SGLangHttpServer(OwnedServer):
             "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
             "max_prefill_tokens": max(config.max_num_batched_tokens, context),
             "disable_cuda_graph": config.enforce_eager, "log_level": "warning",
+            "enable_metrics": config.prometheus.enable,
+            "served_model_name": config.prometheus.served_model_name or Path(model.local_path).name,
             "enable_memory_saver": self.gpus is not None and config.enable_sleep_mode and config.free_cache_engine,
         }  # fmt: skip
         if self.gpus is None:

@@ -55,8 +55,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     POST /generate {rid, input_ids, sampling_params, return_logprob} answers {output_ids, meta_info}, /abort_request
     {rid} or {abort_all: true}; /pause_generation {mode: abort, retract or in_place}, /continue_generation,
     /flush_cache, /release_memory_occupation {tags}, /resume_memory_occupation {tags}, /update_weights_from_disk
-    {model_path, weight_version}; GET /health, /model_info. Every request but GET /health needs the header
-    `Authorization: Bearer <token>`.
+    {model_path, weight_version}; GET /health, /model_info, /metrics (vLLM's, for Prometheus). Every request but GET
+    /health and /metrics needs the header `Authorization: Bearer <token>`.
 
     One thread owns the engine: it takes work from an inbox and steps the engine while requests run. `call` runs a
     function there. A second thread runs the HTTP server.
@@ -212,6 +212,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     async def _listen(self, host: str) -> int:
         app = web.Application(middlewares=[self._checked], client_max_size=1 << 28)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_post("/generate", self._generate)
         posts = {
@@ -234,7 +235,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     @web.middleware
     async def _checked(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if request.path != "/health" and not hmac.compare_digest(given, f"Bearer {self.token}"):
+        if request.path not in ("/health", "/metrics") and not hmac.compare_digest(given, f"Bearer {self.token}"):
             return _error(401, "the header Authorization: Bearer <token> of this run is missing or wrong")
         try:
             return await handler(request)
@@ -247,6 +248,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.error is None and self._owner.is_alive() else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _model_info(self, request: web.Request) -> web.Response:
         info = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len, "engine": "vllm"}
