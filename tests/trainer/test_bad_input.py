@@ -93,6 +93,8 @@ def test_one_start_names_what_is_wrong_in_settings_model_machine_and_data(sound,
                "actor_rollout_ref.actor.ppo_mini_batch_size": 99}  # fmt: skip
     with pytest.raises(SystemExit) as end:
         run_ppo(with_changes(sound, changes, tmp_path))
-    for part in ("loss_mode='plian' is unknown", "none: the folder does not exist", "trainer.device=cuda: this machine has",
-                 "data.train_files: columns and rows are not checked until the tokenizer loads"):  # fmt: skip
+    for part in (
+        "loss_mode='plian' is unknown", "none: the folder does not exist", "trainer.device=cuda: this machine has",
+        "data.train_files: columns and rows are not checked until the tokenizer loads",
+    ):  # fmt: skip
         assert part in str(end.value), part

@@ -100,7 +100,8 @@ def test_rows_that_cannot_be_used_are_named(overrides, capsys, tmp_path):
 def test_a_column_that_the_reward_needs_is_asked_for(overrides, capsys, tmp_path):
     prompts(6).drop(columns="reward_model").to_parquet(tmp_path / "val.parquet")
     code, text = plan([*overrides, "trainer.device=cpu"], capsys)
-    assert code == 1 and f"data.val_files: {tmp_path}/val.parquet, row 0: no column reward_model ({{'ground_truth': ...}}" in text
+    column = "no column reward_model ({'ground_truth': ...}, which the reward function gets)"
+    assert code == 1 and f"data.val_files: {tmp_path}/val.parquet, row 0: {column}" in text
 
 
 def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
