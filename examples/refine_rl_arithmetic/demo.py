@@ -1,6 +1,6 @@
 """GRPO of a refined model that drafts for itself, against GRPO with token-by-token sampling; on-policy distillation.
 
-    python -m examples.refine_rl_arithmetic.demo [--seeds 0 1 2] [--steps N] [--dllm DIR] [--out DIR]
+    python -m examples.refine_rl_arithmetic.demo [--seeds 0 1 2] [--steps 30] [--dllm DIR] [--out DIR]
 
 Starts from the refined model and the twin of `make demo-dllm` (--dllm). Per seed four runs from the refined model with
 the same prompts and draws (RUNS), two at a time, one thread each. Then a small student twice: distilled from the twin
@@ -38,8 +38,8 @@ from examples.grpo_arithmetic.demo import describe
 from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw_curves, same_steps, series, time_table
 from verl.report.page import write_report
 
-BUDGET_S = {"set-up": 400.0, "student": 60.0, "GRPO": 1500.0, "distillation": 400.0, "generation": 300.0}
-STEPS, VALIDATIONS = 30, 6
+BUDGET_S = {"set-up": 400.0, "student": 60.0, "GRPO": 1500.0, "distillation": 500.0, "generation": 300.0}
+STEPS, STUDENT_STEPS, VALIDATIONS = 30, 60, 6
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 STUDENT = {"steps": 400, "layers": 2, "bare": 0.35}  # it often answers without its work
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -115,6 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--student-steps", type=int, default=STUDENT_STEPS, help="of both runs of the student")
     parser.add_argument("--dllm", type=Path, default=ROOT / "outputs" / "dllm", help="what make demo-dllm left")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "refine_rl")
     args = parser.parse_args(argv)
@@ -127,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     args, begun = parse(argv), time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
     out, refined, tables = args.out, args.dllm / "refined", args.dllm / "base"
-    if not (args.dllm / "evaluation.json").exists():
+    if not (refined / "config.json").exists():
         console.print(f"{args.dllm} holds no finished `make demo-dllm`: run that first, or name a folder with --dllm.")
         return 1
     teacher, phases = trained_model(args.dllm / "twin"), Phases(BUDGET_S)
@@ -145,7 +146,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         phases.run("student", lambda: run_logged(make, out / "student.log"))
         phases.run("distillation", lambda: train(
-            out / "student" / "model", out / "data", out / "students", args.steps, args.seeds[0], students_of(teacher)
+            out / "student" / "model", out / "data", out / "students", args.student_steps, args.seeds[0],
+            students_of(teacher),
         ))  # fmt: skip
         phases.run("generation", generation)
         phases.run("GRPO", lambda: [
@@ -157,15 +159,15 @@ def main(argv: list[str] | None = None) -> int:
     runs = {name: [series(out / f"seed{seed}" / name) for seed in args.seeds] for name in RUNS}
     students = {name: series(out / "students" / name) for name in students_of(teacher)}
     same = [same_steps(out / f"seed{seed}" / "plain", out / f"seed{seed}" / "refine") for seed in args.seeds]
-    generation = json.loads((out / "generation.json").read_text())
-    criteria = criteria_of(runs, students, same, generation)
-    result = {"seeds": args.seeds, "runs": runs, "students": students, "same_steps": same, "generation": generation,
+    times = json.loads((out / "generation.json").read_text())
+    criteria = criteria_of(runs, students, same, times)
+    result = {"seeds": args.seeds, "runs": runs, "students": students, "same_steps": same, "generation": times,
               "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
     (out / "result.json").write_text(json.dumps(result, indent=1))
     draw_curves(runs, students, out / "curves.png")
     shown = out / f"seed{args.seeds[0]}" / "refine_all"
     shutil.copy(out / "curves.png", shown / "curves.png")
-    console.print(time_table(generation), phases.table())
+    console.print(time_table(times), phases.table())
     console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
     console.print(f"report {write_report(shown)}\ncurves {out / 'curves.png'}\nall in {time.monotonic() - begun:.0f} s")
     return 0
