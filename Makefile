@@ -5,6 +5,7 @@
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
+#   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
 #   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour per seed and u on 2 cores)
 #   make test                     the tests, without those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
@@ -14,6 +15,8 @@
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
+#   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
+#   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
 #   make gpu-check                every CUDA path against the CPU reference, throughput, MFU and memory; a list without a GPU
@@ -33,7 +36,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-dllm demo-tools frontier test test-quick test-all test-v2 test-sglang \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-v2 test-sglang \
   bench chaos gpu-check audit docs lint clean
 
 env:
@@ -53,6 +56,9 @@ demo-dllm: env
 
 demo-tools: env
 	@$(PY) -m examples.tools_arithmetic.demo
+
+demo-refine-rl: env
+	@$(PY) -m examples.refine_rl_arithmetic.demo
 
 frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier

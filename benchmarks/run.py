@@ -5,9 +5,13 @@ import sys
 
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
+from examples.refine_rl_arithmetic.results import GAIN_POINTS, RATIO_END, RATIO_START, WALL
 
 NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale")
-LONG = ("grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served")  # take long: by name only
+# Take long: by name only.
+LONG = (
+    "grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served", "speculative", "time_to_reward",
+)  # fmt: skip
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
     "spd_step_gradient_difference": ("at most", 1e-5),
@@ -63,6 +67,12 @@ WANTED: dict[str, Bound] = {
     "served_refined_over_greedy": ("at least", 2.5),
     "served_refined_over_greedy_auto_16": ("at least", 0.95),
     "served_refined_same_tokens": ("at least", 1),
+    "refine_forwards_ratio_start": ("at least", RATIO_START),
+    "refine_forwards_ratio_end": ("at least", RATIO_END),
+    **{f"refine_wall_{batch}": ("at least", least) for batch, least in WALL.items()},
+    "refine_same_samples": ("at least", 1),
+    "opd_gain_points": ("at least", GAIN_POINTS),
+    "time_to_reward_vs_trl": ("at least", 2),
     **{f"dllm_demo_{name}": ("at least", least) for name, (least, _) in MINIMUM.items()},
 }
 

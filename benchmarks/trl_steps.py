@@ -1,11 +1,17 @@
-"""Steps of TRL's GRPOTrainer on a folder of benchmarks.rl_whole_step; its process holds nothing else."""
+"""Steps of TRL's GRPOTrainer on a folder with model/, prompts.parquet and reward.py; its process holds nothing else.
+
+With --validate-every, the greedy answers to the folder's val.parquet are scored before the first step and after every
+so many steps, outside of the steps' time.
+"""
 
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+import torch
 from transformers import AutoTokenizer, TrainerCallback
 
 from verl.utils.import_utils import load_extern_object
@@ -29,6 +35,38 @@ class Clock(TrainerCallback):
             self.tokens.append(logs["completions/mean_length"])
 
 
+class Validation(TrainerCallback):
+    """Mean score of greedy answers to questions in the RL data format, by step."""
+
+    def __init__(self, questions: pd.DataFrame, score: Callable[..., float], every: int, limit: int) -> None:
+        self.questions, self.score, self.every, self.limit = questions, score, every, limit
+        self.accuracy: dict[int, float] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.validate(0, **kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step % self.every == 0:
+            self.validate(state.global_step, **kwargs)
+
+    @torch.no_grad()
+    def validate(self, step, model, processing_class, **kwargs) -> None:
+        prompts, truths = questions_of(self.questions)
+        encoded = processing_class(prompts, padding=True, padding_side="left", return_tensors="pt")
+        training = model.training
+        model.eval()
+        ids = model.generate(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"],
+                             do_sample=False, max_new_tokens=self.limit)  # fmt: skip
+        model.train(training)
+        texts = processing_class.batch_decode(ids[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+        self.accuracy[step] = sum(self.score("", *pair) for pair in zip(texts, truths, strict=True)) / len(texts)
+
+
+def questions_of(rows: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Prompts and ground truths of rows in the RL data format."""
+    return [row[0]["content"] for row in rows["prompt"]], [row["ground_truth"] for row in rows["reward_model"]]
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -37,6 +75,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("steps", "prompts", "samples", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--to-the-limit", action="store_true")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--validate-every", type=int, default=0)
     return parser.parse_args(argv)
 
 
@@ -47,22 +88,31 @@ def main() -> None:
 
     args = parse()
     score = load_extern_object(str(args.folder / "reward.py"), "compute_score")
-    prompts = [row[0]["content"] for row in pd.read_parquet(args.folder / "prompts.parquet")["prompt"]]
-    clock = Clock()
+    prompts, truths = questions_of(pd.read_parquet(args.folder / "prompts.parquet"))
+    clock, validation = Clock(), None
+    if args.validate_every:
+        questions = pd.read_parquet(args.folder / "val.parquet")
+        validation = Validation(questions, score, args.validate_every, args.limit)
     config = GRPOConfig(
         output_dir=str(args.out.with_suffix("")), per_device_train_batch_size=args.prompts * args.samples,
-        num_generations=args.samples, max_completion_length=args.limit, max_steps=args.steps, learning_rate=1e-6,
+        num_generations=args.samples, max_completion_length=args.limit, max_steps=args.steps, learning_rate=args.lr,
+        lr_scheduler_type="constant", seed=args.seed,
         beta=0.0, temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True,
         generation_kwargs={"min_new_tokens": args.limit} if args.to_the_limit else None,
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=str(args.folder / "model"), args=config, train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=AutoTokenizer.from_pretrained(args.folder / "model"), callbacks=[clock],
-        reward_funcs=lambda completions, **kwargs: [score("", text, "") for text in completions],
+        model=str(args.folder / "model"), args=config,
+        processing_class=AutoTokenizer.from_pretrained(args.folder / "model"),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "truth": truths}),
+        callbacks=[clock, *([validation] if validation else [])],
+        reward_funcs=lambda completions, truth, **kwargs: [
+            score("", *pair) for pair in zip(completions, truth, strict=True)
+        ],
     )  # fmt: skip
     trainer.train()
-    args.out.write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens}))
+    accuracy = {"accuracy": validation.accuracy} if validation else {}
+    args.out.write_text(json.dumps({"seconds": clock.seconds, "tokens": clock.tokens, **accuracy}))
 
 
 if __name__ == "__main__":

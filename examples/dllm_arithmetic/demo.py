@@ -83,10 +83,10 @@ def twin_command(model: Path, data: Path, run: Path, steps: int, seed: int) -> l
     return command("verl.trainer.fsdp_sft_trainer", common(model, data, run, steps, seed))
 
 
-def trained_model(run: Path) -> Path:
-    """The Hugging Face directory of a run's last checkpoint."""
+def trained_model(run: Path, role: str = "") -> Path:
+    """The Hugging Face directory of a run's last checkpoint, of a role in RL."""
     step = (run / "latest_checkpointed_iteration.txt").read_text().strip()
-    return run / f"global_step_{step}" / "huggingface"
+    return run / f"global_step_{step}" / role / "huggingface"
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

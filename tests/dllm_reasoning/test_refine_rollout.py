@@ -8,7 +8,7 @@ from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
 from dllm_reasoning.rollout import RefineRollout
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny
-from tests.helpers.engines import FakeEngine, make_engine
+from tests.helpers.engines import FakeEngine, leave_group, make_actor, make_engine
 from tests.helpers.ranks import run_ranks
 from verl.algos.acceptance import LenientAcceptance
 from verl.protocol import DataProto
@@ -59,6 +59,32 @@ def test_tokens_and_log_probs_are_those_of_token_by_token_sampling(architecture,
         assert metrics == {"rollout/tokens_per_forward": [1.0], "rollout/forwards": [1 + int(lengths.max())]}
     else:
         assert metrics["rollout/tokens_per_forward"][0] > 1.0
+
+
+def test_updates_on_its_samples_are_those_of_token_by_token_sampling(tmp_path):
+    """Policy gradient steps from one start: the same tokens each time, and losses that differ by rounding alone."""
+    model = tiny("llama", seed=1)
+    model.config.update({WINDOW_KEY: 5, NOISE_KEY: 3})
+    model.save_pretrained(tmp_path)
+    tokens, losses = [], []
+    for cls in (HFRollout, RefineRollout):
+        made = rollout(cls)
+        engine = make_engine(str(tmp_path), lr=3e-3)
+        actor = make_actor(engine, mini=12, micro=4)
+        made.bind_actor(engine, policy=None)
+        for step in range(4):
+            made.weights_version = step
+            samples = made.generate_sequences(prompts(global_steps=step, temperature=1.0))
+            rewards = (samples.batch["responses"] % 2).float().sum(-1, keepdim=True)  # odd tokens
+            samples.batch["advantages"] = (rewards - rewards.mean()).expand(-1, LIMIT) * samples.batch["response_mask"]
+            samples.meta_info["temperature"] = 1.0
+            tokens.append(samples.batch["responses"])
+            losses.append(actor.update_policy(samples)["actor/pg_loss"])
+        leave_group()
+    for one, other in zip(tokens[:4], tokens[4:], strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(torch.tensor(losses[:4]), torch.tensor(losses[4:]), atol=1e-5, rtol=0)
+    assert len({tuple(part.flatten().tolist()) for part in tokens[:4]}) == 4
 
 
 def on_ranks(rank, world_size, path):

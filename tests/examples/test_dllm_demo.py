@@ -185,10 +185,13 @@ def test_the_base_never_sees_a_held_out_question(tmp_path, monkeypatch):
     assert make_base.draw_row(random.Random(5), ids, frozenset())[0][0] == ids[problems[0].name]
     expected = make_base.draw_row(free, ids, held_out)
     assert make_base.draw_row(rng, ids, held_out) == expected  # the 40 are skipped
+    bare, labels = make_base.draw_row(random.Random(5), ids, frozenset(), bare=1.0)
+    answer = [ids[word] for word in ["the", "answer", "is", *str(corpus.problems.solve(problems[0])), corpus.EOS]]
+    assert bare[-len(answer) :] == answer == [label for label in labels if label != -100]
 
     kept = []
     monkeypatch.setattr(corpus, "COUNTS", {"train": 8, "val": 3, "test": 5})
-    monkeypatch.setattr(make_base, "write_base", lambda folder, seed, steps, out, on_step: kept.append(out))
+    monkeypatch.setattr(make_base, "write_base", lambda folder, seed, steps, out, *_: kept.append(out))
     make_base.main(["--out", str(tmp_path), "--seed", "2", "--steps", "1"])
     tables = {split: pd.read_parquet(tmp_path / f"{split}.parquet") for split in corpus.COUNTS}
     assert kept == [{*tables["val"]["instruction"], *tables["test"]["instruction"]}] and len(kept[0]) == 8

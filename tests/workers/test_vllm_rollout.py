@@ -27,12 +27,12 @@ def wide_llama(tmp_path_factory):
 class Hybrid:
     """An actor's engine with a vLLM of its weights, as a rank has them."""
 
-    def __init__(self, path, **model):
+    def __init__(self, path, rollout=None, **model):
         self.engine = make_engine(path, lr=3e-2, **model)
         self.actor = make_actor(self.engine)
         settings = {"name": "vllm", "prompt_length": P, "response_length": R, "dtype": "float32", "max_num_seqs": 32,
                     "calculate_log_probs": True, "max_model_len": 400,
-                    "max_num_batched_tokens": 400, "disable_log_stats": False}  # fmt: skip
+                    "max_num_batched_tokens": 400, "disable_log_stats": False, **(rollout or {})}  # fmt: skip
         config = RolloutConfig(**settings, val_kwargs=SamplingConfig(temperature=0, do_sample=False))
         self.rollout = get_rollout_class("vllm", "sync")(config, self.engine.model_config, self.engine.mesh)
         self.policy = get_policy("causal_lm")

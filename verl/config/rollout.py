@@ -135,6 +135,27 @@ class PrometheusConfig(BaseConfig, section="rollout.prometheus"):
 
 
 @dataclass
+class SpeculativeConfig(BaseConfig, section="rollout.speculative"):
+    """Drafts that the engine verifies several at a time; samples keep the model's distribution."""
+
+    method: str | None = setting(
+        None,
+        "ngram (tokens that followed the same words before), draft_model, or null for none.",
+        choices=("ngram", "draft_model"),
+    )
+    draft_path: str | None = setting(None, "Folder of the draft model, whose weights stay as they are.")
+    num_tokens: int = setting(4, "Draft tokens per forward of the model.", low=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.method == "draft_model") != (self.draft_path is not None):
+            raise ValueError(
+                f"rollout.speculative.method={self.method} with rollout.speculative.draft_path={self.draft_path}: "
+                "draft_model needs the folder of a draft model, the other methods have none."
+            )
+
+
+@dataclass
 class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "load_format")):
     """How completions are generated; prompt_length and response_length are in tokens."""
 
@@ -208,6 +229,11 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         lambda: {"vllm": {}, "sglang": {}},
         "Engine arguments without a key of their own, by engine; any key.",
         unused=NO_ENGINE,
+    )
+    speculative: SpeculativeConfig = setting(
+        SpeculativeConfig,
+        "Speculative decoding.",
+        unused=NO_ENGINE | {"sglang": "engine_kwargs.sglang takes its speculative_* settings"},
     )
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
     agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)

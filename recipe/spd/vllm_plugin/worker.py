@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from vllm.distributed import get_pp_group
-from vllm.platforms import current_platform
 
 from recipe.spd.scoring_config import ScoringModelConfig, make_head
 from recipe.spd.trained import HEAD_FILE
@@ -23,8 +22,6 @@ from recipe.spd.vllm_plugin.serving import TESTED_VLLM, WORKS, ServedScorer
 from verl.utils.fingerprint import model_folder
 from verl.utils.weight_files import safetensors_of
 from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
-
-EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 class SPDWorker(PlatformWorker):
@@ -43,8 +40,6 @@ class SPDWorker(PlatformWorker):
         else:
             from recipe.spd.vllm_plugin import v1 as runner_parts
         check_interface(runner_parts)
-        if current_platform.is_cpu():
-            repair_expand_kernel()
         self._parts = runner_parts
         head = make_head(self.scorer).to(self.device).eval()
         head.load_state_dict(load_file(Path(self.served.scorer) / HEAD_FILE, device=str(self.device)))
@@ -108,23 +103,3 @@ def target_embedding(model: nn.Module, path: str, device: torch.device) -> Calla
                 table = opened.get_tensor(names[0])
                 return lambda ids: nn.functional.embedding(ids, table)
     raise ValueError(f"{path} has no embed_tokens.weight, which the last pipeline rank needs. Use tensor parallelism.")
-
-
-def repair_expand_kernel() -> None:
-    """Replace the CPU stand-in of a kernel that leaves its output unset (vLLM issue 55005): without this, sampled
-    requests with drafts are divided by uninitialised temperatures."""
-    from vllm.triton_utils.dispatcher import register_kernels
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-
-    values, ends = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
-    if expand_batch_to_tokens(values, ends, 3).tolist() == [0.5, 2.0, 2.0]:
-        return
-
-    def expand(
-        output: torch.Tensor, given: torch.Tensor, ends: torch.Tensor, replace_from: float, replace_to: float,
-        *_: Any, **__: Any,
-    ) -> None:
-        given = torch.where(given == replace_from, torch.full_like(given, replace_to), given)
-        output.copy_(given.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
-
-    register_kernels({EXPAND_KERNEL: expand})

@@ -7,10 +7,10 @@ would stop the next one (`create shm ... errno: 17`).
 
 from typing import Any
 
-from vllm.v1.worker.cpu_worker import CPUWorker
+from verl.workers.rollout.vllm_rollout.platform_worker import PlatformWorker
 
 
-class SharedMemoryCPUWorker(CPUWorker):
+class SharedMemoryCPUWorker(PlatformWorker):
     """Takes the name from `additional_config.shared_memory_name`, which is the same on every rank of a run."""
 
     def __init__(self, vllm_config: Any, *args: Any, distributed_init_method: str, **kwargs: Any) -> None:

@@ -1,10 +1,42 @@
 """vLLM's own worker class of this machine, to derive a `--worker-cls` from."""
 
+from typing import Any
+
+import torch
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+    from vllm.v1.worker.cpu_worker import CPUWorker as VllmWorker
 else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+    from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
-__all__ = ["PlatformWorker"]
+EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+class PlatformWorker(VllmWorker):
+    """On a CPU with drafts verified at the requests' own temperatures."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if current_platform.is_cpu():
+            repair_expand_kernel()  # before numba is loaded, on whose modules vLLM's registration of kernels fails
+        super().__init__(*args, **kwargs)
+
+
+def repair_expand_kernel() -> None:
+    """Replace the CPU stand-in of a kernel that leaves its output unset (vLLM issue 55005): without this, sampled
+    requests with drafts are divided by uninitialised temperatures."""
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    values, ends = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
+    if expand_batch_to_tokens(values, ends, 3).tolist() == [0.5, 2.0, 2.0]:
+        return
+
+    def expand(
+        output: torch.Tensor, given: torch.Tensor, ends: torch.Tensor, replace_from: float, replace_to: float,
+        *_: Any, **__: Any,
+    ) -> None:
+        given = torch.where(given == replace_from, torch.full_like(given, replace_to), given)
+        output.copy_(given.repeat_interleave(ends.diff(prepend=ends.new_zeros(1))))
+
+    register_kernels({EXPAND_KERNEL: expand})

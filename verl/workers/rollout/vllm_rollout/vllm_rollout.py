@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from verl.planning.problems import Problem, register_check, wrong
+from verl.planning.problems import Problem, absent, one_line, register_check, wrong
 from verl.protocol import DataProto
 from verl.utils.device import rank_device_index
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank; engine_kwargs.vllm.kv_cache_memory_bytes overrides it
+WORKER = "verl.workers.rollout.vllm_rollout.platform_worker.PlatformWorker"
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # words that a lookup compares
+DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
 KEY = "actor_rollout_ref.rollout"
 # Widths of an attention head that vLLM's CPU kernels are built for; others fail at the first request, not at the start.
 CPU_HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -48,6 +51,26 @@ def check_cpu_heads(config: Any, findings: Any) -> Iterator[Problem]:
         known = ", ".join(map(str, CPU_HEAD_DIMS))
         remedy = f"Take another model, or {KEY}.name=hf."
         yield wrong(key, f"{rule}, which vLLM on a CPU (trainer.device=cpu) cannot run: it has {known}. {remedy}")
+
+
+@register_check
+def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
+    """A draft model that cannot be read, or has other words than the model."""
+    rollout, key = config.actor_rollout_ref.rollout, f"{KEY}.speculative.draft_path"
+    path = rollout.speculative.draft_path
+    if rollout.name != "vllm" or path is None:
+        return
+    from transformers import AutoConfig
+
+    try:
+        draft = AutoConfig.from_pretrained(path, local_files_only=not findings.to_start).get_text_config()
+    except (OSError, ValueError) as error:
+        yield absent(key, f"{key}={path} has no config.json that can be read: {one_line(error)}")
+        return
+    words = findings.hf_config and findings.hf_config.get_text_config().vocab_size
+    if words and draft.vocab_size != words:
+        yield wrong(key, f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {words}. Take a "
+                         "draft model with the same tokenizer, or rollout.speculative.method=ngram.")  # fmt: skip
 
 
 @register_rollout("vllm", "sync")
@@ -118,6 +141,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             given["device_ids"] = [rank_device_index()]  # by default every rank's engine would be on the first device
         if config.cudagraph_capture_sizes:
             given["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+        if config.speculative.method is not None:
+            given |= self._speculative_arguments(given)
         if not self.on_cuda:
             given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
             given["enable_chunked_prefill"] = False  # it winds seeds of requests back, which CPU generators cannot
@@ -130,6 +155,29 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if unknown := sorted(set(own) - {field.name for field in dataclasses.fields(EngineArgs)}):
             raise ValueError(f"{KEY}.engine_kwargs.vllm has {', '.join(unknown)}, which vLLM's EngineArgs do not know.")
         return given | own
+
+    def _speculative_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Engine arguments for `rollout.speculative`."""
+        config = self.config.speculative
+        drafts: dict[str, Any] = {"method": config.method, "num_speculative_tokens": config.num_tokens}
+        load_format = given["load_format"]
+        if config.method == "ngram":
+            drafts |= NGRAM
+        else:  # nothing is sent to the draft model: it needs its weights from the start, and vLLM loads both alike
+            drafts |= {"model": config.draft_path, "draft_tensor_parallel_size": given["tensor_parallel_size"]}
+            load_format = "auto" if load_format == "dummy" else load_format
+        return {
+            "speculative_config": drafts, "worker_cls": WORKER, "load_format": load_format,
+            "disable_log_stats": False,  # its counts are the metrics of generate_sequences
+            "max_num_batched_tokens": max(given["max_num_batched_tokens"],
+                                          given["max_num_seqs"] * (1 + config.num_tokens)),
+        }  # fmt: skip
+
+    def _draft_counts(self) -> tuple[int, int]:
+        """Draft tokens since the engine's start, and those of them that were accepted."""
+        counts = {metric.name.split("_num_")[-1]: metric.value for metric in self.llm.get_metrics()
+                  if metric.name in DRAFT_COUNTS}  # fmt: skip
+        return counts["draft_tokens"], counts["accepted_tokens"]
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.has_weights = False  # the actor's are what counts from now on
@@ -154,7 +202,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def release(self) -> None:
         if self.can_sleep:
             self.forget_prefixes()
-            self.llm.sleep(level=2)
+            # This level of sleep discards all weights; the draft model's would not come back.
+            self.llm.sleep(level=2 if self.config.speculative.draft_path is None else 1)
             self.has_weights = False  # this level of sleep throws them away
 
     def close(self) -> None:
@@ -174,7 +223,14 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             dist.all_gather_object(parts, prompts, group=self.tp_group)
             gathered = DataProto.concat(parts)
         request = GenerationRequest.from_batch(gathered, self.config)
+        before = self._draft_counts() if self.config.speculative.method else None
         outputs = self._generate(request)
+        metrics = {}
+        if before:
+            drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
+            made = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+            metrics = {"rollout/draft_acceptance": [accepted / max(1, drafted)],
+                       "rollout/tokens_per_forward": [made / max(1, made - accepted)]}  # fmt: skip
         if self.tp_group is not None:
             rank = dist.get_rank(self.tp_group)
             outputs = outputs[rank * len(prompts) : (rank + 1) * len(prompts)]
@@ -187,7 +243,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             if any(answer.logprobs.token_ids != row for answer, row in zip(answers, tokens, strict=True)):
                 raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
             log_probs = right_padded([answer.logprobs.logprobs for answer in answers], length, 0.0, torch.float32)
-        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
+        meta = {"metrics": metrics} if metrics else {}
+        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs), meta_info=meta)
 
     def _generate(self, request: GenerationRequest) -> list:
         """vLLM's output for each prompt of the request."""

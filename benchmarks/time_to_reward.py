@@ -1,0 +1,94 @@
+"""Seconds until GRPO on word problems answers more than 80 % of the held-out questions, ours against TRL's, in turn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+
+from benchmarks.harness import Row, ratios, row, say
+from benchmarks.rl_whole_step import start
+from benchmarks.seeds import SEEDS
+from examples.demo_runner import ROOT
+from examples.grpo_arithmetic.demo import ACCURACY, training_command
+from examples.tools_arithmetic.demo import by_step
+
+STEPS, EVERY, ENOUGH = 75, 5, 0.80
+PROMPTS, SAMPLES, LIMIT, LR = 32, 8, 96, 2e-4  # those of the demo
+REWARD = """from examples.grpo_arithmetic import reward
+
+
+def compute_score(*args):
+    return reward.compute_score(*args)["score"]
+"""
+
+
+def make(folder: Path, seed: int) -> None:
+    """The demo's start, also where benchmarks.trl_steps looks for it; a start that exists is reused."""
+    begun = [sys.executable, "-m", "examples.grpo_arithmetic.make_start", "--out", str(folder), "--seed", str(seed)]
+    subprocess.run(begun, cwd=ROOT, check=True)
+    (folder / "prompts.parquet").write_bytes((folder / "train.parquet").read_bytes())
+    (folder / "reward.py").write_text(REWARD)
+
+
+def seconds_to(seconds: list[float], accuracy: Mapping[int, float]) -> float:
+    """Seconds of the steps before the first validation from which on all are above ENOUGH.
+
+    RuntimeError if the last one is not. Validations have the number of the step that they follow, 0 is the start.
+    """
+    reached = None
+    for step, value in sorted(accuracy.items()):
+        reached = (step if reached is None else reached) if value > ENOUGH else None
+    if reached is None:
+        raise RuntimeError(f"{100 * ENOUGH:g} % are not reached in {len(seconds)} steps: {accuracy}")
+    return [0.0, *accumulate(seconds)][reached]
+
+
+def ours(folder: Path, seed: int) -> tuple[list[float], dict[int, float]]:
+    """Seconds of each step without its validation, and validation accuracies by step."""
+    run = folder / "ours"
+    start(training_command(folder, run, STEPS, seed, f"trainer.test_freq={EVERY}", "trainer.save_freq=-1",
+                           "trainer.report=false"), folder)  # fmt: skip
+    testing = by_step(run, "timing_s/testing")
+    steps = by_step(run, "timing_s/step")
+    return [value - testing.get(step, 0.0) for step, value in steps.items()], by_step(run, ACCURACY)
+
+
+def trl(folder: Path, seed: int) -> tuple[list[float], dict[int, float]]:
+    """The same of TRL's GRPOTrainer."""
+    out = folder / "trl.json"
+    options = {"out": out, "steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "lr": LR,
+               "seed": seed, "validate-every": EVERY}  # fmt: skip
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    start([sys.executable, "-m", "benchmarks.trl_steps", str(folder), *given], folder)
+    result = json.loads(out.read_text())
+    return result["seconds"], {int(step): value for step, value in result["accuracy"].items()}
+
+
+def run() -> list[Row]:
+    """A value per seed; runs that were measured before are taken from the seed's folder, which is logged."""
+    taken: dict[str, list[float]] = {"trl": [], "ours": []}
+    per_step: dict[str, list[float]] = {"trl": [], "ours": []}
+    for seed in SEEDS:
+        folder = ROOT / "outputs" / "benchmarks" / f"time_to_reward{seed}"
+        make(folder, seed)
+        for name, train in (("trl", trl), ("ours", ours)):
+            kept = folder / f"{name}_measured.json"
+            if kept.exists():
+                say(f"seed {seed}, {name}: measured before (delete {kept} to measure it again)")
+            else:
+                seconds, accuracy = train(folder, seed)
+                kept.write_text(json.dumps({"seconds": seconds, "accuracy": accuracy}))
+            measured = json.loads(kept.read_text())
+            accuracy = {int(step): value for step, value in measured["accuracy"].items()}
+            taken[name].append(seconds_to(measured["seconds"], accuracy))
+            per_step[name].append(sum(measured["seconds"]) / len(measured["seconds"]))
+            say(f"seed {seed}, {name}: {taken[name][-1]:.0f} s, {per_step[name][-1]:.1f} s a step")
+    return [
+        row("time_to_reward_vs_trl", ratios(taken["trl"], taken["ours"]), "times, TRL / ours"),
+        *(row(f"time_to_reward_{name}", seconds, "s") for name, seconds in taken.items()),
+        *(row(f"time_to_reward_step_{name}", seconds, "s a step, mean") for name, seconds in per_step.items()),
+    ]
