@@ -43,7 +43,7 @@ METRICS: dict[str, str] = {
     "timing_s/agent_loop/*": "Seconds that a conversation spent in generation and in tool calls.",
     "global_seqlen/*": "Tokens of the ranks' shares before balancing, and after it (balanced_*).",
     "rollout/weight_syncs": "How often the step sent weights to the rollout, for its samples and its validation.",
-    "rollout/tokens_per_forward": "Rollout refine, or with drafts: tokens per forward of the model; decoding has 1.",
+    "rollout/tokens_per_forward": "Rollout refine, or with drafts: tokens per forward; ordinary decoding has 1.",
     "rollout/draft_acceptance": "Share of the draft tokens that were accepted (rollout.speculative).",
     "rollout/forwards": "Rollout refine: forwards of the step's batch on one rank.",
     "training/global_step": "Number of the step.",
