@@ -101,7 +101,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
-            logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are read whole there")
+            logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
         self.llm = start_engine(arguments, self.on_cuda)
         if name := arguments.get("additional_config", {}).get("shared_memory_name"):
             dist.barrier()  # every rank has mapped the segments: without names they end with their processes
@@ -145,7 +145,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             given |= self._speculative_arguments(given)
         if not self.on_cuda:
             given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-            given["enable_chunked_prefill"] = False  # it winds seeds of requests back, which CPU generators cannot
+            given["enable_chunked_prefill"] = False  # it rewinds the seeds of requests, which CPU generators cannot do
             if config.tensor_model_parallel_size > 1:
                 name = [f"verl-{uuid.uuid4().hex}"]
                 dist.broadcast_object_list(name, src=0)
