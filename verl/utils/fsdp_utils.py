@@ -248,9 +248,9 @@ def _gather_bucket(bucket: list[tuple[str, torch.Tensor]], check_finite: bool) -
         blocks.append(received)
     whole = {name: full_tensor(t) for name, t in bucket if name not in parts}
     blocks += whole.values()
-    if check_finite and blocks:
-        largest = torch.stack([torch.linalg.vector_norm(block, math.inf) for block in blocks])  # NaN stays NaN
-        if not torch.isfinite(largest).all():
+    # NaN stays NaN. On a CPU this takes a twentieth of the time of isfinite, or of a norm.
+    if check_finite and (ends := [end for block in blocks if block.numel() for end in torch.aminmax(block)]):
+        if not torch.isfinite(torch.stack(ends)).all():
             name, tensor = next((n, t) for n, t in (parts | whole).items() if not torch.isfinite(t).all())
             shape = tuple(dict(bucket)[name].shape)
             raise FloatingPointError(f"weight '{name}' {shape} is not finite as {tensor.dtype}; it is not sent.")
