@@ -54,6 +54,7 @@ WANTED: dict[str, Bound] = {
     "load_peak_over_shard": ("at most", 1.3),
     "weight_sync_speedup": ("at least", 1.5),
     "sequence_parallel_gradient_difference": ("at most", 1e-5),
+    "tensor_parallel_gradient_difference": ("at most", 1e-5),
     "rotary_cosine_error": ("at most", 4e-3),
     "served_scorer_over_greedy": ("at least", 2.8),
     "served_scorer_over_exact": ("at least", 1.5),

@@ -1,4 +1,4 @@
-"""What ranks keep, load and send, and what sharing sequences costs: gloo ranks on one machine."""
+"""What ranks keep, load and send, and what sharing sequences or layers costs: gloo ranks on one machine."""
 
 import os
 import tempfile
@@ -24,6 +24,10 @@ WIDE: dict[str, int] = dict(hidden_size=1024, intermediate_size=2816, num_hidden
 DEEP: dict[str, int] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1024)
 REPETITIONS = 5
 SEQUENCE = 4096
+#: settings of an engine whose ranks each have a row of their own, or share two rows in pairs
+SHARING: dict[str, dict[str, int]] = {
+    "nothing": {}, "sequences": {"ulysses_sequence_parallel_size": 2}, "layers": {"tensor_parallel_size": 2},
+}  # fmt: skip
 FAR = (1_000, 8_191, 32_767)  # positions
 
 
@@ -103,16 +107,17 @@ def on_rank_sync(rank: int, world_size: int, path: str, repetitions: int) -> dic
     return seconds
 
 
-def on_rank_sequence(
+def on_rank_sharing(
     rank: int, world_size: int, path: str, length: int, repetitions: int
-) -> tuple[dict[int, list[float]], dict[int, list[torch.Tensor]]]:
-    """Seconds of an update with 1 and 2 ranks to a sequence, in turn, and this rank's part of the gradients."""
-    engines = {size: make_engine(path, ulysses_sequence_parallel_size=size) for size in (1, 2)}
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of an update with each of SHARING, in turn, and how far its gradients are from those of the first."""
+    engines = {name: make_engine(path, **settings) for name, settings in SHARING.items()}
     policy = get_policy("causal_lm")
     policy.set_forward(remove_padding=True, share_prompt=False)
-    seconds: dict[int, list[float]] = {size: [] for size in engines}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for repetition in range(repetitions + 1):
-        for size, engine in engines.items():
+        for name, engine in engines.items():
+            size = world_size // engine.get_data_parallel_size()
             rows = [torch.randint(5, 1000, (1, length), generator=torch.Generator().manual_seed(r))
                     for r in range(rank - rank % size, rank - rank % size + size)]  # fmt: skip
             dist.barrier()
@@ -127,10 +132,12 @@ def on_rank_sequence(
                     loss = -log_probs.mean() / len(rows)
                     engine.backward(loss, is_last_micro_batch=number == len(rows) - 1)
             if repetition:
-                seconds[size].append(time.perf_counter() - started)
+                seconds[name].append(time.perf_counter() - started)
     set_ulysses_sequence_parallel_group(None)
-    gradients = {size: [local_tensor(p.grad).tolist() for p in e.module.parameters()] for size, e in engines.items()}
-    return seconds, gradients
+    expected, *others = ([full_tensor(p.grad) for p in e.module.parameters()] for e in engines.values())
+    largest = max(float(g.abs().max()) for g in expected)
+    errors = [max(float((a - b).abs().max()) for a, b in zip(of, expected, strict=True)) / largest for of in others]
+    return seconds, dict(zip(list(engines)[1:], errors, strict=True))
 
 
 def rotary_error() -> tuple[float, float]:
@@ -149,16 +156,8 @@ def rotary_error() -> tuple[float, float]:
     return error(frequencies), error(frequencies.bfloat16())
 
 
-def difference(one: list, other: list) -> float:
-    """Largest difference of two lists of gradients, relative to the largest entry of all."""
-    pairs = [(torch.tensor(a), torch.tensor(b)) for a, b in zip(one, other, strict=True)]
-    return max(float((a - b).abs().max()) for a, b in pairs if a.numel()) / max(
-        float(a.abs().max()) for a, _ in pairs if a.numel()
-    )
-
-
 def run() -> list[Row]:
-    """Gradient bytes, loading peaks, weight sync and sequence parallelism on 2 and 4 ranks."""
+    """Gradient bytes, loading peaks, weight sync, sequence and tensor parallelism on 2 and 4 ranks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         wide = save_model(Path(folder) / "wide", WIDE, torch.bfloat16)
@@ -170,9 +169,9 @@ def run() -> list[Row]:
         say("weight sync on 2 ranks")
         sync = run_ranks(on_rank_sync, 2, wide, REPETITIONS)[0]
         say(f"sequences of {SEQUENCE} on 4 ranks")
-        sequence = run_ranks(on_rank_sequence, 4, deep, SEQUENCE, max(1, REPETITIONS // 2))
+        shared = run_ranks(on_rank_sharing, 4, deep, SEQUENCE, max(1, REPETITIONS // 2))
     kept, cast = rotary_error()
-    seconds = sequence[0][0]
+    seconds = shared[0][0]
     return [
         row("grad_bytes_per_parameter_4_ranks", gradients[False], "bytes"),
         row("grad_bytes_per_parameter_4_ranks_deferred", gradients[True], "bytes"),
@@ -183,9 +182,13 @@ def run() -> list[Row]:
         row("weight_sync_speedup", ratios(sync["one by one"], sync["buckets"]), "times, one by one / buckets"),
         row("weight_sync", sync["buckets"], "s per GB of bfloat16"),
         row("weight_sync_one_by_one", sync["one by one"], "s per GB of bfloat16"),
-        row("sequence_parallel_step_ratio", ratios(seconds[2], seconds[1]), "times, 2 ranks a sequence / 1"),
-        row("sequence_parallel_step", seconds[2], "s"),
-        row("sequence_parallel_gradient_difference", [difference(g[2], g[1]) for _, g in sequence], "relative"),
+        row("sequence_parallel_step_ratio", ratios(seconds["sequences"], seconds["nothing"]),
+            "times, 2 ranks a sequence / 1"),
+        row("tensor_parallel_step_ratio", ratios(seconds["layers"], seconds["nothing"]), "times, 2 ranks a layer / 1"),
+        row("sequence_parallel_step", seconds["sequences"], "s"),
+        row("tensor_parallel_step", seconds["layers"], "s"),
+        row("sequence_parallel_gradient_difference", [errors["sequences"] for _, errors in shared], "relative"),
+        row("tensor_parallel_gradient_difference", [errors["layers"] for _, errors in shared], "relative"),
         row("rotary_cosine_error", [kept], f"at most, at position {max(FAR):,}"),
         row("rotary_cosine_error_bfloat16", [cast], f"at most, at position {max(FAR):,}"),
     ]  # fmt: skip

@@ -154,6 +154,7 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
     for role, engine in roles.items():
         values |= {f"{engine}.{name}": f"${{{role}.megatron.{name}}}" for name in ("param_offload", "seed", "dtype")}
         values |= {f"{engine}.strategy": "fsdp2", f"{role}.megatron.seed": seed}
+        values[f"{engine}.tensor_parallel_size"] = f"${{{role}.megatron.tensor_model_parallel_size}}"
         if role != "actor_rollout_ref.ref":
             values[f"{engine}.optimizer_offload"] = f"${{{role}.megatron.optimizer_offload}}"
             values |= {f"{role}.grad_clip": "${.optim.clip_grad}", f"{role}.optim.clip_grad": 1.0}
@@ -253,6 +254,7 @@ def files() -> dict[str, File]:
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}",
                 "rollout_n": f"${{oc.select:{ROLLOUT}.n,1}}",
                 "fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "fsdp_config.seed": seed,
+                "fsdp_config.tensor_parallel_size": f"${{{ACTOR}.fsdp_config.tensor_parallel_size}}",
                 **{f"fsdp_config.{name}": value for name, value in follows.items()}, **profiled,
             },
         ),

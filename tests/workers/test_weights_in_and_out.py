@@ -75,10 +75,11 @@ def test_a_weight_of_another_shape_is_named(folders):
         load_without_weights(config, torch.float32)
 
 
-def test_a_weight_that_is_not_finite_is_named_and_not_sent(folders):
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_a_weight_that_is_not_finite_is_named_and_not_sent(folders, value):
     engine = make_engine(folders["llama"])
     with torch.no_grad():
-        engine.module.lm_head.weight.to_local()[3, 5] = float("inf")
+        engine.module.lm_head.weight.to_local()[3, 5] = float(value)
     assert len(dict(engine.get_per_tensor_param())) > 3
     with pytest.raises(FloatingPointError, match=r"weight 'lm_head.weight' \(63, 64\) is not finite"):
         list(engine.get_per_tensor_param(check_finite=True))

@@ -14,6 +14,11 @@ def sequence_parallel_size() -> Any:
     return setting(1, "Neighbouring ranks that share each sequence; their rows are computed together.", low=1)
 
 
+def tensor_parallel_size() -> Any:
+    """The setting tensor_parallel_size, which several roles have."""
+    return setting(1, "Neighbouring ranks that split each layer; their rows are computed together.", low=1)
+
+
 def entropy_in_chunks() -> Any:
     """The setting entropy_from_logits_with_chunking."""
     return setting(False, "Compute the entropy in chunks.", unused="logits are always computed in chunks")

@@ -9,6 +9,7 @@ from verl.config.common import (
     entropy_in_chunks,
     entropy_recomputed,
     sequence_parallel_size,
+    tensor_parallel_size,
     torch_compile,
 )
 from verl.config.fields import setting
@@ -66,6 +67,7 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
         False, "Exchange gradients after the last micro-batch only; every rank then holds them whole, in float32."
     )
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
+    tensor_parallel_size: int = tensor_parallel_size()
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
     use_orig_params: bool = setting(False, "For compatibility.", unused="FSDP2 always keeps the original parameters")

@@ -1,7 +1,7 @@
 """The settings of ppo_megatron_trainer, which runs on FSDP2: what FSDP2 has as well is mapped, the rest is refused.
 
-Mapped: offloading, seed, dtype, padding, the optimizer and its schedule. Ranks shard every layer (FSDP2) instead of
-splitting it, so that every parallel size must be 1.
+Mapped: offloading, seed, dtype, padding, tensor parallelism, the optimizer and its schedule. Ranks shard layers (FSDP2)
+instead of sharing them out, so that the other parallel sizes must be 1.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
+from verl.config.common import tensor_parallel_size
 from verl.config.critic import FSDPCriticConfig
 from verl.config.engine import EngineConfig
 from verl.config.fields import setting
@@ -17,7 +18,7 @@ from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 
 STRATEGY = "Megatron's settings, on FSDP2."
-SHARDED = "FSDP2 shards every layer over all ranks instead of splitting it"
+SHARDED = "FSDP2 shards every layer, with all its experts, over the ranks"
 WEIGHTS = "weights come from the model's folder, and checkpoints are those of FSDP2"
 MODELS = "models are those of transformers"
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
@@ -31,14 +32,14 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     strategy: str | None = setting("megatron", choices=("megatron",))
     grad_offload: bool = setting(False, "Keep gradients on the CPU.", unused="gradients stay with their weights")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
-    tensor_model_parallel_size: int = setting(1, "Ranks that split each layer.", fixed=SHARDED)
+    tensor_model_parallel_size: int = tensor_parallel_size()
     expert_model_parallel_size: int = setting(1, "Ranks that share the experts.", fixed=SHARDED)
     expert_tensor_parallel_size: int | None = setting(None, "Ranks that split each expert.", fixed=SHARDED)
     pipeline_model_parallel_size: int = setting(1, "Stages of the pipeline.", fixed=SHARDED)
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Virtual stages.", fixed=SHARDED)
     context_parallel_size: int = setting(1, "Ranks that share one sequence.", fixed="each rank keeps full sequences")
     sequence_parallel: bool = setting(
-        True, "Split activations among tensor parallel ranks.", unused="there is one tensor parallel rank"
+        True, "Split activations among tensor parallel ranks.", unused="each keeps the activations between layers"
     )
     use_distributed_optimizer: bool = setting(
         True, "Shard the optimizer's state.", unused="FSDP2 always shards the optimizer's state"

@@ -73,12 +73,14 @@ class FSDPOptimizerConfig(OptimizerConfig):
             object.__setattr__(self, "lr_scheduler_type", self.warmup_style)
 
 
-def build_optimizer(parameters: Iterable[Any], config: FSDPOptimizerConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Iterable[Any], config: FSDPOptimizerConfig, **options: Any
+) -> torch.optim.Optimizer:
     """The optimizer that the config names, over the parameters that require a gradient.
 
     `parameters`: tensors, or (name, tensor) pairs. A class whose first argument is called `named_parameters` gets the
-    pairs, others the tensors. `betas` goes to optimizers that take it; override_optimizer_config is passed on as
-    keyword arguments.
+    pairs, others the tensors. `betas` and `options` go to optimizers that take them; override_optimizer_config is
+    passed on as keyword arguments.
     """
     try:
         module = importlib.import_module(config.optimizer_impl)
@@ -92,8 +94,7 @@ def build_optimizer(parameters: Iterable[Any], config: FSDPOptimizerConfig) -> t
     optimizer_class = vars(module)[config.optimizer]
     kwargs: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     takes = list(inspect.signature(optimizer_class).parameters)
-    if "betas" in takes:
-        kwargs["betas"] = config.betas
+    kwargs |= {name: value for name, value in {"betas": config.betas, **options}.items() if name in takes}
     kwargs.update(config.override_optimizer_config or {})
     pairs = [item if isinstance(item, tuple) else (str(i), item) for i, item in enumerate(parameters)]
     trained = [(name, p) for name, p in pairs if p.requires_grad]

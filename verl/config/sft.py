@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import CheckpointConfig, ModuleConfig, RunConfig, sequence_parallel_size
+from verl.config.common import CheckpointConfig, ModuleConfig, RunConfig, sequence_parallel_size, tensor_parallel_size
 from verl.config.fields import setting
 
 STRATEGIES = ("fsdp", "fsdp2")
@@ -71,6 +71,7 @@ class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     cpu_offload: bool = setting(False, "FSDP2's own CPU offload of weights, gradients and optimizer state.")
     offload_params: bool = setting(False, "Keep weights and optimizer state on the CPU between steps.")
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
+    tensor_parallel_size: int = tensor_parallel_size()
     full_determinism: bool = setting(False, "Use deterministic kernels only, which are slower.")
 
 

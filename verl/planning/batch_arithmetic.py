@@ -100,7 +100,12 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
     used = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": use_reference_policy, "critic": use_critic}
     for (prefix, present), role in zip(used.items(), (actor, ref, config["critic"]), strict=True):
-        issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks) if present else []
+        sequences = f"{prefix}.ulysses_sequence_parallel_size"
+        engine = ("model.fsdp_config", role["model"]["fsdp_config"]) if prefix == "critic" else (
+            "fsdp_config", role["fsdp_config"])  # fmt: skip
+        if present:
+            issues += divides_ranks(sequences, role, ranks)
+            issues += splits_ranks(f"{prefix}.{engine[0]}", engine[1], ranks, role["ulysses_sequence_parallel_size"])
     if reward["enable"]:
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
@@ -182,6 +187,17 @@ def divides_ranks(key: str, section: Mapping[str, Any], ranks: int) -> list[Prob
         return []
     fitting = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
     return [wrong(key, f"{key}={value} does not divide the {ranks} ranks. Use one of {fitting}.")]
+
+
+def splits_ranks(prefix: str, engine: Mapping[str, Any], ranks: int, sequences: int) -> list[Problem]:
+    """Tensor parallel ranks divide those that share one copy of the weights, and with `sequences` all `ranks`."""
+    key, size = f"{prefix}.tensor_parallel_size", engine["tensor_parallel_size"]
+    copy = ranks if engine["fsdp_size"] == -1 else min(engine["fsdp_size"], ranks)
+    issues = divides_ranks(key, engine, copy)
+    if not issues and sequences > 1 and ranks % sequences == 0 and ranks % (size * sequences):
+        rule = f"{key}={size} x ulysses_sequence_parallel_size={sequences} does not divide the {ranks} ranks."
+        issues.append(wrong(key, f"{rule} Lower one of them."))
+    return issues
 
 
 def _near(value: int, step: int) -> str:

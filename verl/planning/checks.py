@@ -95,6 +95,14 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
         yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
 
 
+def check_tensor_parallel(findings: Findings, key: str, size: int) -> Iterator[Problem]:
+    """Whether `size` ranks can split the layers of the model; `key` sets the size."""
+    from verl.utils.tensor_parallel import refusal
+
+    if size > 1 and findings.hf_config is not None and (reason := refusal(findings.hf_config, size)):
+        yield wrong(key, f"{key}={size}: {reason}")
+
+
 def _load(findings: Findings, key: str, path: str, load: Callable[[str], Any]) -> Any:
     """The result of `load` for a model folder or hub name; None if it fails, which is added to the problems."""
     try:

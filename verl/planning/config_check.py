@@ -13,6 +13,7 @@ from verl.algos.names import reads_reference
 from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.planning.batch_arithmetic import batch_problems
 from verl.planning.problems import Problem, wrong
 from verl.utils.import_utils import import_external_libs
@@ -253,6 +254,11 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         key, value = next(iter(set_ones.items()))
         rule = f"{key}={text(value)} needs the rollout's log-probs, which are not requested."
         issues.append(wrong(key, f"{rule} Set actor_rollout_ref.rollout.calculate_log_probs=true."))
+    split = plain["actor_rollout_ref"]["actor"]["fsdp_config"]["tensor_parallel_size"]
+    if split > 1 and rollout["name"] in ROLLOUTS_OF_THE_ACTOR:
+        key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
+        rule = f"{key}={split}: rollout.name={rollout['name']} generates with the actor's own module, whose ranks"
+        issues.append(wrong(key, f"{rule} must then have the same prompts. Set it to 1, or rollout.name=vllm."))
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))

@@ -14,6 +14,7 @@ from verl.planning.problems import ConfigError
 from verl.utils.config import forced_override, validate_config
 
 KNOWN = compose_ppo()
+VLLM = "actor_rollout_ref.rollout.name=vllm"
 
 
 def problems(*overrides):
@@ -262,9 +263,20 @@ def test_the_critic_reports_only_what_the_actor_did_not():
     assert arithmetic(f"{actor}=12") == [actor]
 
 
-@pytest.mark.parametrize("key", ["rollout.tensor_model_parallel_size", "actor.fsdp_config.fsdp_size"])
+@pytest.mark.parametrize("key", ["rollout.tensor_model_parallel_size", "actor.fsdp_config.fsdp_size",
+                                 "actor.fsdp_config.tensor_parallel_size"])
 def test_group_sizes_divide_the_ranks(key):
-    assert "Use one of 1, 2, 4, 8." in only(f"actor_rollout_ref.{key}=3").message
+    assert "Use one of 1, 2, 4, 8." in only(f"actor_rollout_ref.{key}=3", VLLM).message
+
+
+def test_ranks_that_split_layers_share_sequences_and_copies_evenly():
+    split = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
+    sequences = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    product = "x ulysses_sequence_parallel_size=4 does not divide the 8 ranks"
+    assert problems(f"{split}=2", f"{sequences}=4", VLLM) == []
+    assert product in only(f"{split}=4", f"{sequences}=4", VLLM).message
+    assert only(f"{split}=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2", VLLM).key == split
+    assert "rollout.name=hf generates with the actor's own module" in only(f"{split}=2").message
 
 
 def test_validate_config_raises_one_error_with_all():

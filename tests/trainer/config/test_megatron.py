@@ -26,6 +26,7 @@ def test_keys_of_megatron_become_those_of_fsdp2():
         f"{ACTOR}.megatron.dtype=float32", f"{ACTOR}.megatron.seed=7", f"{ACTOR}.megatron.use_remove_padding=false",
         f"{ACTOR}.optim.lr=1e-4", f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.min_lr=1e-5",
         f"{ACTOR}.optim.clip_grad=0.5", f"{ACTOR}.optim.optimizer=sgd", "critic.megatron.dtype=float32",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2", "critic.megatron.tensor_model_parallel_size=4",
     )  # fmt: skip
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert isinstance(actor, McoreActorConfig) and actor.strategy == "megatron" and not actor.use_remove_padding
@@ -35,6 +36,8 @@ def test_keys_of_megatron_become_those_of_fsdp2():
     assert optim.lr_wsd_decay_style == "exponential" and optim.min_lr_ratio == pytest.approx(0.1)
     ref = config.actor_rollout_ref.ref
     assert ref.fsdp_config.param_offload and ref.fsdp_config.dtype == "float32" and ref.megatron.seed == 7
+    split = [section.fsdp_config.tensor_parallel_size for section in (actor, ref, config.critic.model)]
+    assert split == [2, 2, 4]
     assert config.critic.model.fsdp_config.dtype == "float32" and not config.critic.model.fsdp_config.param_offload
     assert unused_settings(config, PPOConfig) == []
 
@@ -48,7 +51,7 @@ def test_schedules_and_optimizers_have_other_names():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor.megatron.tensor_model_parallel_size=2", "FSDP2 shards every layer over all ranks"),
+        ("actor.megatron.expert_model_parallel_size=2", "FSDP2 shards every layer, with all its experts"),
         ("actor.megatron.pipeline_model_parallel_size=4", "Set it to 1"),
         ("ref.megatron.context_parallel_size=2", "each rank keeps full sequences"),
         ("actor.megatron.dist_checkpointing_path=/x", "weights come from the model's folder"),

@@ -22,12 +22,14 @@ from verl.planning.checks import (
     check_models,
     check_outputs,
     check_splits,
+    check_tensor_parallel,
 )
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
 from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
 
+SPLIT = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
@@ -52,6 +54,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     findings = Findings(to_start=True)
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
+    findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
     findings.problems += check_plugins(config)
     findings.problems += [*check_outputs(config), *check_gpus(config)]
     check_data(config, findings, rows=ROWS_AT_START)
@@ -127,6 +130,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     findings = Findings()
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
+    findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
     findings.problems += check_plugins(config)
     check_data(config, findings)
     findings.problems += check_machine(config)

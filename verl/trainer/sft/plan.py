@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from verl.planning.batch_arithmetic import divides_ranks, rank_count
+from verl.planning.batch_arithmetic import divides_ranks, rank_count, splits_ranks
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -19,6 +19,7 @@ from verl.planning.checks import (
     check_models,
     check_outputs,
     check_splits,
+    check_tensor_parallel,
     row_problems,
 )
 from verl.planning.config_check import resume_problems
@@ -32,6 +33,7 @@ from verl.utils.import_utils import import_external_libs
 if TYPE_CHECKING:
     from verl.trainer.sft.trainer import FSDPSFTTrainer
 
+SPLIT = "model.fsdp_config.tensor_parallel_size"
 NEEDED = ("input_ids", "attention_mask", "position_ids", "loss_mask")
 
 
@@ -49,6 +51,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
     def plan(console: Console, config: DictConfig) -> list[Problem]:
         findings = Findings()
         check_models(model_settings(config), findings, "model", "model.partial_pretrain")
+        findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
         findings.problems += trainer_class.problems(config, findings)
         data, tokenizer = config.data, findings.tokenizer
 
@@ -72,6 +75,8 @@ def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> 
         problems.append(wrong(key, rule))
     problems += divides_ranks("model.fsdp_config.fsdp_size", plain["model"]["fsdp_config"], ranks)
     problems += divides_ranks("ulysses_sequence_parallel_size", plain, ranks)
+    sequences = plain["ulysses_sequence_parallel_size"]
+    problems += splits_ranks("model.fsdp_config", plain["model"]["fsdp_config"], ranks, sequences)
     problems += resume_problems(plain["trainer"])
     try:
         import_external_libs(plain["model"]["external_lib"])
@@ -93,6 +98,7 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
     entry_of(trainer_class, ranks).refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0)
     findings = Findings(to_start=True)
     check_models(model_settings(config), findings, "model", "model.partial_pretrain")
+    findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
     findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
     if config.trainer.device == "cuda":
         import torch

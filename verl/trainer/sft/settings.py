@@ -39,6 +39,7 @@ def engine_parts(config: DictConfig, tokenizer: Any, total_steps: int) -> Engine
         param_offload=fsdp["offload_params"],
         optimizer_offload=fsdp["offload_params"],
         fsdp_size=fsdp["fsdp_size"],
+        tensor_parallel_size=fsdp["tensor_parallel_size"],
         full_determinism=fsdp["full_determinism"],
         ulysses_sequence_parallel_size=config.ulysses_sequence_parallel_size,
         strategy=config.model.strategy,

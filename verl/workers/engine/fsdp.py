@@ -22,6 +22,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import adapted_layers, full_weights, without_adapters
+from verl.utils.tensor_parallel import styles_of
 from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_group,
     set_ulysses_sequence_parallel_group,
@@ -38,8 +39,9 @@ class FSDPEngine(BaseEngine):
 
     `mesh`: ranks to shard over, its last dimension called "fsdp"; None makes one by fsdp_size. Ranks see different
     data, and a micro-batch's loss must already be divided by the global counts and multiplied by
-    `get_data_parallel_size()`: exchanged gradients are averaged over ranks. With ulysses_sequence_parallel_size above 1
-    as many neighbouring ranks compute on the rows of all of them (`joined`), each on a part of every sequence.
+    `get_data_parallel_size()`: exchanged gradients are averaged over ranks. Neighbouring ranks compute on the rows of
+    all of them (`joined`): ulysses_sequence_parallel_size groups, each on a part of every sequence, of
+    fsdp_config.tensor_parallel_size ranks, each with a part of every layer (mesh dimension "tp").
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class FSDPEngine(BaseEngine):
         self._depth = {"train": 0, "eval": 0}
         self._loss_is_bad: torch.Tensor | None = None
         self.sequence_parallel_size = engine_config.ulysses_sequence_parallel_size
+        self.tensor_parallel_size = engine_config.tensor_parallel_size
         self.sequence_group: dist.ProcessGroup | None = None
+        self.joint_group: dist.ProcessGroup | None = None
 
     def initialize(self) -> None:
         """Loads, wraps, shards; then optimizer and schedule unless the engine only runs forward."""
@@ -80,8 +84,10 @@ class FSDPEngine(BaseEngine):
         on_cuda = self.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if self.mesh is None:
-            self.mesh = fsdp_utils.create_device_mesh(self.world_size, self.engine_config.fsdp_size, self.device_type)
-        self._make_sequence_groups()
+            self.mesh = fsdp_utils.create_device_mesh(
+                self.world_size, self.engine_config.fsdp_size, self.device_type, self.tensor_parallel_size
+            )
+        self._make_groups()
         if self.engine_config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -89,8 +95,10 @@ class FSDPEngine(BaseEngine):
         _seed_everything(self.engine_config.seed)
         module, stored = build.build_module(self.model_config, self.engine_config, trains=self._trains)
         if self.sequence_parallel_size > 1:
-            heads = without_adapters(module).config.num_attention_heads
+            heads = without_adapters(module).config.num_attention_heads // self.tensor_parallel_size
             validate_ulysses_config(heads, self.sequence_parallel_size)
+        splits_layers = self.tensor_parallel_size > 1
+        styles = styles_of(without_adapters(module), self.tensor_parallel_size) if splits_layers else {}
         if not self._trains:
             module.requires_grad_(False)
         build.check_same_weights(module)
@@ -105,6 +113,7 @@ class FSDPEngine(BaseEngine):
             mp_policy=build.mixed_precision_policy(self.engine_config),
             offload_policy=self.engine_config.offload_policy,
             forward_prefetch=self.engine_config.forward_prefetch,
+            tensor_parallel=styles,
         )
         if stored is not None:
             stored.fill(self.module, self.device)
@@ -114,45 +123,57 @@ class FSDPEngine(BaseEngine):
         del whole
         self.module.eval()
         if self._trains:
-            self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config)
+            # torch's optimizers cannot update parameters on two meshes, those that are split and others, in one call.
+            options = {"foreach": False} if splits_layers else {}
+            self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config, **options)
             self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
         tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
         self.checkpoint_manager = FSDPCheckpointManager(
             self.module, self.optimizer, self.lr_scheduler, tokenizer, contents, device=self.device
         )
-        # From here on each rank draws numbers of its own (sampling, dropout).
-        _seed_everything(self.engine_config.seed + 1 + self.rank)
+        # From here on ranks draw numbers of their own (sampling, dropout); those that split a layer draw the same.
+        _seed_everything(self.engine_config.seed + 1 + self.rank // self.tensor_parallel_size)
         if self.is_param_offload_enabled:
             self.to("cpu", model=True, optimizer=False)
 
-    def _make_sequence_groups(self) -> None:
-        size = self.sequence_parallel_size
-        if self.world_size % size:
-            raise ValueError(
-                f"ulysses_sequence_parallel_size={size} does not divide the {self.world_size} ranks; use a divisor."
-            )
-        if size > 1:
-            groups = [dist.new_group(range(first, first + size)) for first in range(0, self.world_size, size)]
-            self.sequence_group = groups[self.rank // size]
+    def _make_groups(self) -> None:
+        sharing, splitting = self.sequence_parallel_size, self.tensor_parallel_size
+        if self.world_size % (sharing * splitting):
+            product = f" x tensor_parallel_size={splitting}" if splitting > 1 else ""
+            what = f"ulysses_sequence_parallel_size={sharing}{product} does not divide the {self.world_size} ranks"
+            raise ValueError(f"{what}; use a divisor.")
+        splits = fsdp_utils.tensor_parallel_mesh(self.mesh)
+        if splitting != (1 if splits is None else splits.size()):
+            raise ValueError(f"the given mesh {self.mesh} has no dimension 'tp' of fsdp_config.tensor_parallel_size="
+                             f"{splitting} ranks; leave the mesh out.")  # fmt: skip
+        self.joint_size = sharing * splitting
+        if self.joint_size > 1:
+            together = range(self.joint_size)
+            for first in range(0, self.world_size, self.joint_size):
+                alike = [[first + r for r in together if r % splitting == t] for t in range(splitting)]
+                groups = [dist.new_group(ranks) for ranks in alike] if sharing > 1 else [None] * splitting
+                joint = groups[0] if splitting == 1 else dist.new_group([first + r for r in together])
+                if first <= self.rank < first + self.joint_size:
+                    self.sequence_group, self.joint_group = groups[self.rank % splitting], joint
 
     def get_data_parallel_size(self) -> int:
-        return self.world_size // self.sequence_parallel_size
+        return self.world_size // self.joint_size
 
     def get_data_parallel_rank(self) -> int:
-        return self.rank // self.sequence_parallel_size
+        return self.rank // self.joint_size
 
     def joined(self, data: DataProto) -> tuple[DataProto, slice]:
-        if self.sequence_group is None:
+        if self.joint_group is None:
             return data, slice(0, len(data))
-        parts: list[Any] = [None] * self.sequence_parallel_size
-        dist.all_gather_object(parts, data, group=self.sequence_group)
+        parts: list[Any] = [None] * self.joint_size
+        dist.all_gather_object(parts, data, group=self.joint_group)
         if "group_index" in data.batch.keys():  # numbers of different ranks' groups may be the same
             seen = 0
             for part in parts:
                 numbers = torch.unique_consecutive(part.batch["group_index"], return_inverse=True)[1]
                 part.batch["group_index"] = numbers + seen
                 seen += int(numbers.max()) + 1
-        place = self.rank % self.sequence_parallel_size
+        place = self.rank % self.joint_size
         first = sum(len(part) for part in parts[:place])
         return DataProto.concat(parts), slice(first, first + len(data))
 

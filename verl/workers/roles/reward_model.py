@@ -69,9 +69,10 @@ class RewardModelWorker(ModelWorker):
             last = torch.where(batch["attention_mask"].bool(), positions, 0).amax(-1, keepdim=True)
             return [values.gather(1, last).squeeze(1)]
 
+        chosen, own = self.engine.joined(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)
         (scores,) = forward_in_order(self.engine, micros, last_values)
-        return DataProto.from_dict({"rm_scores": place_scores(data, scores.tolist())})
+        return DataProto.from_dict({"rm_scores": place_scores(data, scores[own].tolist())})
 
     def _rewritten(self, data: DataProto) -> DataProto:
         """The conversations in the reward model's own chat template: input_ids [B, L], left-padded, with masks."""
