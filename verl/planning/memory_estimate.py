@@ -83,7 +83,7 @@ def training_memory(
     """
     master, compute = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]]
     frozen = compute if size.frozen_computes else master
-    # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
+    # With checkpointing one hidden state a layer stays and one layer is recomputed (about 34 values a hidden
     # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work.
     kept = size.trained_layers + 34 if checkpointed else 34 * max(1, size.trained_layers)
     gathered = size.parameters // max(1, size.layers) if shards > 1 else 0
