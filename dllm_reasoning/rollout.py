@@ -1,5 +1,6 @@
 """Rollout `refine`: a model that was trained by iterative refinement drafts its own next tokens and verifies them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from dllm_reasoning.inference.commit_rules import Row
 from dllm_reasoning.inference.generator import decode
 from dllm_reasoning.inference.lenient import LenientDraws
 from dllm_reasoning.inference.model_runner import ModelRunner
-from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
+from dllm_reasoning.inference.settings import NOISE_KEY, RefineRolloutSettings, trained_window
+from verl.config.rollout import RolloutConfig
+from verl.planning.problems import Problem, register_check, wrong
 from verl.protocol import DataProto
 from verl.workers.rollout.base import register_rollout
 from verl.workers.rollout.hf_rollout import HFRollout, choose
@@ -18,20 +21,34 @@ from verl.workers.rollout.sampling import GenerationRequest, answered, right_pad
 LOGITS_AT_ONCE = 2**28  # numbers; a forward of more is never chosen for the sake of drafts
 
 
+@register_check
+def check_settings_of_refine(config: Any, findings: Any) -> Iterator[Problem]:
+    """Unknown or wrong settings in rollout.custom."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "refine":
+        try:
+            RefineRolloutSettings.from_custom(rollout.custom)
+        except ValueError as error:
+            yield wrong(RefineRolloutSettings.section, str(error))
+
+
 @register_rollout("refine", "sync")
 class RefineRollout(HFRollout):
     """Generates with the actor's own module, several tokens per forward.
 
     Tokens and log-probs are those of rollout `hf` with the same seeds up to rounding: a token is kept only if the
-    forward that predicted it had read the final tokens before it. `rollout.custom`: `mode` (auto, plain, slide,
-    verify; default auto, which chooses by measured costs), `window` and `noise_token_id` (default: those in the model's
-    config.json), and `lenience` (LenientAcceptance): with it samples are not those of the policy, but their log-probs
-    are known. Raises ValueError for a model without a window if none is set. Metrics: rollout/tokens_per_forward,
-    tokens of all rows over the forwards that each of them took part in, and rollout/forwards, those of the batches.
+    forward that predicted it had read the final tokens before it. `rollout.custom` holds RefineRolloutSettings; with
+    `lenience` samples are not those of the policy, but their log-probs are known. Raises ValueError for a model without
+    a window if none is set. Metrics: rollout/tokens_per_forward, tokens of all rows over the forwards that each of them
+    took part in, and rollout/forwards, those of the batches.
     """
 
     rule: AdaptiveWindows | None = None
     rule_version = -1
+
+    def __init__(self, config: RolloutConfig, model_config: Any, device_mesh: Any) -> None:
+        super().__init__(config, model_config, device_mesh)
+        self.settings = RefineRolloutSettings.from_custom(config.custom)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         self.tokens = self.row_forwards = self.forwards = 0
@@ -69,7 +86,7 @@ class RefineRollout(HFRollout):
         runner = ModelRunner(module, len(request.prompt_ids), slots, pad, use_cache=True)
         runner.prefill(rows, n)
         ends = frozenset(() if self.config.ignore_eos else request.eos_ids)
-        lenience, sampling = (self.config.custom or {}).get("lenience"), request.sampling
+        lenience, sampling = self.settings.lenience, request.sampling
         if lenience is not None and not sampling.greedy:
             if sampling.top_k > 0 or sampling.top_p < 1:
                 raise ValueError(
@@ -88,8 +105,8 @@ class RefineRollout(HFRollout):
 
     def _make_rule(self, request: GenerationRequest, rows: int, longest: int, choose_tokens: Any) -> AdaptiveWindows:
         """The windows of `rollout.custom.mode`, with measured costs if there is a choice."""
-        module, custom = self.engine.module, self.config.custom or {}
-        window = custom.get("window") or trained_window(module.config)
+        module, settings = self.engine.module, self.settings
+        window = settings.window or trained_window(module.config)
         if window is None:
             raise ValueError(
                 "actor_rollout_ref.rollout.name=refine needs a model trained by iterative refinement: its config.json "
@@ -97,10 +114,12 @@ class RefineRollout(HFRollout):
                 "(iterative.noise_pattern=packed), or set actor_rollout_ref.rollout.custom.window to the number of "
                 "tokens that it predicts per forward."
             )
-        noise = custom.get("noise_token_id", module.config.to_dict().get(NOISE_KEY))
+        noise = settings.noise_token_id
+        if noise is None:
+            noise = module.config.to_dict().get(NOISE_KEY)
         if noise is None:
             noise = request.eos_ids[0] if request.eos_ids else request.pad_id
-        windows = windows_of(custom.get("mode", "auto"), window)
+        windows = windows_of(settings.mode, window)
         if len(windows) == 1:
             return AdaptiveWindows(windows, noise)
         widths = [each.width for each in windows]

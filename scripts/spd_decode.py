@@ -158,7 +158,7 @@ def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.M
         return AutoModelForSPDScoring.from_pretrained(args.scorer, *shared).to(args.device).eval()
     except (RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
-        raise SystemExit(f"--scorer {args.scorer}: its weights cannot be loaded ({reason}); save it anew.") from error
+        raise SystemExit(f"--scorer {args.scorer}: its weights cannot be loaded ({reason}); save it again.") from error
 
 
 def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:

@@ -3,7 +3,7 @@
     python -m tests.chaos [--kills 20] [--seed 0] [--out DIR]
 
 The victim is the driver, a rank, the run's own vLLM server or its raylet; every fifth kill falls inside a save. Half of
-the completions are recorded beforehand, the others are asked anew. A moment that hit nothing is tried again. Prints a
+the completions are recorded beforehand, the others are made again. A moment that hit nothing is tried again. Prints a
 line a kill; exit code 1 if one run ends otherwise, or a kill never hit. About a minute a kill on 2 cores.
 """
 

@@ -46,9 +46,9 @@ def test_every_public_key_is_on_the_page_with_a_description():
 def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page):
     cells = 0  # of the head; 0 outside of tables
     for line in page.read_text().splitlines():
-        found = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
-        assert not cells or found in (0, cells), line
-        cells = found
+        columns = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert not cells or columns in (0, cells), line
+        cells = columns
 
 
 @pytest.mark.process

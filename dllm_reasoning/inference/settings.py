@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PretrainedConfig
 
 from dllm_reasoning.utils.attention import warn_once
-from verl.config.fields import check_settings, setting
+from verl.config.fields import check_settings, refuse_unknown, setting
 from verl.workers.rollout.sampling import Sampling
 
 ADD_EOS_LENGTH = 127  # for models that were trained without a window
@@ -78,6 +78,28 @@ def trained_window(config: PretrainedConfig) -> int | None:
     """W of a model trained by iterative refinement; None for others."""
     values: dict[str, Any] = config.to_dict()
     return values.get(WINDOW_KEY)
+
+
+@dataclass(frozen=True)
+class RefineRolloutSettings:
+    """rollout.custom of rollout `refine`."""
+
+    section: ClassVar[str] = "actor_rollout_ref.rollout.custom"
+    mode: str = setting(
+        "auto", "plain, slide, verify, or auto: by measured costs.", choices=("plain", "slide", "verify", "auto")
+    )
+    window: int | None = setting(None, "Tokens that the model predicts per forward; null: its trained window.", low=1)
+    noise_token_id: int | None = setting(None, "Token of positions to draft; null: the trained one, else EOS.", low=0)
+    lenience: float | None = setting(None, "Lenience of LenientAcceptance; null samples from the policy.", low=1)
+
+    @classmethod
+    def from_custom(cls, custom: Mapping[str, Any] | None) -> RefineRolloutSettings:
+        """From rollout.custom; ValueError names an unknown or wrong key."""
+        refuse_unknown(cls.section, custom or {}, [field.name for field in fields(cls)])
+        return cls(**(custom or {}))
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Tokens:
 
 @dataclass
 class Layout:
-    """A tail [B, Q], decoded anew between rounds where `region` (bool [B, Q]) is True, after a prefix [B, P] or none.
+    """A tail [B, Q], decoded again between rounds where `region` (bool [B, Q]) is True, after a prefix [B, P] or none.
 
     seen: bool [B, Q, P + Q], which tokens of prefix and tail a tail token attends to; None (no prefix): causal over
     valid tokens. clean: int64 [B, Q], the tail's ids without noise. noised: number of noise tokens. whole_prefix: the

@@ -12,12 +12,14 @@ from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
 from dllm_reasoning.losses.layouts import build_layout, count_labels
 from verl.protocol import DataProto
+from verl.workers.actor.base import AuxiliaryLoss, register_auxiliary_loss
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.causal_lm import causal_model
 
 
-class RefineLoss:
+@register_auxiliary_loss("refine_loss")
+class RefineLoss(AuxiliaryLoss):
     """Packed windows next to each sample, as in refinement SFT, divided by the labels of all ranks' mini-batch.
 
     Where windows begin depends on a sample's tokens only, so neither the cut into micro-batches nor the number of ranks

@@ -118,7 +118,7 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
                     counts[f"without an end within {KEY}.max_new_tokens and data.max_length"] += 1
                 elif not text.strip():
                     counts["empty"] += 1
-                # tokenised anew, a text may have more tokens than were generated
+                # tokenised again, a text may have more tokens than were generated
                 elif len(encode_segments(tokenizer, dataset.segments(item, text))[0]) > limit:
                     counts["longer than data.max_length"] += 1
                 else:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 class Pattern:
     """`positions(length, level, width, generator)` -> (noised, region), bool [length] each, over a response's tokens.
 
-    Later rounds decode the tokens of `region` anew and leave the others unchanged. `windows`: noise is in windows
+    Later rounds decode the tokens of `region` again and leave the others unchanged. `windows`: noise is in windows
     next to the clean text instead. `warm_up`: the model's own guesses replace the noise before the first round.
     `has_width`: the model learns blocks of a fixed width.
     """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO: groups that teach nothing are drawn anew, the clip is wider above, overlong answers lose points.
+# DAPO: groups that teach nothing are replaced by new ones, the clip is wider above, overlong answers lose points.
 #   MODEL=dir TRAIN=train.parquet VAL=val.parquet examples/scripts/dapo.sh [key=value ...]
 set -euo pipefail
 source "$(dirname "$0")/lib/common.sh"

@@ -75,8 +75,8 @@ class Client:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as reply:
             page = reply.read().decode()
         names = ("num_accepted_tokens", "num_drafts")
-        found = (re.search(rf"^vllm:spec_decode_{name}_total\{{.*\}} (\S+)", page, re.M) for name in names)
-        accepted, drafts = (float(match.group(1)) if match else 0.0 for match in found)
+        matches = (re.search(rf"^vllm:spec_decode_{name}_total\{{.*\}} (\S+)", page, re.M) for name in names)
+        accepted, drafts = (float(match.group(1)) if match else 0.0 for match in matches)
         return accepted, drafts
 
     def measure(self, questions: Sequence[Question], **xargs: float) -> Served:

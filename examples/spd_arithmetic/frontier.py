@@ -212,9 +212,9 @@ def seed_figures(seeds: Sequence[Seed]) -> dict[str, float]:
     figures = {}
     for rule in SCORERS:
         prefix = "seed" if rule == "scorer" else rule
-        found = [{row.rule: row for row in seed.test} for seed in seeds]
-        gains = [rows[rule].accepted_per_forward / rows["exact"].accepted_per_forward for rows in found]
-        drops = [100 * rows[rule].drop for rows in found]
+        by_rule = [{row.rule: row for row in seed.test} for seed in seeds]
+        gains = [rows[rule].accepted_per_forward / rows["exact"].accepted_per_forward for rows in by_rule]
+        drops = [100 * rows[rule].drop for rows in by_rule]
         figures |= {f"{prefix}_gain_min": min(gains), f"{prefix}_gain_mean": statistics.fmean(gains),
                     f"{prefix}_drop_mean": statistics.fmean(drops), f"{prefix}_drop_max": max(drops)}  # fmt: skip
         if len(seeds) > 1:

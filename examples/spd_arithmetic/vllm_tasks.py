@@ -132,10 +132,10 @@ def _greedy(
     params = {n: SamplingParams(temperature=0.0, max_tokens=n, stop_token_ids=stops, detokenize=False)
               for n in {limits[k] for k in asked}}
     done = _generate(files, role, [prompts[k] for k in asked], [params[limits[k]] for k in asked])
-    found: list[list[int]] = [[] for _ in prompts]
+    continued: list[list[int]] = [[] for _ in prompts]
     for k, output in zip(asked, done, strict=True):
-        found[k] = list(output.outputs[0].token_ids)
-    return found
+        continued[k] = list(output.outputs[0].token_ids)
+    return continued
 
 
 def _read(
@@ -157,14 +157,14 @@ def _read(
     over = [k for k, (context, _) in enumerate(texts) if done[k].num_cached_tokens >= len(context)]
     for k, output in zip(over, ask(over, False), strict=True):
         done[k] = output
-    found = []
+    results = []
     for (_, text), output in zip(texts, done, strict=True):
         values = output.prompt_logprobs
         places = values.start_indices[len(values.start_indices) - len(text) :]
         predicted = [values.token_ids[i + 1] for i in places]
         gaps = [values.logprobs[i + 1] - values.logprobs[i] for i in places]
-        found.append(([*predicted, output.outputs[0].token_ids[0]], gaps))
-    return found
+        results.append(([*predicted, output.outputs[0].token_ids[0]], gaps))
+    return results
 
 
 def _generate(files: PairFiles, role: str, prompts: Sequence[list[int]], params: Any) -> list[Any]:

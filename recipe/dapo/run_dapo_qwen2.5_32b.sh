@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO on Qwen2.5-32B with the settings of the paper (arXiv 2503.14476): 512 prompts of 16 samples per step, clip from
-# 0.2 to 0.28, token-mean loss, no KL term, groups with equal accuracy drawn anew, overlong penalty over 4096 tokens.
+# 0.2 to 0.28, token-mean loss, no KL term, groups with equal accuracy replaced by new ones, overlong penalty over 4096 tokens.
 #   recipe/dapo/prepare_dapo_data.sh && recipe/dapo/run_dapo_qwen2.5_32b.sh [key=value ...]
 # On several nodes start Ray on each first (docs/clusters.md) and set NNODES.
 set -euo pipefail

@@ -98,7 +98,7 @@ class FeatureStore:
 
 
 def _damaged(file: Path, error: Exception) -> StoreError:
-    return StoreError(f"features in {file} cannot be read: {error}. Remove the file: its blocks are forwarded anew.")
+    return StoreError(f"features in {file} cannot be read: {error}. Remove the file: its blocks are forwarded again.")
 
 
 def _key(block: tuple[int, ...]) -> str:

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from verl.config.fields import check_settings, setting
-from verl.utils.registry import nearest
+from verl.config.fields import check_settings, refuse_unknown, setting
 
 # environment variable -> coefficient; a variable that is set wins over the config
 VARIABLES = {
@@ -41,13 +40,6 @@ class SPDRewardConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-
-
-def refuse_unknown(group: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ValueError for the first unknown setting of a config group, with the nearest known name."""
-    for name in settings:
-        if name not in known:
-            raise ValueError(f"{group}.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
 
 
 def reward_config(settings: Mapping[str, Any]) -> SPDRewardConfig:

@@ -108,7 +108,9 @@ class SPDRollout(BaseRollout):
             fingerprint = hashlib.sha256(f"{target}@{options.served_model}".encode()).hexdigest()[:32]
         store = CompletionStore(options.store_path, fingerprint, {**SAMPLING, "eos": sorted(self.eos)})
         self._resources.callback(store.close)
-        return Completer(store, client, server and partial(server.wait_ready, options.start_timeout_s))
+        return Completer(store, client, server and partial(
+            server.wait_ready, options.start_timeout_s, "spd.rollout.start_timeout_s"
+        ))
 
     @cached_property
     def _further_rounds(self) -> FurtherRounds:

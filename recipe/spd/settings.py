@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from recipe.spd.reward import SPDRewardConfig, refuse_unknown, reward_config
+from recipe.spd.reward import SPDRewardConfig, reward_config
 from recipe.spd.scoring_config import ATTENTIONS, BACKBONES, HEAD_INPUTS
-from verl.config.fields import check_settings, setting, value_errors
+from verl.config.fields import check_settings, refuse_unknown, setting, value_errors
 
 _YAML = "recipe/spd/config/spd_trainer.yaml"
 
@@ -69,7 +69,7 @@ class SPDSettings:
         "state", "Input of an own backbone's head: state, or pair (with embeddings, as target).", choices=HEAD_INPUTS
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
-    feature_store: str | None = setting(None, "Folder of the target's hidden states; null computes them anew.")
+    feature_store: str | None = setting(None, "Folder of the target's hidden states; null computes them again.")
     adapter_path: str | None = setting(None, "Saved scorer, or a checkpoint's lora_adapter, to start from.")
     sample_temperature: float = setting(
         1.0, "T of a ~ Bernoulli(sigmoid(z / T)); SPD_SAMPLE_TEMPERATURE overrides it.", above=0

@@ -41,13 +41,13 @@ class StoreError(RuntimeError):
     """A store cannot be used; the message names the file."""
 
 
-class KeyValueStore:
-    """A table of a SQLite file (WAL) from token ids to bytes, under a salt that names what else the values depend on.
+class CompletionStore:
+    """Completions by context, for one model fingerprint and one set of sampling parameters, in a SQLite file (WAL).
 
     Several processes may read and write it at once. The first value of a key stays, so that all processes use the same.
     """
 
-    def __init__(self, path: str | Path, table: str, salt: bytes) -> None:
+    def __init__(self, path: str | Path, model_fingerprint: str, sampling: Mapping[str, Any]) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if (kind := file_system(self.path)) in NETWORK_FILE_SYSTEMS:
@@ -55,7 +55,7 @@ class KeyValueStore:
                 f"store {self.path} lies on {kind}: the write-ahead log needs memory that its processes share, which a "
                 "network file system does not give. Name a file on a local disk (spd.rollout.store_path)."
             )
-        self._table, self._salt = table, salt
+        self._salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n".encode()
         try:
             self._db = sqlite3.connect(
                 self.path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
@@ -63,7 +63,7 @@ class KeyValueStore:
             for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL"):
                 self._db.execute(f"PRAGMA {pragma}")
             self._db.execute(
-                f"CREATE TABLE IF NOT EXISTS {table} (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+                "CREATE TABLE IF NOT EXISTS completions (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
             )
         except sqlite3.Error as error:
             raise StoreError(
@@ -71,37 +71,38 @@ class KeyValueStore:
                 "Name another file, or remove this one."
             ) from error
 
-    def read(self, rows: Sequence[Sequence[int]]) -> dict[int, bytes]:
-        """Index in `rows` -> value, for the stored ones. Raises ValueError where rows repeat."""
-        wanted = {self._key(ids): i for i, ids in enumerate(rows)}
-        if len(wanted) != len(rows):
-            raise ValueError(f"{len(rows)} rows hold only {len(wanted)} distinct ones; look each up once.")
+    def get_many(self, contexts: Sequence[Sequence[int]]) -> dict[int, Completion]:
+        """Index in `contexts` -> completion, for the stored ones. Raises ValueError where contexts repeat."""
+        wanted = {self._key(ids): i for i, ids in enumerate(contexts)}
+        if len(wanted) != len(contexts):
+            raise ValueError(f"{len(contexts)} rows hold only {len(wanted)} distinct ones; look each up once.")
         keys, values = list(wanted), {}
         for first in range(0, len(keys), _LOOKUP):
             part = keys[first : first + _LOOKUP]
-            query = f"SELECT key, value FROM {self._table} WHERE key IN ({','.join('?' * len(part))})"
-            values.update({wanted[key]: value for key, value in self._execute(query, part)})
+            query = f"SELECT key, value FROM completions WHERE key IN ({','.join('?' * len(part))})"
+            values.update({wanted[key]: _unpack(value) for key, value in self._execute(query, part)})
         return values
 
-    def write(self, rows: Sequence[Sequence[int]], values: Iterable[bytes]) -> list[bytes]:
-        """Commit values in one transaction; returns what the store holds for each row afterwards."""
-        pairs = [(self._key(ids), value) for ids, value in zip(rows, values, strict=True)]
+    def put_many(self, contexts: Sequence[Sequence[int]], completions: Iterable[Completion]) -> list[Completion]:
+        """Commit completions in one transaction; returns what the store holds for each context afterwards."""
+        values = [np.asarray([done.hit_limit, *done.token_ids], dtype="<i4").tobytes() for done in completions]
+        pairs = [(self._key(ids), value) for ids, value in zip(contexts, values, strict=True)]
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(f"INSERT OR IGNORE INTO {self._table} VALUES (?, ?)", pairs)
+            self._db.executemany("INSERT OR IGNORE INTO completions VALUES (?, ?)", pairs)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             size = sum(len(value) for _, value in pairs)
             raise StoreError(
-                f"store {self.path}: {len(pairs)} {self._table} ({size} bytes) were not written: {error}"
+                f"store {self.path}: {len(pairs)} completions ({size} bytes) were not written: {error}"
             ) from error
-        held = self.read(rows)
+        held = self.get_many(contexts)
         return [held[i] for i in range(len(pairs))]
 
     def __len__(self) -> int:
-        return self._execute(f"SELECT count(*) FROM {self._table}", [])[0][0]
+        return self._execute("SELECT count(*) FROM completions", [])[0][0]
 
     @property
     def size(self) -> int:
@@ -121,23 +122,6 @@ class KeyValueStore:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"store {self.path} cannot be read: {error}") from error
-
-
-class CompletionStore(KeyValueStore):
-    """Completions by context, for one model fingerprint and one set of sampling parameters."""
-
-    def __init__(self, path: str | Path, model_fingerprint: str, sampling: Mapping[str, Any]) -> None:
-        salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n"
-        super().__init__(path, "completions", salt.encode())
-
-    def get_many(self, contexts: Sequence[Sequence[int]]) -> dict[int, Completion]:
-        """Index in `contexts` -> completion, for the stored ones."""
-        return {i: _unpack(value) for i, value in self.read(contexts).items()}
-
-    def put_many(self, contexts: Sequence[Sequence[int]], completions: Iterable[Completion]) -> list[Completion]:
-        """Commit completions in one transaction; returns what the store holds for each context afterwards."""
-        values = [np.asarray([done.hit_limit, *done.token_ids], dtype="<i4").tobytes() for done in completions]
-        return [_unpack(value) for value in self.write(contexts, values)]
 
 
 def _unpack(value: bytes) -> Completion:

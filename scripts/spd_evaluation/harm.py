@@ -66,13 +66,13 @@ def labelled_scores(
     """For each block (z, harmful) of its reachable mismatches, in order."""
     from recipe.spd.decoder import replay_blocks
 
-    found: list[list[tuple[float, bool]]] = [[] for _ in blocks]
+    labelled: list[list[tuple[float, bool]]] = [[] for _ in blocks]
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
     for view in replay_blocks(target, draft, contexts, drafts):
         z = scores(view).tolist()
         for k, place in enumerate(view.rows.tolist()):
-            found[place] = [(z[k][at], harmful) for at, harmful in sorted(blocks[place].reachable().items())]
-    return found
+            labelled[place] = [(z[k][at], harmful) for at, harmful in sorted(blocks[place].reachable().items())]
+    return labelled
 
 
 def read_labels(path: Path) -> list[LabelledBlock]:

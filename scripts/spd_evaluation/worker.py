@@ -106,9 +106,9 @@ class Worker:
 
     def labelled_scores(self, task: Scores) -> list[list[tuple[float, bool]]]:
         """See harm.labelled_scores."""
-        found = harm.labelled_scores(self.scores[task.rule], self.target, self.draft, self.job.validation)
+        scores = harm.labelled_scores(self.scores[task.rule], self.target, self.draft, self.job.validation)
         self._count(len(self.job.validation))
-        return found
+        return scores
 
     def _count(self, more: int) -> None:
         with self._done.get_lock():

@@ -67,7 +67,7 @@ def test_gradient_and_value_are_those_of_windows_forwarded_one_by_one(model_path
         assert 0 < len(rows) < 8
     expected, value = by_hand(model_path, rows, rounds)
     actor = actor_of(model_path, samples=samples, num_iterations=rounds)
-    loss, engine = actor.refine_loss, actor.engine
+    (loss,), engine = actor.auxiliary_losses, actor.engine
     assert isinstance(loss, RefineLoss)
     with engine.train_mode():
         engine.optimizer_zero_grad()

@@ -5,7 +5,7 @@ import torch
 
 from dllm_reasoning.inference.adaptive import AdaptiveWindows, ForwardCosts, Window, windows_of
 from dllm_reasoning.inference.commit_rules import Row
-from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
+from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY, RefineRolloutSettings
 from dllm_reasoning.rollout import RefineRollout
 from tests.dllm_reasoning.models import EOS, PAD, VOCABULARY, tiny
 from tests.helpers.engines import FakeEngine, leave_group, make_actor, make_engine
@@ -161,10 +161,12 @@ def test_the_registry_and_a_model_without_a_window():
     made.engine.module.config.update({WINDOW_KEY: None})
     with pytest.raises(ValueError, match=r"config.json has no dllm_window.*rollout.custom.window"):
         made.generate_sequences(prompts())
-    made.config.custom["window"] = 4
+    made.settings = RefineRolloutSettings(window=4)
     assert made.generate_sequences(prompts()).meta_info["metrics"]["rollout/forwards"][0] <= LIMIT + 1
-    with pytest.raises(ValueError, match=r"custom.mode='slid' is unknown; use plain, slide, verify, auto"):
-        windows_of("slid", 4)
+    with pytest.raises(ValueError, match=r"rollout.custom.mode='slid' is unknown; did you mean 'slide'"):
+        RefineRolloutSettings.from_custom({"mode": "slid"})
+    with pytest.raises(ValueError, match=r"rollout.custom.windows is unknown; did you mean 'window'"):
+        RefineRolloutSettings.from_custom({"windows": 4})
 
 
 def test_costs_are_interpolated_between_the_measured_numbers_of_rows():

@@ -95,8 +95,8 @@ def test_processes_share_a_folder_and_the_older_file_counts(tmp_path):
     one, two = torch.ones(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4, dtype=torch.bfloat16)
     assert mine.get_many([(1,)]) == [None]
     other.put_many([(1,), (2,)], [one, one])
-    found = mine.get_many([(1,), (3,)])
-    assert torch.equal(found[0], one) and found[0].dtype == torch.bfloat16 and found[1] is None
+    states = mine.get_many([(1,), (3,)])
+    assert torch.equal(states[0], one) and states[0].dtype == torch.bfloat16 and states[1] is None
     late = FeatureStore(tmp_path / "s", "t")
     late.put_many([(2,)], [two])
     assert torch.equal(FeatureStore(tmp_path / "s", "t").get_many([(2,)])[0], one)

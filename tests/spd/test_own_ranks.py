@@ -69,7 +69,7 @@ def step(engine, rank: int, world_size: int, seed: int, remove_padding: bool = F
 
 
 def trained(rank: int, world_size: int, path: str, kind: str, folder: str | None):
-    """(metrics of three updates, weights behind them); the second is saved to `folder`, the third done anew from it."""
+    """(metrics of three updates, weights after them); the second is saved to `folder`, the third repeats from it."""
     engine = build(path, kind)
     metrics = [step(engine, rank, world_size, seed) for seed in (1, 2)]
     if folder:

@@ -1,4 +1,4 @@
-"""prepare_blocks on a tiny pair: vLLM and Ray give the plain loop's files, a killed command goes on; prompts."""
+"""prepare_blocks on a tiny pair: vLLM and Ray give the plain loop's files, a killed command resumes; prompts."""
 
 import json
 import random

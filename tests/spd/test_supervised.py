@@ -82,6 +82,6 @@ def test_the_command_fits_a_scorer_that_grpo_can_start_from(tiny_llama, tmp_path
     scorer = AutoModelForSPDScoring.from_pretrained(folder)
     columns = zip(*(BLOCKS[name] for name in names), strict=True)
     z = scorer(**SPDInputData.from_blocks(*columns, sep_token_id=3, pad_token_id=0).as_kwargs())
-    assert z[0, 2] > 0 > z[1, 2] and z[0, 0] > 0 > z[2, 0]  # the same draft tokens, told apart by the target's
+    assert z[0, 2] > 0 > z[1, 2] and z[0, 0] > 0 > z[2, 0]  # the same draft tokens, distinguished by the target's
     with pytest.raises(SystemExit):
         entry.parse_args([*options, "--label-budget", "3"])

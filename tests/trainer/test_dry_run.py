@@ -170,8 +170,8 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
 
 
 def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sgl_kernel" else found(name, *a))
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sgl_kernel" else real(name, *a))
     options = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.mode=async", "trainer.device=cpu"]
     _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.multi_turn.journal_tool_calls=false"], capsys)
     flat = " ".join(text.replace("│", " ").split())

@@ -87,7 +87,7 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
     assert choose_backend(torch.zeros(1, dtype=torch.bfloat16), packing, 0.0) == "sdpa"
     assert choose_backend(torch.zeros(1).as_subclass(OnCuda), packing, 0.0) == "sdpa"  # float32
     for installed, dropout, expected in ((None, 0.0, "varlen"), (None, 0.1, "sdpa"), ("spec", 0.1, "flash_attn")):
-        monkeypatch.setattr(attention, "find_spec", lambda name, found=installed: found)
+        monkeypatch.setattr(attention, "find_spec", lambda name, spec=installed: spec)
         assert choose_backend(half, packing, dropout) == expected
 
 

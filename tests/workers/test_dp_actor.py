@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from verl.workers.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
 from verl.workers.actor.batch_cuts import groups_of, micro_batches, pack, restore_order
 
 
@@ -68,6 +69,31 @@ def test_compute_log_prob_does_not_depend_on_the_cut(tiny_llama):
     ):
         batch.meta_info.update(meta)
         torch.testing.assert_close(actor.compute_log_prob(batch)[0], whole, rtol=1e-5, atol=1e-5)
+
+
+class Pull(AuxiliaryLoss):
+    """Half the squared norm of all weights, whose gradient is the weights."""
+
+    def __init__(self, config, engine):
+        self.engine = engine
+
+    def begin(self, mini):
+        self.rows = len(mini)
+
+    def backward(self, batch):
+        share = len(batch) / self.rows
+        loss = share * sum(p.square().sum() for p in self.engine.module.parameters()) / 2
+        self.engine.backward(loss, is_last_micro_batch=False)
+        return {"actor/pull": share}
+
+
+def test_a_registered_loss_adds_its_gradient(tiny_llama, monkeypatch):
+    monkeypatch.setitem(_AUXILIARY_LOSSES, "pull", Pull)
+    batch, engine = rl_batch(), make_engine(tiny_llama)
+    batch.batch["advantages"].zero_()
+    norm = math.sqrt(sum(p.double().square().sum().item() for p in engine.module.state_dict().values()))
+    metrics = make_actor(engine, micro=2).update_policy(batch)
+    assert metrics["actor/pull"] == [pytest.approx(1.0)] and metrics["actor/grad_norm"] == [pytest.approx(norm, 1e-4)]
 
 
 def test_mini_batches_and_epochs_each_take_a_step(tiny_llama):

@@ -37,7 +37,7 @@ def prompts(lengths=(6, 3, 4), seed=0, **meta):
 
 
 def slow_greedy(model, ids, limit, eos):
-    """One prompt without padding, the whole text read anew for every token."""
+    """One prompt without padding, the full text read again for every token."""
     out = []
     for _ in range(limit):
         token = int(model(input_ids=torch.tensor([ids + out])).logits[0, -1].argmax())

@@ -28,7 +28,7 @@ VOCABULARY, LONGEST = 64, 416
 
 
 class RecordedServer(SGLangHttpServer):
-    """The real server, behind a proxy that keeps what is said."""
+    """The real server, and a proxy in front of it that records requests and replies."""
 
     def launch_server(self):
         self.exchange = Exchange(super().launch_server())

@@ -22,7 +22,7 @@ class KLControlConfig(BaseConfig, section="algorithm.kl_ctrl"):
 
 @dataclass
 class FilterGroupsConfig(BaseConfig, section="algorithm.filter_groups"):
-    """DAPO: groups whose samples all have the same metric are drawn anew; max_num_gen_batches <= 0 sets no limit."""
+    """DAPO: groups whose samples all have the same metric are replaced; max_num_gen_batches <= 0 sets no limit."""
 
     enable: bool = setting(False, "Filter groups.")
     metric: str | None = setting(None, "What must differ within a group: acc, score, seq_reward, ...")

@@ -98,6 +98,13 @@ def check_settings(config: Any) -> None:
         raise ValueError("\n".join(message for _, message in errors))
 
 
+def refuse_unknown(group: str, settings: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise ValueError for the first unknown setting of a config group, with the nearest known name."""
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{group}.{name} is unknown{nearest(name, known) or '.'} Known: {', '.join(known)}.")
+
+
 def type_name(hint: Any) -> str:
     """An annotation in the words of messages: `int or null`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:

@@ -24,7 +24,7 @@ class SandboxFusionConfig(BaseConfig, section="reward_model.sandbox_fusion"):
 
 @dataclass
 class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
-    """The reward model; input_tokenizer is the policy's, whose text is tokenised anew for the reward model."""
+    """The reward model; input_tokenizer is the policy's, whose text is tokenised again for the reward model."""
 
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.")
     input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")

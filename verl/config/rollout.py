@@ -17,6 +17,7 @@ NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for n
 _ONE_ENGINE = "an engine runs on tensor_model_parallel_size ranks"
 NO_PARALLEL = NO_ENGINE | dict.fromkeys(("vllm", "sglang"), _ONE_ENGINE)
 _BATCHES = "agent loops and servers need rollout.mode=async"
+_NO_CLIENT = NO_ENGINE | {"vllm/sync": _BATCHES}
 NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}
 
 
@@ -108,17 +109,14 @@ class TraceConfig(BaseConfig, section="rollout.trace"):
 
 @dataclass
 class ServerConfig(BaseConfig, section="rollout.server"):
-    """Patience with a server: seconds, attempts, connections."""
+    """Time limits and retries with a server: seconds, attempts, connections."""
 
-    timeout: float = setting(60.0, "Seconds to wait for a response.", above=0)
-    max_attempts: int = setting(3, "Attempts of one request.", low=1)
-    retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0)
-    max_connections: int = setting(1000, "Maximum number of connections.", low=1)
+    timeout: float = setting(60.0, "Seconds to wait for a response.", above=0, unused=_NO_CLIENT)
+    max_attempts: int = setting(3, "Attempts of one request.", low=1, unused=_NO_CLIENT)
+    retry_delay: float = setting(2.0, "Seconds before the next attempt.", low=0, unused=_NO_CLIENT)
+    max_connections: int = setting(1000, "Maximum number of connections.", low=1, unused=_NO_CLIENT)
     max_start_wait_time: float = setting(
-        300.0,
-        "Seconds to wait until the server is ready.",
-        above=0,
-        unused={"vllm": "its servers start with the ranks, within trainer.watchdog.init"},
+        300.0, "Seconds until a server of SGLang, of a reward model or of a replica's own ranks must be ready.", above=0
     )
 
 
@@ -239,9 +237,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
     trace: TraceConfig = setting(TraceConfig, "Traces of single rollouts.", unused=NO_SERVER)
     multi_turn: MultiTurnConfig = setting(MultiTurnConfig, "Conversations with tools.", unused=NO_SERVER)
-    server: ServerConfig = setting(
-        ServerConfig, "Server time limits and retries.", unused=NO_ENGINE | {"vllm/sync": _BATCHES}
-    )
+    server: ServerConfig = setting(ServerConfig, "Server time limits and retries.")
     prometheus: PrometheusConfig = setting(PrometheusConfig, "Server metrics.", unused=NO_SERVER)
     custom: dict[str, Any] | None = setting(dict, "Settings for a rollout of your own; any key.")
     update_weights_bucket_megabytes: int = setting(

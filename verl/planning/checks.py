@@ -85,12 +85,15 @@ def check_models(
 
 
 def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem]:
-    """vLLM refuses more tokens than the model has positions; `rollout` has RolloutConfig's settings, under `key`."""
+    """More tokens than the model has positions: vLLM refuses them, SGLang generates nonsense from there on.
+
+    `rollout` has RolloutConfig's settings, under `key`.
+    """
     model = findings.hf_config and findings.hf_config.get_text_config()
     positions = getattr(model, "max_position_embeddings", None)
     scaled = (getattr(model, "rope_parameters", None) or {}).get("factor", 1) != 1  # to more than that number
     tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    if rollout.name == "vllm" and positions is not None and not scaled and tokens > positions:
+    if rollout.name in ("vllm", "sglang") and positions is not None and not scaled and tokens > positions:
         rule = f"{key}.prompt_length + {key}.response_length, or {key}.max_model_len, is {tokens} tokens"
         yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
 

@@ -260,7 +260,7 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
         rule = f"{key}={split}: rollout.name={rollout['name']} generates with the actor's own module, whose ranks"
         issues.append(wrong(key, f"{rule} must then have the same prompts. Set it to 1, or rollout.name=vllm."))
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
-        rule = "algorithm.use_pf_ppo=true draws samples anew, so that those of a prompt are no group any more."
+        rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))
     return issues + profiler_problems(plain) + resume_problems(plain["trainer"])
 

@@ -83,7 +83,7 @@ def training_memory(
     """
     master, compute, split = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]], engine["tensor_parallel_size"]
     frozen = compute if size.frozen_computes else master
-    # With checkpointing one hidden state a layer stays and one layer is computed anew (about 34 values a hidden
+    # With checkpointing one hidden state a layer stays and one layer is recomputed (about 34 values a hidden
     # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work. Tensor parallel
     # ranks share 24 of the 34 (Korthikanti et al. 2022, arXiv 2205.05198).
     in_layer = 10 + -(-24 // split)

@@ -39,8 +39,8 @@ class CountsMiddleware:
         if path.rstrip("/") == PATH:
             return await JSONResponse(self.totals)(scope, receive, send)
         if path.startswith(f"{PATH}/"):
-            found = await _counts(scope, path.removeprefix(f"{PATH}/"))
-            return await JSONResponse(found, 200 if found else 404)(scope, receive, send)
+            counts = await _counts(scope, path.removeprefix(f"{PATH}/"))
+            return await JSONResponse(counts, 200 if counts else 404)(scope, receive, send)
         await self.app(scope, receive, send)
 
 

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from loguru import logger
 
-from recipe.spd.reward import refuse_unknown
 from recipe.spd.scoring_config import ScoringModelConfig
 from recipe.spd.trained import check_trained
-from verl.config.fields import check_settings, setting
+from verl.config.fields import check_settings, refuse_unknown, setting
 from verl.utils.fingerprint import cached_folder_fingerprint, model_folder
 
 WORKER = "recipe.spd.vllm_plugin.worker.SPDWorker"

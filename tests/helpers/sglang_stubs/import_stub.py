@@ -41,6 +41,6 @@ class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def make_stub(package: str):
-    """Let all submodules of a package be found; returns the package's own __getattr__."""
+    """Make all submodules of a package importable; returns the package's own __getattr__."""
     sys.meta_path.append(Submodules(package))
     return Name(package).__getattr__

@@ -107,6 +107,10 @@ class WorkerGroup:
         threading.Thread(target=check_workers_alive, args=watched, daemon=True).start()
 
     @property
+    def workers(self) -> list[Any]:
+        return self._workers
+
+    @property
     def world_size(self) -> int:
         return len(self._workers)
 

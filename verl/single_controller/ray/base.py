@@ -232,10 +232,6 @@ class RayWorkerGroup(WorkerGroup):
     def worker_names(self) -> list[str]:
         return self._worker_names
 
-    @property
-    def workers(self) -> list[ActorHandle]:
-        return self._workers
-
 
 def _stored(args: tuple, kwargs: dict, known: dict[int, ray.ObjectRef]) -> tuple[tuple, dict]:
     """Each batch replaced by a reference, kept in `known` by its id: ranks that share a part share its memory."""

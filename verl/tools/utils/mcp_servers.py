@@ -18,7 +18,7 @@ _ANSWERED = (-32601, -32602, -32603)
 
 
 class McpServer:
-    """One connection to a server, kept by a thread with an event loop of its own; a broken one is made anew.
+    """One connection to a server, kept by a thread with an event loop of its own; a broken one is made again.
 
     Args:
         name: the server's key in the file.

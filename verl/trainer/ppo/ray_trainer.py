@@ -135,7 +135,7 @@ class RayPPOTrainer:
         self.rollout = RolloutPhase(self.config, self.tokenizer, self.actor_rollout_wg, self.rm_wg)
         self.validator = Validator(
             self.config, self.val_dataloader, self.tokenizer,
-            generate=partial(self.rollout.generate, validate=True, reward_fn=self.val_reward_fn),
+            generate=partial(self.rollout.generate_for_validation, reward_fn=self.val_reward_fn),
             score=partial(self.rollout.score, reward_fn=self.val_reward_fn),
         )  # fmt: skip
 

@@ -104,6 +104,13 @@ class RolloutPhase:
             metrics |= stream.finish(samples)
         return samples, metrics
 
+    def generate_for_validation(
+        self, prompts: DataProto, step: int, reward_fn: Any = None
+    ) -> tuple[DataProto, dict[str, float]]:
+        """`generate` with rollout.val_kwargs; samples whose generation failed are left out."""
+        samples, metrics = self.generate(prompts, step, validate=True, reward_fn=reward_fn)
+        return without_lost(samples)[0], metrics
+
     def _reward_stream(self, reward_fn: Any) -> RewardStream | None:
         """None unless loops of ours report finished samples and the manager can grade them one by one."""
         if reward_fn is None or self.agent_loops is None or self.rm_group is not None or not self.streams_rewards:

@@ -98,6 +98,7 @@ def classes(
             if other is Role.RewardModel and serves_reward_model(config):
                 log_dir = f"{config.trainer.default_local_dir}/servers"
                 settings = {"discriminative": config.custom_reward_function.path is None, "log_dir": log_dir}
+                settings["start_timeout"] = actor_section.rollout.server.max_start_wait_time
             parts[other] = RayClassWithInitArgs(
                 mapping[other], config=section, device_name=device_name, nccl_timeout=actor_section.nccl_timeout,
                 **settings,

@@ -231,7 +231,7 @@ def read_trainer_state(
     if raw["format"] != STATE_FORMAT:
         raise ValueError(
             f"{directory / STATE_FILE} has format {raw['format']}; this version reads {STATE_FORMAT}. "
-            "Resume with the version that wrote it, or start anew with trainer.resume_mode=disable."
+            "Resume with the version that wrote it, or start again with trainer.resume_mode=disable."
         )
     loader_state = _load_plain(directory / DATA_FILE)
     if with_rng:

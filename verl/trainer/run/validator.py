@@ -10,16 +10,16 @@ import torch
 from omegaconf import DictConfig
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.metric_utils import process_validation_metrics, reduce_metrics
-from verl.trainer.ppo.rollout_phase import without_lost
 from verl.trainer.run.samples import sample_rows, write_jsonl
+from verl.utils.metric import reduce_metrics
+from verl.utils.metric.validation import process_validation_metrics
 from verl.utils.tracking import ValidationGenerationsLogger
 
 
 class Validator:
     """Generates and scores the validation set.
 
-    `generate(prompts, step)` returns n samples per prompt, those of one prompt adjacent, and the rollout's metrics;
+    `generate(prompts, step)` returns the samples of prompts that could be generated, and the rollout's metrics;
     `score(samples)` returns the samples that have a score, their token-level scores [B, R], the reward's extra values
     by name, and how many samples have none.
     """
@@ -54,7 +54,6 @@ class Validator:
             samples, metrics = self.generate(prompts, step)
             for key, value in metrics.items():
                 rollout_metrics[f"val-aux/{key}"].append(value)
-            samples, _ = without_lost(samples)
             if not len(samples):
                 continue
             samples.meta_info["validate"] = True

@@ -29,7 +29,7 @@ def create_sft_dataset(
 class RankShares:
     """Batch sampler: this rank's `batch_size / ranks` rows of each global batch, as many on every rank.
 
-    With a seed the order is drawn anew for each `epoch` (set by the caller) and rows that fill no batch are left out;
+    With a seed the order is drawn again for each `epoch` (set by the caller) and rows that fill no batch are left out;
     without one it is that of the data, and numbers from len(data) on fill the last batch up (see `PaddedRows`). So a
     position in batches means the same on any number of ranks.
     """

@@ -258,7 +258,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         stored = extra["optimizer"]
         if stored is None:
             raise ValueError(
-                f"{folder} holds no optimizer state; take 'optimizer' out of checkpoint.load_contents to start it anew."
+                f"{folder} holds no optimizer state; remove 'optimizer' from checkpoint.load_contents to reset it."
             )
         if stored["class"] != type(self.optimizer).__name__:
             raise ValueError(

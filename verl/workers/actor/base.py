@@ -1,10 +1,15 @@
 """The interface of an actor: log-probs of a batch, one policy update on a batch."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from verl.protocol import DataProto
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
 
 
@@ -21,3 +26,37 @@ class BasePPOActor(ABC):
     @abstractmethod
     def update_policy(self, data: DataProto) -> dict:
         """Trains on the batch; returns metrics, each a list of one value per mini-batch."""
+
+
+class AuxiliaryLoss(ABC):
+    """A loss that every update of the actor adds to the policy loss, with a forward and backward of its own."""
+
+    @abstractmethod
+    def __init__(self, config: ActorConfig, engine: Any) -> None: ...
+
+    def begin(self, mini: DataProto) -> None:  # noqa: B027
+        """Called by all ranks with their rows of a mini-batch, before these are cut into micro-batches."""
+
+    @abstractmethod
+    def backward(self, batch: TensorDict) -> dict[str, float]:
+        """Add the gradient of a micro-batch [b, P+R]; metrics that are summed over micro-batches."""
+
+
+# name -> class, or its dotted name, which is imported when the loss is used. A loss with a key actor.<name>_coef is
+# used if that is not 0, others always.
+_AUXILIARY_LOSSES: Registry[str, type[AuxiliaryLoss] | str] = Registry(
+    "auxiliary loss", "Register it with register_auxiliary_loss in a module named by model.external_lib."
+)
+_AUXILIARY_LOSSES["refine_loss"] = "dllm_reasoning.losses.refine_loss.RefineLoss"
+
+
+def register_auxiliary_loss(name: str) -> Callable[[type[AuxiliaryLoss]], type[AuxiliaryLoss]]:
+    """Class decorator: add an AuxiliaryLoss to the update of every actor."""
+    return _AUXILIARY_LOSSES.register(name)
+
+
+def auxiliary_losses(config: ActorConfig, engine: Any) -> list[AuxiliaryLoss]:
+    """The losses that the actor's settings turn on."""
+    used = [entry for name, entry in _AUXILIARY_LOSSES.items() if config.get(f"{name}_coef", 1.0)]
+    classes = [load_class_from_fqn(entry, "auxiliary loss") if isinstance(entry, str) else entry for entry in used]
+    return [loss(config, engine) for loss in classes]

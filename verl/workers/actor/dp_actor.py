@@ -10,9 +10,8 @@ from tensordict import TensorDict
 from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
-from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.user_code import defined_at, kind
-from verl.workers.actor.base import BasePPOActor
+from verl.workers.actor.base import BasePPOActor, auxiliary_losses
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
 from verl.workers.config import FSDPActorConfig
@@ -37,10 +36,7 @@ class DataParallelPPOActor(BasePPOActor):
         self.policy = policy
         self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
         shared = config.share_prompt_forward
-        self.refine_loss = None
-        if config.refine_loss_coef:
-            refine_loss = load_class_from_fqn("dllm_reasoning.losses.refine_loss.RefineLoss", "actor.refine_loss")
-            self.refine_loss = refine_loss(config, engine)
+        self.auxiliary_losses = auxiliary_losses(config, engine)
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         policy.bind(engine.module)
 
@@ -91,8 +87,8 @@ class DataParallelPPOActor(BasePPOActor):
 
     def _begin(self, mini: DataProto, number: int) -> None:
         """What a mini-batch needs before it is cut."""
-        if self.refine_loss is not None:
-            self.refine_loss.begin(mini)
+        for auxiliary in self.auxiliary_losses:
+            auxiliary.begin(mini)
         if self.config.policy_loss.loss_mode in TOKEN_SCORES:
             self._choose_tokens(mini, number)
 
@@ -131,7 +127,7 @@ class DataParallelPPOActor(BasePPOActor):
         config = replace(self.config, global_batch_info=info | chosen)
         mask = batch["response_mask"]
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-        additive = {} if self.refine_loss is None else self.refine_loss.backward(batch)
+        additive = {name: value for loss in self.auxiliary_losses for name, value in loss.backward(batch).items()}
         with self.engine.autocast():
             log_prob, entropy = self.policy.log_probs(
                 self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy

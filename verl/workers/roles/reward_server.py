@@ -11,18 +11,15 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.ranks import ModelWorker
-from verl.workers.rollout.replica import host_to_bind
+from verl.workers.rollout.replica import START_KEY, host_to_bind
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
-START_TIMEOUT_S = 600.0
 _FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats")
 _VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "load_format")
 
 
 class RewardModelServer(LocalVllmServer):
     """vLLM's server of a reward model: POST /classify for a discriminative one, else OpenAI's API."""
-
-    timeout_key = "the time for the start of a reward model"
 
     def __init__(self, config: RewardModelConfig, log_file: Path, discriminative: bool, host: str) -> None:
         rollout, model = config.rollout, config.model
@@ -51,10 +48,12 @@ class RewardServerWorker(ModelWorker):
     server: RewardModelServer | None = None
 
     def __init__(
-        self, config: DictConfig, *args: Any, discriminative: bool = True, log_dir: str = ".", **kwargs: Any
-    ) -> None:
+        self, config: DictConfig, *args: Any, discriminative: bool = True, log_dir: str = ".",
+        start_timeout: float = 600.0, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """`start_timeout`: seconds (rollout.server.max_start_wait_time)."""
         super().__init__(config, *args, **kwargs)
-        self.discriminative, self.log_dir = discriminative, log_dir
+        self.discriminative, self.log_dir, self.start_timeout = discriminative, log_dir, start_timeout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -79,7 +78,7 @@ class RewardServerWorker(ModelWorker):
             finally:
                 if own is not None:
                     os.environ["CUDA_VISIBLE_DEVICES"] = own
-            self.server.wait_ready(START_TIMEOUT_S)
+            self.server.wait_ready(self.start_timeout, START_KEY)
         dist.barrier()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

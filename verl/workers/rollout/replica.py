@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
 
+CLOSE_TIMEOUT_S = 20
+START_KEY = "actor_rollout_ref.rollout.server.max_start_wait_time"
+
+
 class TokenOutput(BaseModel):
     """The answer to one request: token ids [T] and, if requested, the log-prob of each.
 
@@ -82,6 +86,21 @@ def host_to_bind() -> str:
     return "127.0.0.1"
 
 
+def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenOutput:
+    """The answer in a reply to POST /generate. ServerUnreachable for a number of log-probs that cannot be right."""
+    meta, ids = reply["meta_info"], reply["output_ids"]
+    kind = (meta.get("finish_reason") or {}).get("type", "stop")
+    values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
+    if values is not None and len(values) != len(ids):
+        raise ServerUnreachable(f"{address} gave {len(values)} log-probs for {len(ids)} tokens")
+    version = str(meta.get("weight_version", ""))
+    return TokenOutput(
+        token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
+        stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
+        weights_version=int(version) if version.isdigit() else None,
+    )  # fmt: skip
+
+
 class ServerClient:
     """Requests to one server, in the form of SGLang's native API; all from one event loop."""
 
@@ -114,18 +133,7 @@ class ServerClient:
         if self.handle.vocab_size is not None:
             check_token_ids(input_ids, self.handle.vocab_size)
         body = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling, "return_logprob": log_probs}
-        reply = await self.post("generate", body)
-        meta, ids = reply["meta_info"], reply["output_ids"]
-        kind = (meta.get("finish_reason") or {}).get("type", "stop")
-        values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
-        if values is not None and len(values) != len(ids):
-            raise ServerUnreachable(f"{self.handle.address} gave {len(values)} log-probs for {len(ids)} tokens")
-        version = str(meta.get("weight_version", ""))
-        return TokenOutput(
-            token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
-            stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
-            weights_version=int(version) if version.isdigit() else None,
-        )  # fmt: skip
+        return token_output(await self.post("generate", body), log_probs, self.handle.address)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -141,7 +149,7 @@ class ServerClient:
 
 
 class RolloutReplica:
-    """One engine that serves the rollout: its ranks, and its server once `init_hybrid` has found it.
+    """One engine that serves the rollout: its ranks, and its server after one of the `init_*` methods.
 
     Args:
         replica_rank: number of the engine.
@@ -159,6 +167,8 @@ class RolloutReplica:
         self.gpus_per_node, self.is_reward_model = gpus_per_node, is_reward_model
         self.rollout_mode: RolloutMode | None = None
         self.servers: list[ServerHandle] = []
+        self.worker_group: Any = None
+        self.pool: Any = None  # of its own
 
     @property
     def world_size(self) -> int:
@@ -168,11 +178,80 @@ class RolloutReplica:
 
     async def init_hybrid(self, worker_group: Any) -> None:
         """Serve from the ranks that train: the engines of `worker_group`'s rollout."""
-        self.rollout_mode = RolloutMode.HYBRID
-        handle = worker_group.rollout_server()[self.replica_rank * self.world_size]
+        self.rollout_mode, self.worker_group = RolloutMode.HYBRID, worker_group
+        self._take_server(self.replica_rank * self.world_size)
+
+    async def init_colocated(self, resource_pool: Any) -> None:
+        """Start ranks of its own, with the model's weights, in a pool of `world_size` ranks that others use too.
+
+        A RayResourcePool (of which `split_resource_pool` gives parts), or a ResourcePool of one rank for this process.
+        """
+        if resource_pool.world_size != self.world_size:
+            raise ValueError(
+                f"the pool has {resource_pool.world_size} ranks, but an engine of this rollout runs on "
+                f"{self.world_size}; pass a part of the pool (split_resource_pool)."
+            )
+        self.rollout_mode = RolloutMode.COLOCATED
+        await asyncio.to_thread(self._start_ranks, resource_pool)
+        await self.launch_servers()
+
+    async def init_standalone(self) -> None:
+        """Start ranks of its own, with the model's weights, in a new pool: GPUs if Ray has any, else CPU ranks."""
+        from verl.single_controller.ray import RayResourcePool
+
+        per_node = min(self.world_size, self.gpus_per_node)
+        nodes = [per_node] * -(-self.world_size // per_node)
+        use_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self.pool = RayResourcePool(nodes, use_gpu=use_gpu, max_colocate_count=1)
+        self.rollout_mode = RolloutMode.STANDALONE
+        await asyncio.to_thread(self._start_ranks, self.pool)
+        await self.launch_servers()
+
+    def get_ray_class_with_init_args(self) -> Any:
+        """The class of its own ranks, with their arguments."""
+        from verl.single_controller.ray import RayClassWithInitArgs
+        from verl.workers.rollout.replica_worker import RolloutReplicaWorker
+
+        arguments = {"config": self.config, "model_config": self.model_config}
+        return RayClassWithInitArgs(ray.remote(RolloutReplicaWorker), **arguments)
+
+    def _start_ranks(self, pool: Any) -> None:
+        from verl.single_controller.local import LocalWorkerGroup
+        from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+        on_ray = isinstance(pool, RayResourcePool)
+        device, part = "cuda" if on_ray and pool.use_gpu else "cpu", self.get_ray_class_with_init_args()
+        part.kwargs["device_name"] = device
+        group_class = RayWorkerGroup if on_ray else LocalWorkerGroup
+        limits = {"init_model": self.config.server.max_start_wait_time}
+        self.worker_group = group_class(pool, part, device_name=device, time_limits=limits)
+
+    async def launch_servers(self) -> None:
+        """Start the server of its own ranks, within rollout.server.max_start_wait_time."""
+        await asyncio.to_thread(self.worker_group.init_model)
+        self._take_server(0)
+
+    def _take_server(self, rank: int) -> None:
+        handle = self.worker_group.rollout_server()[rank]
         if handle is None:
             raise ValueError("actor_rollout_ref.rollout.mode=async, but the ranks' rollout has no server")
         self.servers = [handle]
+
+    async def close(self) -> None:
+        """End ranks of its own with their server, and give back a pool of its own; nothing for those of a training."""
+        if self.rollout_mode is RolloutMode.HYBRID or self.worker_group is None:
+            return
+        await asyncio.to_thread(self.worker_group.try_execute_all, "close_rollout", CLOSE_TIMEOUT_S)
+        self.worker_group.shutdown()
+        if self.pool is not None:
+            self.pool.release()
+
+    @property
+    def workers(self) -> list[Any]:
+        """The engine's ranks."""
+        ranks = [] if self.worker_group is None else self.worker_group.workers
+        first = self.replica_rank * self.world_size if self.rollout_mode is RolloutMode.HYBRID else 0
+        return ranks[first : first + self.world_size]
 
     @property
     def server_handle(self) -> ServerHandle:
@@ -189,12 +268,12 @@ class RolloutReplica:
             return await client.post(path, body, self.config.server.timeout)
 
     async def wake_up(self) -> None:
-        """Bring the engine's weights and cache back into memory."""
-        await self._post("resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+        """Bring the engine's weights, in a training the actor's newest, and cache back into memory."""
+        self.worker_group.rollout_mode()
 
     async def sleep(self) -> None:
         """Free the memory of the engine's weights and cache."""
-        await self._post("release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+        self.worker_group.trainer_mode()
 
     async def clear_kv_cache(self) -> None:
         """Forget cached prefixes."""

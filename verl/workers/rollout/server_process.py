@@ -46,14 +46,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 class RunningServer:
     """A server on this machine that may still be loading: call `wait_ready()` before the first request.
 
-    A subclass sets the name of its engine, the request that shows that the server works, with the key that it needs,
-    and the configuration key of its start's time limit.
+    A subclass sets the name of its engine, and the request that shows that the server works, with the key it needs.
     """
 
     engine, api_key = "vLLM", ""
     path: str = "/v1/completions"
     first_request: dict[str, Any] = {"prompt": [[0, 1]], "max_tokens": 1, "temperature": 0.0}
-    timeout_key = "spd.rollout.start_timeout_s"
 
     def __init__(self, pid: int, url: str, log_file: str | Path) -> None:
         self.pid = pid  # of its supervisor
@@ -71,16 +69,16 @@ class RunningServer:
         pid, url, log_file = text.split(" ", 2)
         return RunningServer(int(pid), url, log_file)
 
-    def wait_ready(self, timeout_s: float) -> str:
+    def wait_ready(self, timeout_s: float, key: str = "its time limit") -> str:
         """Wait at most `timeout_s` from its start until it completes a request; returns its URL.
 
-        Raises LocalServerError with the end of the log.
+        Raises LocalServerError with the end of the log; `key` is the configuration key of the limit.
         """
         while not self._ready:
             age = self.seconds_up()
             if age > timeout_s:
                 raise LocalServerError(
-                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({self.timeout_key})."
+                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({key})."
                     f"{self._tail()}"
                 )
             try:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.workers.rollout.replica import RolloutReplica, ServerHandle
+from verl.workers.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.workers.rollout.server_process import LocalServerError, OwnedServer, free_port
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class SGLangHttpServer(OwnedServer):
 
     engine, path = "SGLang", "/generate"
     first_request = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    timeout_key = "actor_rollout_ref.rollout.server.max_start_wait_time"
 
     def __init__(
         self, config: RolloutConfig, model_config: HFModelConfig, gpus: list[str] | None = None,
@@ -104,7 +103,7 @@ class SGLangHttpServer(OwnedServer):
     def launch_server(self) -> ServerHandle:
         """Wait until it answers. Raises LocalServerError with the end of its log."""
         try:
-            self.wait_ready(self.config.server.max_start_wait_time)
+            self.wait_ready(self.config.server.max_start_wait_time, START_KEY)
         except LocalServerError:
             self.stop(keep_log=True)
             raise
@@ -118,15 +117,4 @@ class SGLangHttpServer(OwnedServer):
 
 
 class SGLangReplica(RolloutReplica):
-    """One SGLang server, which ranks of the actor own and give its weights."""
-
-    async def init_hybrid(self, worker_group: Any) -> None:
-        await super().init_hybrid(worker_group)
-        self.worker_group = worker_group
-
-    # The ranks know what was released; a server that is to resume anything else ends.
-    async def wake_up(self) -> None:
-        self.worker_group.rollout_mode()
-
-    async def sleep(self) -> None:
-        self.worker_group.trainer_mode()
+    """One SGLang server, which ranks of the actor own and give its weights, or which has ranks of its own."""

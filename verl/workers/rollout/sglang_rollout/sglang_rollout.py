@@ -155,6 +155,13 @@ class ServerAdapter(BaseRollout):
         self._gathered(None)
         self.has_weights = True
 
+    async def read_weights(self, path: str) -> None:
+        """Let the server take the weights of a model folder."""
+        if self.leads:
+            await self._post("update_weights_from_disk", {"model_path": path})
+        self._gathered(None)
+        self.has_weights = True
+
     async def _begin_update(self) -> bool:
         """Open a session of weight updates; False for an older server, which has none and needs none."""
         try:

@@ -20,7 +20,14 @@ from loguru import logger
 from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import register_rollout
-from verl.workers.rollout.replica import RolloutReplica, ServerHandle, check_token_ids, host_to_bind
+from verl.workers.rollout.replica import (
+    RolloutReplica,
+    ServerHandle,
+    TokenOutput,
+    check_token_ids,
+    host_to_bind,
+    token_output,
+)
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
 if TYPE_CHECKING:
@@ -207,6 +214,43 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             return {"aborted": False, "error": f"request {request_id!r} is not running"}
         return {"aborted": True, "request_id": request_id}
 
+    # For callers in this process, from any event loop.
+
+    def get_server_address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.address.rpartition(":")
+        return host, int(port)
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str,
+        image_data: list[Any] | None = None, video_data: list[Any] | None = None,
+    ) -> TokenOutput:  # fmt: skip
+        """The answer to one prompt. `sampling_params`: names of vLLM or of POST /generate, and logprobs (bool)."""
+        if image_data or video_data:
+            raise ValueError("image_data and video_data: rollout servers take token ids only")
+        given, ours = dict(sampling_params), {theirs: name for name, theirs in SAMPLING.items()}
+        log_probs = bool(given.pop("logprobs", False))
+        body = {"sampling_params": {ours.get(name, name): value for name, value in given.items()}}
+        params = self._params(prompt_ids, body | {"return_logprob": log_probs})
+        return token_output(await self._answer(request_id, prompt_ids, params), log_probs, self.address)
+
+    async def wake_up(self) -> None:
+        """Bring the engine's weights and cache back into memory; it does not keep weights on a GPU."""
+        await asyncio.to_thread(self.call, self.rollout.wake, ["weights", "kv_cache"])
+
+    async def sleep(self) -> None:
+        """Free the memory of the engine's weights and cache. RuntimeError while requests run."""
+        await asyncio.to_thread(self.call, self.rollout.free, idle=True)
+
+    async def clear_kv_cache(self) -> None:
+        """Forget cached prefixes. RuntimeError while requests run."""
+        await asyncio.to_thread(self.call, self.rollout.forget_prefixes, idle=True)
+
+    async def wait_for_requests_to_drain(self) -> None:
+        """Wait until no request runs."""
+        while self.requests:
+            await asyncio.sleep(0.02)
+
     # The HTTP thread.
 
     async def _listen(self, host: str) -> int:
@@ -282,13 +326,17 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     async def _generate(self, http: web.Request) -> web.Response:
         body = await http.json()
         ids = body.get("input_ids")
-        params = self._params(ids, body)
-        answered: asyncio.Future = self._loop.create_future()
+        rid = str(body.get("rid") or secrets.token_hex(16))
+        return web.json_response(await self._answer(rid, ids, self._params(ids, body)))
+
+    async def _answer(self, rid: str, ids: list[int], params: Any) -> dict[str, Any]:
+        """The reply to a request; raises what the engine raised. A request whose task is cancelled is aborted."""
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future = loop.create_future()
 
         def finish(result: dict[str, Any] | BaseException) -> None:
-            self._loop.call_soon_threadsafe(_resolve, answered, result)
+            loop.call_soon_threadsafe(_resolve, answered, result)
 
-        rid = str(body.get("rid") or secrets.token_hex(16))
         self._inbox.put(lambda: self._add(_Request(rid, ids, params, finish)))
         try:
             result = await answered
@@ -297,7 +345,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             raise
         if isinstance(result, BaseException):
             raise result
-        return web.json_response(result)
+        return result
 
     def _params(self, ids: Any, body: dict[str, Any]) -> Any:
         """vLLM's parameters of a request; ValueError for what the engine cannot take."""
@@ -337,6 +385,9 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self._inbox.put(end)
         for thread in (self._owner, self._http):
             thread.join(START_TIMEOUT_S)
+
+
+vLLMHttpServerBase = vLLMHttpServer  # noqa: N816 (upstream's name of the class that has these methods)
 
 
 def _resolve(future: asyncio.Future, result: Any) -> None:
@@ -396,6 +447,10 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         """`release` in the engine's thread."""
         super().release()
 
+    def read_weights(self, path: str) -> None:
+        """Take the weights of a model folder."""
+        self._call(self.load_from_disk, path, idle=True)
+
     def load_from_disk(self, path: str) -> None:
         """Load the weights of a model folder; in the engine's thread."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -412,4 +467,4 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
 
 class vLLMReplica(RolloutReplica):  # noqa: N801
-    """One vLLM server, in a rank of the actor."""
+    """One vLLM server, in a rank of the actor or in one of its own."""

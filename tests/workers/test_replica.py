@@ -1,0 +1,69 @@
+"""Rollout servers with ranks of their own: one engine in this process, served and called directly."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from verl.single_controller.base import ResourcePool
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, ServerClient
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServerBase, vLLMReplica
+
+SETTINGS = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",
+            "max_num_seqs": 8, "max_num_batched_tokens": 128, "load_format": "dummy"}  # fmt: skip
+
+
+class OwnReplica(RolloutReplica):
+    pass
+
+
+@pytest.mark.process
+def test_a_replica_of_its_own_answers_with_the_weights_in_the_folder(tiny_llama):
+    replica = vLLMReplica(0, RolloutConfig(**SETTINGS), HFModelConfig(path=tiny_llama, load_tokenizer=False))
+    prompt = [7, 8, 9]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
+    greedy = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
+
+    async def use():
+        await replica.init_colocated(ResourcePool([1]))
+        assert replica.rollout_mode is RolloutMode.COLOCATED and len(replica.workers) == 1
+        async with ServerClient(replica.server_handle) as client:
+            first = await client.generate("a", prompt, greedy, False)
+            await replica.sleep()
+            await replica.wake_up()
+            again = await client.generate("b", prompt, greedy, False)
+        server = replica.workers[0].rollout.server
+        assert isinstance(server, vLLMHttpServerBase)
+        assert "{}:{}".format(*server.get_server_address()) == replica.server_address
+        named = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+        direct = await server.generate(prompt, named | {"logprobs": True}, "c")
+        await server.wait_for_requests_to_drain()
+        await server.clear_kv_cache()
+        with pytest.raises(ValueError, match="token ids only"):
+            await server.generate(prompt, named, "d", image_data=[1])
+        await replica.close()
+        return first, again, direct
+
+    first, again, direct = asyncio.run(use())
+    assert first.token_ids == again.token_ids == direct.token_ids == expected
+    assert len(direct.log_probs) == 8 and max(direct.log_probs) < 0
+
+
+def test_a_pool_of_another_size_is_refused(tiny_llama):
+    replica = vLLMReplica(0, RolloutConfig(**SETTINGS), HFModelConfig(path=tiny_llama, load_tokenizer=False))
+    with pytest.raises(ValueError, match="the pool has 2 ranks, but an engine of this rollout runs on 1"):
+        asyncio.run(replica.init_colocated(ResourcePool([2])))
+
+
+def test_a_replica_class_of_the_users_own_comes_from_a_file():
+    def config(name):
+        return RolloutConfig(**SETTINGS, agent={"custom_async_server": {"path": f"pkg://{__name__}", "name": name}})
+
+    assert RolloutReplicaRegistry.of(config("OwnReplica")) is OwnReplica
+    assert RolloutReplicaRegistry.of(RolloutConfig(**SETTINGS)) is vLLMReplica
+    with pytest.raises(TypeError, match="agent.custom_async_server.name='SETTINGS'.*RolloutReplica is needed"):
+        RolloutReplicaRegistry.of(config("SETTINGS"))

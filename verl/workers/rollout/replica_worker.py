@@ -1,0 +1,60 @@
+"""The ranks of a rollout server that runs apart from a training (RolloutReplica.init_colocated, init_standalone)."""
+
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.distributed.device_mesh import init_device_mesh
+
+from verl.grading.pool import finished
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import rank_device_index
+from verl.utils.distributed import initialize_global_process_group_ray
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import get_rollout_class
+
+
+class RolloutReplicaWorker(Worker):
+    """One rank of a rollout that serves the weights in the model's folder, not an actor's."""
+
+    def __init__(self, config: RolloutConfig, model_config: DictConfig | HFModelConfig, device_name: str) -> None:
+        super().__init__()
+        self.config, self.model_config, self.device_name = config, model_config, device_name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Join the replica's ranks, start the engine and let it serve."""
+        if self.device_name == "cuda":
+            torch.cuda.set_device(rank_device_index())
+        initialize_global_process_group_ray()
+        self.config.load_format = "auto" if self.config.load_format == "dummy" else self.config.load_format
+        self.model_config = omega_conf_to_dataclass(self.model_config, HFModelConfig).load()
+        rollout_class = get_rollout_class(self.config.name, "async")
+        mesh = init_device_mesh(self.device_name, (self.world_size,))
+        self.rollout = rollout_class(self.config, self.model_config, mesh)
+        self.rollout_mode()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_mode(self) -> None:
+        """Wake the engine; weights that its sleep discarded are read from the model's folder again."""
+        finished(self.rollout.resume(["weights"]))
+        if not self.rollout.has_weights:
+            finished(self.rollout.read_weights(self.model_config.local_path))
+        finished(self.rollout.resume(["kv_cache"]))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def trainer_mode(self) -> None:
+        """Put the engine to sleep: it frees its memory."""
+        finished(self.rollout.release())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_server(self) -> Any:
+        """Where this rank's engine is served."""
+        return self.rollout.server_handle
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_rollout(self) -> None:
+        """End the server."""
+        self.rollout.close()
