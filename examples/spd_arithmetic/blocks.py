@@ -80,12 +80,12 @@ def drifted_blocks(pair: Pair, questions: Sequence[Question], margin: float, cou
 
 
 def drawn_offsets(count: int, largest: int, seed: int) -> list[int]:
-    """For each of `count` answers where its first block starts, from 0 to `largest` tokens.
+    """Where the first block of each of `count` answers starts: half after the prompt, half up to `largest` tokens on.
 
-    Other decoders start elsewhere than after the prompt: vLLM's prefill always emits a token of the target.
+    Decoders differ: the recipe's own starts after the prompt, vLLM's prefill always emits a token of the target.
     """
     draw = random.Random(f"offsets {seed}")
-    return [draw.randint(0, largest) for _ in range(count)]
+    return [draw.randint(1, largest) if largest and draw.random() < 0.5 else 0 for _ in range(count)]
 
 
 def _block(q: Question, context: list[int], draft: list[int], target: list[int], right: bool, length: int,

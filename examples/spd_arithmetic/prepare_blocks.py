@@ -132,8 +132,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--drift-share", type=float, default=0.5, help="share of the train blocks met on a lenient rule's path")
     add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
         "logit of its own token is larger by at most this")
-    add("--offsets", type=int, default=8, help="the first block of a train or validation answer starts after up to so "
-        "many of the target's tokens, drawn evenly; 0: always after the prompt")
+    add("--offsets", type=int, default=8, help="the first block of half of the train and validation answers starts "
+        "after up to so many of the target's tokens, that of the others after the prompt; 0: of all of them")
     add("--target-steps", type=int, default=train_pair.TARGET_STEPS)
     add("--draft-steps", type=int, default=train_pair.DRAFT_STEPS)
     add("--gamma", type=int, default=8, help="drafted tokens per round")
