@@ -82,7 +82,7 @@ class Pull(AuxiliaryLoss):
 
     def backward(self, batch):
         share = len(batch) / self.rows
-        loss = share * sum(p.square().sum() for p in self.engine.module.parameters()) / 2
+        loss = share * sum(p.to_local().square().sum() for p in self.engine.module.parameters()) / 2
         self.engine.backward(loss, is_last_micro_batch=False)
         return {"actor/pull": share}
 
