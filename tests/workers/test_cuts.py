@@ -45,7 +45,8 @@ class Keeps(torch.optim.SGD):
     """An optimizer that notes the exchanged gradient and changes nothing."""
 
     def step(self):
-        self.seen = [full_tensor(p.grad).numpy().copy() for group in self.param_groups for p in group["params"]]
+        trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self.seen = [full_tensor(p.grad).numpy().copy() for p in trained]
 
 
 def ragged_batch() -> DataProto:

@@ -72,6 +72,8 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
         task = TaskType.CAUSAL_LM
     elif type(module).__name__.endswith("ForTokenClassification"):
         task = TaskType.TOKEN_CLS
+        if not isinstance(excluded, str):
+            excluded = [*(excluded or []), "score", "classifier"]  # peft would adapt this head too
     return get_peft_model(
         module,
         LoraConfig(
