@@ -91,7 +91,7 @@ def test_a_registered_loss_adds_its_gradient(tiny_llama, monkeypatch):
     monkeypatch.setitem(_AUXILIARY_LOSSES, "pull", Pull)
     batch, engine = rl_batch(), make_engine(tiny_llama)
     batch.batch["advantages"].zero_()
-    norm = math.sqrt(sum(p.double().square().sum().item() for p in engine.module.state_dict().values()))
+    norm = math.sqrt(sum(p.to_local().double().square().sum().item() for p in engine.module.parameters()))
     metrics = make_actor(engine, micro=2).update_policy(batch)
     assert metrics["actor/pull"] == [pytest.approx(1.0)] and metrics["actor/grad_norm"] == [pytest.approx(norm, 1e-4)]
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl.single_controller.base import ResourcePool
-from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, ServerClient
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServerBase, vLLMReplica
 
@@ -61,7 +61,8 @@ def test_a_pool_of_another_size_is_refused(tiny_llama):
 
 def test_a_replica_class_of_the_users_own_comes_from_a_file():
     def config(name):
-        return RolloutConfig(**SETTINGS, agent={"custom_async_server": {"path": f"pkg://{__name__}", "name": name}})
+        custom = CustomAsyncServerConfig(path=f"pkg://{__name__}", name=name)
+        return RolloutConfig(**SETTINGS, agent=AgentLoopConfig(custom_async_server=custom))
 
     assert RolloutReplicaRegistry.of(config("OwnReplica")) is OwnReplica
     assert RolloutReplicaRegistry.of(RolloutConfig(**SETTINGS)) is vLLMReplica
