@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -55,7 +54,8 @@ class ForwardCosts:
         cls, forward: Callable[[list[Row]], object], widths: Sequence[int], rows: int, length: int, most: int,
         repetitions: int = 3,
     ) -> ForwardCosts:  # fmt: skip
-        """Medians for 1, 4, 16, ... and `rows` rows of `length` tokens that are all cached but the last.
+        """The least of `repetitions`, since other work on the machine only adds to it, for 1, 4, 16, ... and `rows`
+        rows of `length` tokens that are all cached but the last.
 
         `forward` computes the rows' next tokens and waits for them; it is given at most `most` tokens.
         """
@@ -73,7 +73,7 @@ class ForwardCosts:
                     started = time.perf_counter()
                     forward(batch)
                     times.append(time.perf_counter() - started)
-                seconds[width].append(statistics.median(times[1:]))
+                seconds[width].append(min(times[1:]))
         return cls(grid, seconds)
 
 

@@ -1,6 +1,6 @@
 """GRPO of a refined model that drafts for itself, against GRPO with token-by-token sampling; on-policy distillation.
 
-    python -m examples.refine_rl_arithmetic.demo [--seeds 0 1 2] [--steps 30] [--dllm DIR] [--out DIR]
+    python -m examples.refine_rl_arithmetic.demo [--seeds 0 1 2] [--steps 60] [--dllm DIR] [--out DIR]
 
 Starts from the refined model and the twin of `make demo-dllm` (--dllm). Per seed four runs from the refined model with
 the same prompts and draws (RUNS), two at a time, one thread each. Then a small student twice: distilled from the twin
@@ -38,8 +38,8 @@ from examples.grpo_arithmetic.demo import describe
 from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw_curves, same_steps, series, time_table
 from verl.report.page import write_report
 
-BUDGET_S = {"set-up": 400.0, "student": 60.0, "GRPO": 1500.0, "distillation": 500.0, "generation": 300.0}
-STEPS, STUDENT_STEPS, VALIDATIONS = 30, 60, 6
+BUDGET_S = {"set-up": 400.0, "student": 120.0, "GRPO": 2400.0, "distillation": 500.0, "generation": 300.0}
+STEPS, STUDENT_STEPS, VALIDATIONS = 60, 60, 6
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 STUDENT = {"steps": 400, "layers": 2, "bare": 0.35}  # it often answers without its work
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"

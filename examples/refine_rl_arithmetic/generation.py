@@ -37,8 +37,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     "refine, slide": {"name": "refine", "custom": {"mode": "slide"}},
     "refine, verify": {"name": "refine", "custom": {"mode": "verify"}},
     "vllm": VLLM,
-    "vllm, draft": VLLM | {"speculative": {"method": "draft_model"}},
-    "vllm, ngram": VLLM | {"speculative": {"method": "ngram"}},  # last: after numba is loaded, no engine starts
+    "vllm, draft": VLLM,  # last: vLLM's counters are those of the engine that started last
 }
 
 
@@ -73,9 +72,8 @@ def measure(model: Path, draft: Path, questions: pd.DataFrame) -> dict[str, Any]
     made = {}
     for name, settings in ROLLOUTS.items():
         settings = {"mode": "sync", "prompt_length": LIMIT, "response_length": LIMIT, "dtype": "float32", **settings}
-        if drafts := settings.get("speculative"):
-            path = str(draft) if drafts["method"] == "draft_model" else None
-            settings["speculative"] = SpeculativeConfig(draft_path=path, **drafts)
+        if name == "vllm, draft":
+            settings["speculative"] = SpeculativeConfig(method="draft_model", draft_path=str(draft))
         config = RolloutConfig(**settings)
         made[name] = get_rollout_class(config.name, "sync")(config, engine.model_config, engine.mesh)
         made[name].bind_actor(engine, get_policy("causal_lm"))

@@ -21,7 +21,7 @@ EDGE = 5  # steps that count as the start or the end of a run
 EDGES = {"start": slice(EDGE), "end": slice(-EDGE, None)}
 SAME_STEPS, SAME_LOSS = 3, 1e-4  # leading steps with the same samples; largest difference of their losses
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of Student's t, by number of seeds
-GAIN_POINTS = 15.0
+GAIN_POINTS, DECAY = 15.0, 0.05
 RATIO_START, RATIO_END = 3.0, 2.5
 WALL = {"1": 2.5, "4": 2.5, "16": 1.7, "64": 1.2, "tail": 1.4}  # least speed of rollout refine over hf, by batch
 SAMPLES = 128  # of a step
@@ -119,7 +119,7 @@ def criteria_of(
         "decay": Criterion(
             "tokens per forward at the end without the loss, with it, and with it on positive advantages only",
             f"{tokens['refine']:.2f}, {tokens['refine_all']:.2f}, {tokens['refine_positive']:.2f}",
-            "fewer without it", tokens["refine"] < tokens["refine_all"],
+            f"at least {100 * DECAY:g} % fewer without it", tokens["refine"] <= (1 - DECAY) * tokens["refine_all"],
         ),
         **{f"wall_{batch}": Criterion(f"speed of generation over rollout hf, batch {batch}", f"{ratio:.2f} times",
                                       f"at least {WALL[batch]:g}", ratio >= WALL[batch])
