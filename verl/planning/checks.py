@@ -85,7 +85,7 @@ def check_models(
 
 
 def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem]:
-    """More tokens than the model has positions: vLLM refuses them, SGLang generates nonsense from there on.
+    """More tokens than the model has positions, which vLLM refuses and which no model has learned to read.
 
     `rollout` has RolloutConfig's settings, under `key`.
     """
