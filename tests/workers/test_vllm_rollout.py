@@ -112,8 +112,8 @@ def test_weights_of_a_start_do_not_serve_an_actor():
 @pytest.mark.process
 def test_what_a_cpu_does_not_do_is_said_at_the_start(hybrid):
     said = [line for line in hybrid.log_lines if "enable_chunked_prefill" in line]
-    assert said == ["actor_rollout_ref.rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are read "
-                    "whole there"]  # fmt: skip
+    assert said == ["actor_rollout_ref.rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are "
+                    "prefilled in full"]  # fmt: skip
     assert not hybrid.rollout.llm.llm_engine.vllm_config.scheduler_config.enable_chunked_prefill
 
 
