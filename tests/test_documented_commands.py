@@ -60,8 +60,8 @@ def test_a_documented_command_passes_the_dry_run(page, program, words, files, ti
     assert code == 0, capsys.readouterr().out.rpartition("Problems")[2]
 
 
-SETTINGS = (ROOT / "docs/quickstart.md").read_text().partition("## Common settings")[2]
-COMMON = re.findall(r"^\| .+ \| `(.+?)`", SETTINGS, re.M)
+SECTION = (ROOT / "docs/quickstart.md").read_text().partition("## Common settings")[2]
+COMMON = re.findall(r"^\| .+ \| `(.+?)`", SECTION, re.M)
 
 
 @pytest.mark.parametrize("settings", COMMON)

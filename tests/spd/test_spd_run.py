@@ -56,6 +56,7 @@ def test_two_ranks_give_the_losses_of_one(bench):
         np.testing.assert_allclose(bench.weights("two")[name], weight, atol=1e-5)
 
 
+@pytest.mark.chaos
 def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
     """On a cluster that keeps running; with its own cluster: tests/trainer/ppo/test_ray_trainer_ranks.py."""
     # Completions before the kill come from the store after the restart.
