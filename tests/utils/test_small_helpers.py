@@ -119,6 +119,7 @@ def test_local_paths_stay_and_copies_are_compared(tmp_path, monkeypatch):
         fs.copy_to_local("hdfs://x/y", cache_dir=str(tmp_path / "cache"))
 
 
+@pytest.mark.process
 def test_files_are_copied_into_folders_and_to_hdfs(tmp_path, monkeypatch):
     source, remote = tmp_path / "step", tmp_path / "remote"
     source.mkdir()
