@@ -12,9 +12,8 @@ from pathlib import Path
 from benchmarks.harness import Row, ratios, row, say
 from benchmarks.rl_whole_step import start
 from benchmarks.seeds import SEEDS
-from examples.demo_runner import ROOT
+from examples.demo_runner import ROOT, by_step
 from examples.grpo_arithmetic.demo import ACCURACY, training_command
-from examples.tools_arithmetic.demo import by_step
 
 STEPS, EVERY, ENOUGH = 75, 5, 0.80
 PROMPTS, SAMPLES, LIMIT, LR = 32, 8, 96, 2e-4  # those of the demo

@@ -136,6 +136,12 @@ def last_rows(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.startswith('{"step"') and line.endswith("\n")]
 
 
+def by_step(run: Path, metric: str) -> dict[int, float]:
+    """A metric of a finished run, by the number of the step; a validation before the first step has number 0."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["data"][metric] for row in rows if metric in row["data"]}
+
+
 def make_progress(counted: bool = False) -> Progress:
     """Bar with elapsed and remaining time; `counted` shows the steps as numbers too."""
     numbers = (MofNCompleteColumn(),) if counted else ()

@@ -23,7 +23,17 @@ from pathlib import Path
 
 from rich.table import Table
 
-from examples.demo_runner import ROOT, PhaseFailed, Phases, TrainingWatch, console, make_progress, run_logged, run_shown
+from examples.demo_runner import (
+    ROOT,
+    PhaseFailed,
+    Phases,
+    TrainingWatch,
+    by_step,
+    console,
+    make_progress,
+    run_logged,
+    run_shown,
+)
 from examples.grpo_arithmetic.acceptance import criteria_of, lines
 from examples.grpo_arithmetic.make_start import DATA_SOURCE, SFT_STEPS
 
@@ -58,27 +68,21 @@ def training_command(start: Path, run: Path, steps: int, seed: int, *more: str) 
     return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
 
 
-def accuracies(run: Path) -> dict[int, float]:
-    """Validation accuracy by step; step 0 is the start."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["data"][ACCURACY] for row in rows if ACCURACY in row["data"]}
-
-
 def draw_curves(run: Path, control: Path, file: Path) -> None:
     """Write a PNG: validation accuracy of both runs, mean reward and response length of the trained one, over steps."""
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     accuracy, reward, length = figure.subplots(1, 3)
     for name, folder, style in (("GRPO", run, "o-"), ("control, learning rate 0", control, "s--")):
-        by_step = accuracies(folder)
-        accuracy.plot(by_step.keys(), [100 * value for value in by_step.values()], style, label=name)
+        values = by_step(folder, ACCURACY)
+        accuracy.plot(values.keys(), [100 * value for value in values.values()], style, label=name)
     accuracy.set(ylabel="validation accuracy, %", ylim=(0, 103))
     accuracy.legend()
     for axis, key, label in ((reward, "critic/score/mean", "mean reward of a step"),
                              (length, "response_length/mean", "response length, tokens")):  # fmt: skip
-        axis.plot(*zip(*((row["step"], row["data"][key]) for row in rows if key in row["data"]), strict=True))
+        values = by_step(run, key)
+        axis.plot(values.keys(), values.values())
         axis.set(ylabel=label)
     for axis in (accuracy, reward, length):
         axis.set(xlabel="step")
@@ -106,8 +110,8 @@ def describe(data: Mapping[str, float]) -> str:
 def result_table(trained: dict[int, float], control: dict[int, float]) -> Table:
     """Accuracies as a table."""
     table = Table("", "step", "validation accuracy %", title="GRPO on word problems")
-    for name, by_step in (("GRPO", trained), ("control, learning rate 0", control)):
-        for step, accuracy in by_step.items():
+    for name, accuracies in (("GRPO", trained), ("control, learning rate 0", control)):
+        for step, accuracy in accuracies.items():
             table.add_row(name, str(step), f"{100 * accuracy:.1f}")
         table.add_section()
     return table
@@ -152,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
-    trained, same = accuracies(run), accuracies(control)
+    trained, same = by_step(run, ACCURACY), by_step(control, ACCURACY)
     criteria = criteria_of(trained, same, time.monotonic() - begun)
     result = {"seed": args.seed, "grpo": trained, "control": same,
              "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from examples.demo_runner import by_step
 from examples.grpo_arithmetic.acceptance import Criterion
-from examples.tools_arithmetic.demo import by_step
 
 DATA_SOURCE = "worked_arithmetic"
 METRICS = {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from examples.demo_runner import ROOT, PhaseFailed, Phases, console, run_shown
+from examples.demo_runner import ROOT, PhaseFailed, Phases, by_step, console, run_shown
 from examples.grpo_arithmetic.acceptance import Criterion, lines
 from examples.grpo_arithmetic.demo import train
 from examples.tools_arithmetic.make_start import COUNTS, DATA_SOURCE, SFT_STEPS
@@ -55,12 +55,6 @@ def training_command(start: Path, run: Path, steps: int, seed: int, tools: bool)
         "trainer.project_name": "tools_arithmetic", "trainer.experiment_name": run.name,
     } | (TOOLS if tools else {})  # fmt: skip
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items())]
-
-
-def by_step(run: Path, metric: str) -> dict[int, float]:
-    """A metric of validations by step; step 0 is the start."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["data"][metric] for row in rows if metric in row["data"]}
 
 
 def draw_curves(runs: dict[str, Path], file: Path) -> None:
