@@ -18,12 +18,11 @@ import pandas as pd
 from benchmarks.harness import Row, say
 from examples.demo_runner import ROOT, run_logged
 from examples.spd_arithmetic.corpus import ITEMS
-from examples.spd_arithmetic.demo import HARMLESS_SHARES, LIMIT, MAX_VAL_DROP, saved_scorer, training_command
+from examples.spd_arithmetic.demo import HARMLESS_SHARES, LIMIT, MAX_VAL_DROP, STEPS, saved_scorer, training_command
 from verl.utils.jsonl import read_objects
 
 BED = ROOT / "outputs" / "spd_arithmetic" / "testbed"
 OUT = ROOT / "outputs" / "spd_transfer"
-TRAINING_STEPS = 90
 
 
 def _steps(text: str) -> int:
@@ -44,7 +43,7 @@ SIDES: dict[str, Callable[[str], bool]] = {
 
 def trained(folder: Path, blocks: pd.DataFrame, metadata: pd.DataFrame) -> Path:
     """A scorer trained by GRPO on these blocks, or the one that an earlier run left."""
-    scorer = saved_scorer(folder / "run", TRAINING_STEPS)
+    scorer = saved_scorer(folder / "run", STEPS)
     if not scorer.exists():
         folder.mkdir(parents=True, exist_ok=True)
         blocks.to_parquet(folder / "blocks_train.parquet", write_page_checksum=True)
@@ -52,7 +51,7 @@ def trained(folder: Path, blocks: pd.DataFrame, metadata: pd.DataFrame) -> Path:
         for model in ("target", "draft"):
             if not (folder / model).exists():
                 (folder / model).symlink_to((BED / model).resolve(), target_is_directory=True)
-        command = training_command(folder, folder / "run", OUT / "completions.sqlite3", TRAINING_STEPS, 0)
+        command = training_command(folder, folder / "run", OUT / "completions.sqlite3", STEPS, 0)
         run_logged(command, folder / "training.log")
     return scorer
 

@@ -100,12 +100,11 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
     used = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": use_reference_policy, "critic": use_critic}
     for (prefix, present), role in zip(used.items(), (actor, ref, config["critic"]), strict=True):
-        sequences = f"{prefix}.ulysses_sequence_parallel_size"
-        engine = ("model.fsdp_config", role["model"]["fsdp_config"]) if prefix == "critic" else (
-            "fsdp_config", role["fsdp_config"])  # fmt: skip
         if present:
-            issues += divides_ranks(sequences, role, ranks)
-            issues += splits_ranks(f"{prefix}.{engine[0]}", engine[1], ranks, role["ulysses_sequence_parallel_size"])
+            owner, section = (f"{prefix}.model", role["model"]) if prefix == "critic" else (prefix, role)
+            sequences = role["ulysses_sequence_parallel_size"]
+            issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)
+            issues += splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
     if reward["enable"]:
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)

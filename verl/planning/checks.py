@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.planning.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.fs import is_non_local
@@ -98,10 +98,11 @@ def check_length(rollout: Any, findings: Findings, key: str) -> Iterator[Problem
         yield wrong(f"{key}.max_model_len", f"{rule}, but the model has {positions} positions. Lower them.")
 
 
-def check_tensor_parallel(findings: Findings, key: str, size: int) -> Iterator[Problem]:
-    """Whether `size` ranks can split the layers of the model; `key` sets the size."""
+def check_tensor_parallel(config: DictConfig, findings: Findings, key: str) -> Iterator[Problem]:
+    """Whether as many ranks as `key` sets can split the layers of the model."""
     from verl.utils.tensor_parallel import refusal
 
+    size = OmegaConf.select(config, key)
     if size > 1 and findings.hf_config is not None and (reason := refusal(findings.hf_config, size)):
         yield wrong(key, f"{key}={size}: {reason}")
 
@@ -213,8 +214,10 @@ def row_problems(
                 return
             continue
         if message := lacks(row):
-            file, number = dataset.origins[i] if hasattr(dataset, "origins") else (key, i)
-            yield wrong(key, f"{key}: {file}, row {number}: {message}" if file != key else f"{key}, row {i}: {message}")
+            place = f"{key}, row {i}"
+            if hasattr(dataset, "origins"):
+                place = "{}: {}, row {}".format(key, *dataset.origins[i])
+            yield wrong(key, f"{place}: {message}")
             break
     if broken > ROW_ERRORS_SHOWN:
         yield wrong(key, f"{key}: {broken - ROW_ERRORS_SHOWN} further rows have errors like these.")

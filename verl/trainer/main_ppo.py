@@ -11,7 +11,7 @@ import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from verl.planning.problems import ConfigError
+from verl.planning.problems import ConfigError, Problem
 from verl.trainer.ppo.utils import Role, need_critic, serves_reward_model, uses_kl
 from verl.trainer.run.ray_session import run_here, run_until_done, started_session
 from verl.utils.config import hydra_main, validate_config
@@ -55,19 +55,22 @@ def run_ppo(
         sys.exit(dry_run(config, known=known))
     from verl.trainer.ppo.plan import refuse_bad_input
 
+    problems: list[Problem] = []
     try:
-        validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
-    except ConfigError as e:
-        problems = list(e.problems)
+        try:
+            validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
+        except ConfigError as e:
+            problems += e.problems
         try:
             refuse_bad_input(config)
-        except ConfigError as more:
-            problems += more.problems
-        except Exception as error:  # what the wrong settings above make of the input
-            logger.debug("the input was not checked: {}", error)
-        sys.exit(str(ConfigError(dict.fromkeys(problems))))
-    try:
-        refuse_bad_input(config)
+        except ConfigError as e:
+            problems += e.problems
+        except Exception as e:
+            if not problems:
+                raise
+            logger.debug("the input cannot be checked with these settings: {}", e)
+        if problems:
+            raise ConfigError(dict.fromkeys(problems))
     except ValueError as e:
         sys.exit(str(e))
     runner_class = TaskRunner if task_runner_class is None else task_runner_class

@@ -29,7 +29,7 @@ from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
 from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
 
-SPLIT = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
+TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
@@ -54,7 +54,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     findings = Findings(to_start=True)
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
-    findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
+    findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
     findings.problems += check_plugins(config)
     findings.problems += [*check_outputs(config), *check_gpus(config)]
     check_data(config, findings, rows=ROWS_AT_START)
@@ -62,9 +62,6 @@ def refuse_bad_input(config: DictConfig) -> None:
         findings.problems += check(config, findings)
     if fatal := list(dict.fromkeys(p for p in findings.problems if p.kind in (WRONG, ABSENT))):
         raise ConfigError(fatal)
-
-
-_COLUMNS = {"reward_model": "{'ground_truth': ...}, which the reward function gets"}
 
 
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
@@ -112,8 +109,9 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
     by_rule &= config.reward_manager.name in ("naive", "batch", "dapo", "prime") and not config.reward_model.enable
 
     def lacks(row: Mapping[str, Any]) -> str | None:
-        missing = {c: _COLUMNS.get(c, "the name of its reward") for c in (data.reward_fn_key, "reward_model")
-                   if c not in row}  # fmt: skip
+        contents = {data.reward_fn_key: "the name of its reward",
+                    "reward_model": "{'ground_truth': ...}, which the reward function gets"}  # fmt: skip
+        missing = {name: content for name, content in contents.items() if name not in row}
         if by_rule and not missing and not has_rule(source := row[data.reward_fn_key]):
             return unknown_source(source)
         hint = ", or set data.reward_fn_key" if data.reward_fn_key in missing else ""
@@ -130,7 +128,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     findings = Findings()
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
-    findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
+    findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
     findings.problems += check_plugins(config)
     check_data(config, findings)
     findings.problems += check_machine(config)

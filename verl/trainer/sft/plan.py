@@ -33,7 +33,7 @@ from verl.utils.import_utils import import_external_libs
 if TYPE_CHECKING:
     from verl.trainer.sft.trainer import FSDPSFTTrainer
 
-SPLIT = "model.fsdp_config.tensor_parallel_size"
+TENSOR_PARALLEL = "model.fsdp_config.tensor_parallel_size"
 NEEDED = ("input_ids", "attention_mask", "position_ids", "loss_mask")
 
 
@@ -51,7 +51,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
     def plan(console: Console, config: DictConfig) -> list[Problem]:
         findings = Findings()
         check_models(model_settings(config), findings, "model", "model.partial_pretrain")
-        findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
+        findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
         findings.problems += trainer_class.problems(config, findings)
         data, tokenizer = config.data, findings.tokenizer
 
@@ -98,7 +98,7 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
     entry_of(trainer_class, ranks).refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0)
     findings = Findings(to_start=True)
     check_models(model_settings(config), findings, "model", "model.partial_pretrain")
-    findings.problems += check_tensor_parallel(findings, SPLIT, OmegaConf.select(config, SPLIT))
+    findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
     findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
     if config.trainer.device == "cuda":
         import torch

@@ -37,7 +37,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
 class FSDPEngine(BaseEngine):
     """A sharded module, its optimizer and its schedule.
 
-    `mesh`: ranks to shard over, its last dimension called "fsdp"; None makes one by fsdp_size. Ranks see different
+    `mesh`: ranks to shard over, in its dimension "fsdp"; None makes one by fsdp_size. Ranks see different
     data, and a micro-batch's loss must already be divided by the global counts and multiplied by
     `get_data_parallel_size()`: exchanged gradients are averaged over ranks. Neighbouring ranks compute on the rows of
     all of them (`joined`): ulysses_sequence_parallel_size groups, each on a part of every sequence, of
@@ -75,6 +75,7 @@ class FSDPEngine(BaseEngine):
         self.sequence_parallel_size = engine_config.ulysses_sequence_parallel_size
         self.tensor_parallel_size = engine_config.tensor_parallel_size
         self.sequence_group: dist.ProcessGroup | None = None
+        self.joint_size = self.sequence_parallel_size * self.tensor_parallel_size  # ranks that compute on the same rows
         self.joint_group: dist.ProcessGroup | None = None
 
     def initialize(self) -> None:
@@ -138,7 +139,7 @@ class FSDPEngine(BaseEngine):
 
     def _make_groups(self) -> None:
         sharing, splitting = self.sequence_parallel_size, self.tensor_parallel_size
-        if self.world_size % (sharing * splitting):
+        if self.world_size % self.joint_size:
             product = f" x tensor_parallel_size={splitting}" if splitting > 1 else ""
             what = f"ulysses_sequence_parallel_size={sharing}{product} does not divide the {self.world_size} ranks"
             raise ValueError(f"{what}; use a divisor.")
@@ -146,7 +147,6 @@ class FSDPEngine(BaseEngine):
         if splitting != (1 if splits is None else splits.size()):
             raise ValueError(f"the given mesh {self.mesh} has no dimension 'tp' of fsdp_config.tensor_parallel_size="
                              f"{splitting} ranks; leave the mesh out.")  # fmt: skip
-        self.joint_size = sharing * splitting
         if self.joint_size > 1:
             together = range(self.joint_size)
             for first in range(0, self.world_size, self.joint_size):

@@ -78,8 +78,7 @@ class RunningServer:
             age = self.seconds_up()
             if age > timeout_s:
                 raise LocalServerError(
-                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({key})."
-                    f"{self._tail()}"
+                    f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({key}).{self._tail()}"
                 )
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
