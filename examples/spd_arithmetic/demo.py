@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(command: list[str], run: Path, steps: int) -> None:
-    """Train under a progress bar: an older run is removed, its completion store stays."""
+    """Train under a progress bar: an older run is removed, the completion store stays."""
     shutil.rmtree(run, ignore_errors=True)
     with make_progress() as progress:
         watch = TrainingWatch(progress, {"SPD": (run, steps)}, describe)

@@ -76,7 +76,7 @@ class Workers:
     ) -> list[Any]:  # fmt: skip
         """The task's result, which JSON can hold, for each of the parts of at most `most` rows, in order.
 
-        `progress` counts rows. Finished parts are written to the folder `kept`; those there already are kept.
+        `progress` counts rows. Finished parts are written to the folder `kept`; those that exist are not done again.
         """
         pieces = parts(rows, most)
         results = {} if kept is None else {

@@ -232,7 +232,7 @@ class SPDRLHFDataset(FileRows):
         if not (
             all(part.within(self.vocabulary) for part in (ids, context, draft, target))
             and not any(column.null_count for column in (*structs, truths)) and not is_blank
-            and np.array_equal(target.lengths, places[-1]) and all(np.array_equal(these, places) for these in offsets)
+            and np.array_equal(target.lengths, places[-1]) and all(np.array_equal(given, places) for given in offsets)
             and np.array_equal(ids.lengths, expected.lengths) and np.array_equal(ids.values, expected.values)
             and all(((0 <= column) & (column < 2**31)).all() for column in facts) and right.max() <= 1
             and draft.lengths.max() <= self.gamma and needed.max() <= self.max_prompt_length

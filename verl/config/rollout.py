@@ -138,7 +138,7 @@ class SpeculativeConfig(BaseConfig, section="rollout.speculative"):
 
     method: str | None = setting(
         None,
-        "ngram (tokens that followed the same words before), draft_model, or null for none.",
+        "ngram (tokens that followed the same tokens before), draft_model, or null for none.",
         choices=("ngram", "draft_model"),
     )
     draft_path: str | None = setting(None, "Folder of the draft model, whose weights stay as they are.")

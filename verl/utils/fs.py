@@ -101,7 +101,7 @@ def _hdfs_get(src: str, dest: str) -> None:
 
 
 def copy_into(sources: Sequence[Path], folder: str) -> None:
-    """Copy files and folders into a folder, hdfs:// with the `hdfs` command; what is there under their names goes.
+    """Copy files and folders into a folder, hdfs:// with the `hdfs` command; entries of the same names are replaced.
 
     Raises OSError or subprocess.CalledProcessError if that fails.
     """

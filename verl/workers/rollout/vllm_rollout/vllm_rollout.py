@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank; engine_kwargs.vllm.kv_cache_memory_bytes overrides it
 WORKER = "verl.workers.rollout.vllm_rollout.platform_worker.PlatformWorker"
-NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # words that a lookup compares
+NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens that a lookup compares
 DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
 KEY = "actor_rollout_ref.rollout"
 # Widths of an attention head that vLLM's CPU kernels are built for; others fail at the first request, not at the start.
@@ -55,7 +55,7 @@ def check_cpu_heads(config: Any, findings: Any) -> Iterator[Problem]:
 
 @register_check
 def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
-    """A draft model that cannot be read, or has other words than the model."""
+    """A draft model that cannot be read, or whose vocabulary has another size than the model's."""
     rollout, key = config.actor_rollout_ref.rollout, f"{KEY}.speculative.draft_path"
     path = rollout.speculative.draft_path
     if rollout.name != "vllm" or path is None:
@@ -67,9 +67,9 @@ def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
     except (OSError, ValueError) as error:
         yield absent(key, f"{key}={path} has no config.json that can be read: {one_line(error)}")
         return
-    words = findings.hf_config and findings.hf_config.get_text_config().vocab_size
-    if words and draft.vocab_size != words:
-        yield wrong(key, f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {words}. Take a "
+    size = findings.hf_config and findings.hf_config.get_text_config().vocab_size
+    if size and draft.vocab_size != size:
+        yield wrong(key, f"{key}={path} has {draft.vocab_size} tokens in its vocabulary, the model {size}. Take a "
                          "draft model with the same tokenizer, or rollout.speculative.method=ngram.")  # fmt: skip
 
 
