@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from filelock import FileLock
 
 _LOOKUP = 500  # keys a query: below SQLite's limit on parameters
 _BUSY_MS = 60_000  # another process may be committing
@@ -60,11 +61,13 @@ class CompletionStore:
             self._db = sqlite3.connect(
                 self.path, timeout=_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
             )
-            for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL"):
-                self._db.execute(f"PRAGMA {pragma}")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS completions (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
-            )
+            # Changing the journal mode fails at once, without the busy timeout, where two processes do it together.
+            with FileLock(f"{self.path}.lock"):
+                for pragma in (f"busy_timeout={_BUSY_MS}", "journal_mode=WAL", "synchronous=NORMAL"):
+                    self._db.execute(f"PRAGMA {pragma}")
+                self._db.execute(
+                    "CREATE TABLE IF NOT EXISTS completions (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+                )
         except sqlite3.Error as error:
             raise StoreError(
                 f"spd.rollout.store_path={str(self.path)!r} cannot be opened as a store: {error}. "

@@ -1,6 +1,9 @@
 """The completion store: two processes, first completion wins, keys by model and sampling."""
 
+import contextlib
 import multiprocessing as mp
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
@@ -54,6 +57,18 @@ def test_two_processes_end_with_one_completion_a_key(tmp_path):
     held = store.get_many([(i,) for i in range(200)])
     first = store.put_many([(5,)], [Completion((9, 9, 9), True)])[0]
     assert first == held[5] and first.token_ids[1] == 5  # what stands there stays
+
+
+def test_many_openings_of_a_new_file_at_once(tmp_path):
+    def opened(number, start):
+        start.wait()
+        with contextlib.closing(open_store(tmp_path / f"c{number}")) as store:
+            return len(store)
+
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(80):
+            start = threading.Barrier(4)
+            assert list(threads.map(opened, [number] * 4, [start] * 4)) == [0] * 4
 
 
 def test_more_keys_than_a_query_holds(tmp_path):
