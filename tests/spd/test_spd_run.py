@@ -80,6 +80,7 @@ def test_a_killed_run_resumes_bit_for_bit(bench, cluster):
         assert np.array_equal(bench.weights("killed")[name], weight), name
 
 
+@pytest.mark.chaos
 def test_a_full_disk_during_a_save_keeps_the_previous_checkpoint(bench, cluster):
     with small_disk(bench.directory / "disk_full", "64m") as disk:
         with running(bench, "disk_full", "--steps", "60", RAY_ADDRESS=cluster) as run:

@@ -142,7 +142,7 @@ def processes_of(folder: str) -> list[int]:
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(one_rank, tiny_llama, tmp_path):
     first = start(tmp_path, tiny_llama, **SETTINGS)
     try:
@@ -169,7 +169,7 @@ def test_run_killed_in_the_middle_ends_like_the_uninterrupted_one_bit_for_bit(on
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_second_signal_ends_a_run_that_hangs_at_once(tiny_llama, tmp_path):
     """The task runner is in the driver's process: it has no actor next to the ranks."""
     run = start(tmp_path, tiny_llama, trainer__total_epochs=10000)
