@@ -26,7 +26,7 @@ from recipe.spd.vllm_plugin import engine_options
 OUT = ROOT / "outputs" / "benchmarks" / "spd_served"
 DEMO = Path(os.environ.get("SPD_DEMO", ROOT / "outputs" / "spd_arithmetic"))  # what `make demo` leaves
 REFINED = Path(os.environ.get("DLLM_MODEL", ROOT / "outputs" / "dllm" / "refined"))  # what `make demo-dllm` leaves
-GAMMAS, GAMMA = (6, 8), 8
+GAMMAS, GAMMA = (4, 6, 8), 8  # draft tokens of a forward: of the speeds, and of everything else
 SPEED_THRESHOLD = 1.0
 THRESHOLDS = (-1.0, 0.0, 1.0)
 CANDIDATES = (-1.0, 0.0, 0.5, 1.0, 1.5, 2.0)
@@ -71,11 +71,18 @@ def exact_options(target: str, gamma: int) -> dict[str, Any]:
                                                     "num_speculative_tokens": gamma}}  # fmt: skip
 
 
-def scorer_options(target: str, **more: Any) -> dict[str, Any]:
+def scorer_options(target: str, gamma: int = GAMMA, **more: Any) -> dict[str, Any]:
     """The same with the scorer."""
     return engine_options(
-        target, scorer(), draft=str(DEMO / "testbed" / "draft"), threshold=SPEED_THRESHOLD, gamma=GAMMA, **more
+        target, scorer(), draft=str(DEMO / "testbed" / "draft"), threshold=SPEED_THRESHOLD, gamma=gamma, **more
     )
+
+
+def all_options(target: str, **scorer: Any) -> dict[str, dict[str, Any]]:
+    """Plain decoding, and exact and judged acceptance with each of GAMMAS."""
+    exact = {f"exact{g}": exact_options(target, g) for g in GAMMAS}
+    judged = {f"scorer{g}": scorer_options(target, g, **scorer) for g in GAMMAS}
+    return {"greedy": {"model": target}, **exact, **judged}
 
 
 def alternating(ways: Mapping[str, Callable[[], Generated]]) -> dict[str, list[Generated]]:
@@ -94,9 +101,21 @@ def speeds(results: Mapping[str, Sequence[Generated]]) -> dict[str, list[float]]
     return {name: [made.speed for made in repetitions] for name, repetitions in results.items()}
 
 
-def best_exact(speed: Mapping[str, list[float]]) -> str:
-    """The faster of the exact engines."""
-    return max((f"exact{g}" for g in GAMMAS), key=lambda name: statistics.median(speed[name]))
+def fastest(kind: str, speed: Mapping[str, list[float]]) -> str:
+    """The engine of a kind ("exact", "scorer") whose gamma gives the highest median."""
+    return max((f"{kind}{g}" for g in GAMMAS), key=lambda name: statistics.median(speed[name]))
+
+
+def ratio_rows(speed: Mapping[str, list[float]], batch: int, suffix: str) -> list[Row]:
+    """The scorer over plain and over exact decoding, the two at their best gamma, and the speed of each engine."""
+    exact, judged = fastest("exact", speed), fastest("scorer", speed)
+    greedy = ratios(speed[judged], speed["greedy"])
+    return [
+        row(f"served_scorer_over_greedy{suffix}", greedy, f"times, {judged}"),
+        row(f"served_scorer_over_exact{suffix}", ratios(speed[judged], speed[exact]), f"times, {judged} / {exact}"),
+        *(row(f"served_{name}{suffix}", values, f"tokens per CPU second, batch {batch}")
+          for name, values in speed.items()),
+    ]  # fmt: skip
 
 
 def speed_rows() -> list[Row]:
@@ -105,26 +124,16 @@ def speed_rows() -> list[Row]:
     if not (target / "config.json").exists():
         deepen.main(["--model", str(DEMO / "testbed" / "target"), "--out", str(target)])
     asked = [q.prompt_ids for q in questions("test")]
-    options = {
-        "greedy": {"model": str(target)}, "scorer": scorer_options(str(target), allow_foreign_target=True),
-        **{f"exact{g}": exact_options(str(target), g) for g in GAMMAS},
-    }  # fmt: skip
     rows = []
-    with Engines(options) as engines:
+    with Engines(all_options(str(target), allow_foreign_target=True)) as engines:
         for batch, count, suffix in ((1, ALONE, ""), (16, TOGETHER, "_16")):
             results = alternating(
                 {name: lambda e=e, n=count, b=batch: e.generate(asked[:n], b) for name, e in engines.items()}
             )
             speed = speeds(results)
-            exact = best_exact(speed)
-            unit = f"tokens per CPU second, batch {batch}"
-            rows += [
-                row(f"served_scorer_over_greedy{suffix}", ratios(speed["scorer"], speed["greedy"]), "times"),
-                row(f"served_scorer_over_exact{suffix}", ratios(speed["scorer"], speed[exact]), f"times, {exact}"),
-                *(row(f"served_{name}{suffix}", values, unit) for name, values in speed.items()),
-            ]
+            rows += ratio_rows(speed, batch, suffix)
             if batch == 1:
-                shares = [made.judging / made.cpu for made in results["scorer"]]
+                shares = [made.judging / made.cpu for made in results[fastest("scorer", speed)]]
                 rows.append(row("judge_share", shares, "of the CPU time, batch 1"))
     return rows
 
@@ -133,27 +142,22 @@ def demo_rows() -> list[Row]:
     """The same on the demo's target as it is, which is hardly dearer than its draft; batch 1."""
     target = str(DEMO / "testbed" / "target")
     asked = [q.prompt_ids for q in questions("test")[: 3 * ALONE]]
-    options = {"greedy": {"model": target}, "scorer": scorer_options(target),
-               **{f"exact{g}": exact_options(target, g) for g in GAMMAS}}  # fmt: skip
-    with Engines(options) as engines:
+    with Engines(all_options(target)) as engines:
         speed = speeds(alternating({name: lambda e=e: e.generate(asked, 1) for name, e in engines.items()}))
-    return [
-        row("served_scorer_over_greedy_demo", ratios(speed["scorer"], speed["greedy"]), "times"),
-        row("served_scorer_over_exact_demo", ratios(speed["scorer"], speed[best_exact(speed)]), "times"),
-        *(row(f"served_{name}_demo", values, "tokens per CPU second, batch 1") for name, values in speed.items()),
-    ]
+    return ratio_rows(speed, 1, "_demo")
 
 
 def accuracy_rows() -> list[Row]:
     """Accuracy of the demo's target in vLLM at a threshold chosen there on validation questions, over block offsets."""
     target = str(DEMO / "testbed" / "target")
     validation, test = questions("val"), questions("test")
-    with Engines({"greedy": {"model": target}, "scorer": scorer_options(target)}) as engines:
-        judged, plain = engines["scorer"], engines["greedy"]
+    judged = {f"scorer{g}": scorer_options(target, g) for g in GAMMAS}
+    with Engines({"greedy": {"model": target}, **judged}) as engines:
+        plain = engines["greedy"]
 
-        def right(asked: list[Question], begun: list[list[int]], **xargs: float) -> float:
+        def right(asked: list[Question], begun: list[list[int]], gamma: int = GAMMA, **xargs: float) -> float:
             prompts = [q.prompt_ids + ids for q, ids in zip(asked, begun, strict=True)]
-            made = judged.generate(prompts, 16, max_tokens=LIMIT, **xargs).tokens
+            made = engines[f"scorer{gamma}"].generate(prompts, 16, max_tokens=LIMIT, **xargs).tokens
             return accuracy(target, asked, [a + b for a, b in zip(begun, made, strict=True)])
 
         nothing = [[] for _ in validation]
@@ -168,10 +172,13 @@ def accuracy_rows() -> list[Row]:
             100 * (base - right(test, [ids[: offset - 1] for ids in own], spd_threshold=threshold))
             for offset in OFFSETS if offset
         ]  # fmt: skip
-        exact = right(test, [[] for _ in test], spd=0)
+        nothing = [[] for _ in test]
+        exact = right(test, nothing, spd=0)
+        by_gamma = {g: 100 * (base - right(test, nothing, g, spd_threshold=threshold)) for g in GAMMAS}
     drops.insert(0, 100 * (base - decoder_accuracy(target, test, threshold)))
     return [
-        row("served_drop_points", [drops[1]], f"points, {len(test)} questions"),
+        row("served_drop_points", [max(by_gamma.values())], f"points, {len(test)} questions, worst gamma"),
+        *(row(f"served_drop_points_gamma{g}", [drop], "points") for g, drop in by_gamma.items()),
         row("served_drop_offsets_max", [max(drops)], "points, worst of block offsets 0 to 5"),
         *(row(f"served_drop_offset_{o}", [drop], "points") for o, drop in zip(OFFSETS, drops, strict=True)),
         row("served_threshold", [threshold], "chosen in vLLM on validation questions"),
