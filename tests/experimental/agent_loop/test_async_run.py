@@ -1,4 +1,4 @@
-"""GRPO with rollout.mode=async on Ray: two ranks with a server each, two workers; samples as in sync mode on one rank."""
+"""GRPO with rollout.mode=async on Ray: two ranks with a server each, two workers; samples as in sync mode, one rank."""
 
 import json
 
