@@ -269,11 +269,11 @@ class RolloutReplica:
 
     async def wake_up(self) -> None:
         """Bring the engine's weights, in a training the actor's newest, and cache back into memory."""
-        self.worker_group.rollout_mode()
+        await asyncio.to_thread(self.worker_group.rollout_mode)
 
     async def sleep(self) -> None:
         """Free the memory of the engine's weights and cache."""
-        self.worker_group.trainer_mode()
+        await asyncio.to_thread(self.worker_group.trainer_mode)
 
     async def clear_kv_cache(self) -> None:
         """Forget cached prefixes."""
