@@ -27,9 +27,8 @@ OUT = ROOT / "outputs" / "benchmarks" / "spd_served"
 DEMO = Path(os.environ.get("SPD_DEMO", ROOT / "outputs" / "spd_arithmetic"))  # what `make demo` leaves
 REFINED = Path(os.environ.get("DLLM_MODEL", ROOT / "outputs" / "dllm" / "refined"))  # what `make demo-dllm` leaves
 GAMMAS, GAMMA = (4, 6, 8), 8  # draft tokens of a forward: of the speeds, and of everything else
-SPEED_THRESHOLD = 1.0
 THRESHOLDS = (-1.0, 0.0, 1.0)
-CANDIDATES = (-1.0, 0.0, 0.5, 1.0, 1.5, 2.0)
+CANDIDATES = tuple(-1 + 0.25 * k for k in range(13))
 REPETITIONS = 5
 ALONE, TOGETHER = 8, 48  # questions of a repetition, one at a time and 16 at a time
 OFFSETS = range(6)
@@ -71,15 +70,16 @@ def exact_options(target: str, gamma: int) -> dict[str, Any]:
                                                     "num_speculative_tokens": gamma}}  # fmt: skip
 
 
-def scorer_options(target: str, gamma: int = GAMMA, **more: Any) -> dict[str, Any]:
+def scorer_options(target: str, gamma: int = GAMMA, threshold: float = 1.0, **more: Any) -> dict[str, Any]:
     """The same with the scorer."""
     return engine_options(
-        target, scorer(), draft=str(DEMO / "testbed" / "draft"), threshold=SPEED_THRESHOLD, gamma=gamma, **more
+        target, scorer(), draft=str(DEMO / "testbed" / "draft"), threshold=threshold, gamma=gamma, **more
     )
 
 
 def all_options(target: str, **scorer: Any) -> dict[str, dict[str, Any]]:
-    """Plain decoding, and exact and judged acceptance with each of GAMMAS."""
+    """Plain decoding, and exact and judged acceptance with each of GAMMAS, at the threshold chosen for accuracy."""
+    scorer["threshold"] = next(r.value for r in measure("accuracy") if r.name == "served_threshold")
     exact = {f"exact{g}": exact_options(target, g) for g in GAMMAS}
     judged = {f"scorer{g}": scorer_options(target, g, **scorer) for g in GAMMAS}
     return {"greedy": {"model": target}, **exact, **judged}
@@ -285,7 +285,7 @@ def refined_rows() -> list[Row]:
 
 
 PIECES: dict[str, Callable[[], list[Row]]] = {
-    "speed": speed_rows, "demo": demo_rows, "accuracy": accuracy_rows, "same": same_rows,
+    "accuracy": accuracy_rows, "speed": speed_rows, "demo": demo_rows, "same": same_rows,
     "variants": variant_rows, "refined": refined_rows,
 }  # fmt: skip
 
