@@ -1,5 +1,7 @@
 """vLLM in this process against the trained model: the same log-probs after every hand-over of weights."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.replica import ServerClient
 from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.vllm_rollout import vLLMRollout
 
@@ -27,20 +30,24 @@ def wide_llama(tmp_path_factory):
 class Hybrid:
     """An actor's engine with a vLLM of its weights, as a rank has them."""
 
-    def __init__(self, path, rollout=None, **model):
+    def __init__(self, path, rollout=None, mode="sync", **model):
         self.engine = make_engine(path, lr=3e-2, **model)
         self.actor = make_actor(self.engine)
         settings = {"name": "vllm", "prompt_length": P, "response_length": R, "dtype": "float32", "max_num_seqs": 32,
                     "calculate_log_probs": True, "max_model_len": 400,
                     "max_num_batched_tokens": 400, "disable_log_stats": False, **(rollout or {})}  # fmt: skip
         config = RolloutConfig(**settings, val_kwargs=SamplingConfig(temperature=0, do_sample=False))
-        self.rollout = get_rollout_class("vllm", "sync")(config, self.engine.model_config, self.engine.mesh)
+        self.rollout = get_rollout_class("vllm", mode)(config, self.engine.model_config, self.engine.mesh)
         self.policy = get_policy("causal_lm")
 
     def generate(self, prompts, sync=True):
         if sync:
             self.rollout.resume(["weights"])
-            self.rollout.update_weights(self.engine.get_per_tensor_param())
+            if self.rollout.config.lora_as_adapter:
+                adapter, tensors = self.engine.get_adapter(check_finite=True)
+                self.rollout.update_weights(tensors.items(), peft_config=adapter)
+            else:
+                self.rollout.update_weights(self.engine.get_per_tensor_param())
             self.rollout.resume(["kv_cache"])
         output = self.rollout.generate_sequences(prompts)
         self.rollout.release()
@@ -250,9 +257,9 @@ def test_samples_of_a_prompt_share_its_cache(hybrid):
 
 
 @pytest.mark.process
-@pytest.mark.slow
-def test_adapters_are_merged_before_they_are_handed_over(wide_llama):
-    made = Hybrid(wide_llama, lora_rank=4, lora_alpha=16)
+@pytest.mark.parametrize("alone", [False, True])
+def test_adapters_are_merged_or_sent_alone(wide_llama, alone):
+    made = Hybrid(wide_llama, {"lora_as_adapter": alone}, "async", lora_rank=4, lora_alpha=16)
     try:
         for step in range(2):
             output = made.generate(prompts(global_steps=step))
@@ -260,9 +267,22 @@ def test_adapters_are_merged_before_they_are_handed_over(wide_llama):
             made.actor.update_policy(rl_batch(seed=step))
         with made.engine.disable_adapter():
             assert difference(output, made.log_probs(output, 1.0)) > 1e-4
+        output = made.generate(prompts(n=1, do_sample=False, validate=True))
+        row, mask = output.batch["input_ids"][0], output.batch["attention_mask"][0].bool()
+        ids = row[:P][mask[:P]].tolist()
+        greedy = {"temperature": 0.0, "max_new_tokens": R, "stop_token_ids": [EOS]}
+        served = asyncio.run(ServerClient(made.rollout.server_handle).generate("a", ids, greedy, False))
+        assert served.token_ids == row[P:][mask[P:]].tolist()
     finally:
         made.rollout.close()
         leave_group()
+
+
+def test_an_adapter_alone_needs_a_model_that_trains_nothing_else(wide_llama):
+    engine = make_engine(wide_llama)
+    with pytest.raises(ValueError, match="lora_as_adapter=true, but the model has no adapter of its own"):
+        engine.get_adapter()
+    leave_group()
 
 
 def test_an_unknown_engine_option_is_named(wide_llama):

@@ -254,6 +254,12 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     load_format: str = setting(
         "dummy", "The engine's first weights: dummy (replaced by the actor's) or auto.", unused=NO_ENGINE
     )
+    lora_as_adapter: bool = setting(
+        False,
+        "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights.",
+        unused=dict.fromkeys(("hf", "refine", "spd"), "the actor's own module generates")
+        | {"sglang": "merged weights are sent"},
+    )
     layered_summon: bool = setting(
         False,
         "Gather LoRA weights layer by layer.",

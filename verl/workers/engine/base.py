@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,10 @@ class BaseEngine(ABC):
         None keeps the weights' dtype. `bucket_bytes` are gathered at a time. With `check_finite` a NaN or infinite
         weight raises FloatingPointError before its bucket is handed out.
         """
+
+    def get_adapter(self, check_finite: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+        """The LoRA adapter alone: its peft config, and full tensors by their names in peft's files."""
+        raise NotImplementedError(f"{type(self).__name__} sends merged weights only.")
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

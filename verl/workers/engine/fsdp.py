@@ -21,7 +21,7 @@ from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
-from verl.utils.peft_weights import adapted_layers, full_weights, without_adapters
+from verl.utils.peft_weights import adapted_layers, adapter_weights, full_weights, without_adapters
 from verl.utils.tensor_parallel import styles_of
 from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_group,
@@ -299,6 +299,10 @@ class FSDPEngine(BaseEngine):
         fsdp_utils.reshard(self.module)
         options = {"bucket_bytes": bucket_bytes, "check_finite": check_finite}
         yield from full_weights(self.module, self.device, dtype, **options)
+
+    def get_adapter(self, check_finite: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+        fsdp_utils.reshard(self.module)
+        return adapter_weights(self.module, self.device, check_finite=check_finite)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""

@@ -141,7 +141,11 @@ class ActorRolloutRefWorker(ModelWorker):
         outdated = self.rollout_version != self.weights_version
         if outdated:
             with self.engine.eval_mode():
-                finished(self.rollout.update_weights(self._weights_for_rollout()))
+                if self.config.rollout.lora_as_adapter and self.engine.has_adapters:
+                    adapter, tensors = self.engine.get_adapter(check_finite=True)
+                    finished(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
+                else:
+                    finished(self.rollout.update_weights(self._weights_for_rollout()))
             self.rollout_version = self.rollout.weights_version = self.weights_version
         finished(self.rollout.resume(["kv_cache"]))
         self.rollout_is_awake = True

@@ -40,7 +40,10 @@ class BaseRollout(ABC):
         """Hand over the actor's engine with its policy, for rollouts that run the actor's own module."""
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:  # noqa: B027
-        """Take the actor's weights as a stream of (Hugging Face name, full tensor of the shape in its checkpoint)."""
+        """Take the actor's weights as a stream of (Hugging Face name, full tensor of the shape in its checkpoint).
+
+        With `peft_config` (rollout.lora_as_adapter) they are a LoRA adapter's, under their names in peft's files.
+        """
 
     def resume(self, tags: list[str]) -> None:  # noqa: B027
         """Bring weights and caches back into memory (`tags`: which of "weights", "kv_cache")."""

@@ -174,7 +174,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         if self.is_paused:
             return self._held.append(request)
         try:
-            self.engine.add_request(request.rid, {"prompt_token_ids": request.input_ids}, request.params)
+            prompt, adapter = {"prompt_token_ids": request.input_ids}, self.rollout.adapter
+            self.engine.add_request(request.rid, prompt, request.params, lora_request=adapter)
         except Exception as error:
             return request.finish(ValueError(str(error)))
         self.requests[request.rid] = request
@@ -426,8 +427,10 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def _call(self, function: Callable[..., Any], *args: Any, idle: bool = False) -> Any:
         return function(*args) if self.server is None else self.server.call(function, *args, idle=idle)
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
-        self._call(super().update_weights, weights, idle=True)
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
+    ) -> None:  # fmt: skip
+        self._call(super().update_weights, weights, peft_config, idle=True)
 
     def resume(self, tags: list[str]) -> None:
         self._call(self.wake, tags)
@@ -453,6 +456,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def load_from_disk(self, path: str) -> None:
         """Load the weights of a model folder; in the engine's thread."""
+        self.adapter = None
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
         self.forget_prefixes()
         self.has_weights = True

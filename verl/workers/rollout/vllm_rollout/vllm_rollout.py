@@ -6,18 +6,21 @@ import dataclasses
 import gc
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from loguru import logger
+from safetensors.torch import save_file
 
 from verl.planning.problems import Problem, absent, one_line, register_check, wrong
 from verl.protocol import DataProto
 from verl.utils.device import rank_device_index
+from verl.utils.model import get_lora_rank_from_adapter
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
@@ -97,6 +100,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.tp_group = groups[dist.get_rank() // size]
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
         self.keeps_weights = not self.can_sleep  # sleep of level 2 discards them
+        self.adapter_rank = 0  # of the adapter that the actor sends
+        if config.lora_as_adapter:
+            path = model_config.lora_adapter_path
+            self.adapter_rank = get_lora_rank_from_adapter(path) if path else model_config.lora_rank
+        self.adapter: Any = None  # vLLM's LoRARequest of every generation
         if not self.on_cuda and config.free_cache_engine:
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
@@ -141,6 +149,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             given["device_ids"] = [rank_device_index()]  # by default every rank's engine would be on the first device
         if config.cudagraph_capture_sizes:
             given["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+        if self.adapter_rank:  # the model's own weights are not sent: they come from its files
+            from vllm.config.lora import MaxLoRARanks
+
+            size = min(size for size in get_args(MaxLoRARanks) if size >= self.adapter_rank)
+            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "load_format": "auto"}
         if config.speculative.method is not None:
             given |= self._speculative_arguments(given)
         if not self.on_cuda:
@@ -182,11 +195,25 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.has_weights = False  # the actor's are what counts from now on
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
+    ) -> None:  # fmt: skip
         self.has_weights = False
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if peft_config is None:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        else:
+            self._load_adapter(dict(weights), peft_config)
         self.forget_prefixes()  # they were computed by the weights before
         self.has_weights = True
+
+    def _load_adapter(self, tensors: dict[str, torch.Tensor], peft_config: Any) -> None:
+        from vllm.lora.request import LoRARequest
+
+        with tempfile.TemporaryDirectory() as folder:  # vLLM reads adapters from files only
+            save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, f"{folder}/adapter_model.safetensors")
+            peft_config.save_pretrained(folder)
+            self.llm.llm_engine.add_lora(LoRARequest("actor", 1, folder, load_inplace=True))
+            self.adapter = LoRARequest("actor", 1, folder)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; RuntimeError if the engine keeps it, as it does while requests run."""
@@ -202,8 +229,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     def release(self) -> None:
         if self.can_sleep:
             self.forget_prefixes()
-            # This level of sleep discards all weights; the draft model's would not come back.
-            self.llm.sleep(level=2 if self.config.speculative.draft_path is None else 1)
+            # Level 2 discards all weights; those of a draft model, or under an adapter, would not come back.
+            self.llm.sleep(level=1 if self.config.speculative.draft_path or self.adapter_rank else 2)
             self.has_weights = False  # this level of sleep throws them away
 
     def close(self) -> None:
@@ -251,7 +278,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         inputs = [{"prompt_token_ids": ids} for ids in request.prompt_ids]
         # vLLM seeds sample k of a prompt with seed + k
         params = [self._params(request.sampling, request.n, seeds[0], request.eos_ids) for seeds in request.seeds]
-        return self.llm.generate(inputs, params, use_tqdm=False)
+        return self.llm.generate(inputs, params, lora_request=self.adapter, use_tqdm=False)
 
     def _params(
         self, sampling: Sampling, n: int, seed: int, eos_ids: tuple[int, ...], limit: int | None = None
