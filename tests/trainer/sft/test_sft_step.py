@@ -67,13 +67,20 @@ def test_packing_fills_micro_batches_by_tokens(pairs, tiny_llama):
     assert trainer.policy.remove_padding and not trainer.policy.share_prompt
 
 
-WAYS = ({}, {"data__packing": "true"})
+PACKED = {"data__packing": "true"}
+WAYS = {  # on one rank, and with what two ranks share
+    "padded": ({}, {}),
+    "packed": (PACKED, {}),
+    "layers": (PACKED, {"model__fsdp_config__tensor_parallel_size": 2}),
+    "sequences": (PACKED | {"use_remove_padding": "true"}, {"ulysses_sequence_parallel_size": 2}),
+}
 
 
-def _ways(directory, model):
-    """Metrics of two steps, some weights after them, validation, of the padded and of the packed way."""
+def _ways(directory, model, ranks=1):
+    """Metrics of two steps, some weights after them, and validation, for each of WAYS."""
     results = []
-    for more in WAYS:
+    for alone, shared in WAYS.values():
+        more = alone | (shared if ranks == 2 else {})
         trainer = make_trainer(Path(directory), model, **more)
         metrics, weights = step(trainer)
         results.append((metrics, {k: v for k, v in weights.items() if "layers.0" in k}, trainer._validate()))
@@ -86,7 +93,7 @@ RESUMED = {"trainer__total_training_steps": 4, "trainer__save_freq": 2, "data__p
 def _rank_ways(rank, world_size, directory, model):
     """The same on this rank; then a run continues that one rank began alone."""
     torch.set_num_threads(1)
-    results = _ways(directory, model)
+    results = _ways(directory, model, world_size)
     make_trainer(Path(directory) / "begun", model, **RESUMED).fit()
     return results
 
