@@ -1,4 +1,4 @@
-"""Two gloo ranks against one: losses, weights, validation, own answers. Four ranks: losses of packed windows."""
+"""Two gloo ranks against one: losses, weights, validation, own answers. Four ranks, of which two share layers: losses."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 PACKED = ("iterative.noise_pattern=packed", "data.micro_batch_size_per_gpu=2", "iterative.ar_loss_weight=1")
 
 
-def losses(model, train, folder, patterns=("packed", "iid")):
+def losses(model, train, folder, patterns=("packed", "iid"), *more):
     """Losses and gradient norms of two steps of each pattern."""
     rows = []
     for pattern in patterns:
         config = runs.compose(model, train, folder, f"iterative.noise_pattern={pattern}", "optim.lr=1e-3",
-                              "data.micro_batch_size_per_gpu=2", "iterative.ar_loss_weight=0.5")  # fmt: skip
+                              "data.micro_batch_size_per_gpu=2", "iterative.ar_loss_weight=0.5", *more)  # fmt: skip
         names = ("train/loss_s0", "train/loss_s1", "train/loss_ar", "train/grad_norm")
         rows += [[row[name] for name in names] for row in steps(runs.trainer_of(config), 2)]
     return rows
@@ -61,9 +61,10 @@ def everything(rank, world_size, *given):
     return parts | {"own": own_answers(*given, world_size)}
 
 
-def packed_losses(rank, world_size, *given):
+def losses_of_pairs(rank, world_size, *given):
+    """Four ranks: the two of a pair share the layers, the pairs share the rows."""
     torch.set_num_threads(1)
-    return losses(*given, ("packed",))
+    return losses(*given, ("packed", "iid"), "model.fsdp_config.tensor_parallel_size=2")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def two(given, one):
 def test_two_and_four_ranks_have_the_losses_of_one(given, one, two):
     expected = [pytest.approx(row, rel=1e-5, abs=1e-5) for row in one["losses"]]
     assert all(parts["losses"] == expected for parts in two)
-    assert all(rows == expected[:2] for rows in run_ranks(packed_losses, 4, *given))
+    assert all(rows == expected for rows in run_ranks(losses_of_pairs, 4, *given))
 
 
 def test_packed_steps_give_the_weights_of_one_rank(one, two):
