@@ -1,4 +1,4 @@
-"""Two gloo ranks against one: losses, weights, validation, own answers. Four ranks, of which two share layers: losses."""
+"""Two gloo ranks against one: losses, weights, validation, own answers. Four, which share layers in pairs: losses."""
 
 import numpy as np
 import pytest
