@@ -19,12 +19,11 @@ from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.replica import TokenOutput
 
-BLOCK = re.compile(r"^```(python|yaml)\n(.*?)^```", re.S | re.M)
+BLOCK = re.compile(r"(?<!\.py -->\n)^```(python|yaml)\n(.*?)^```", re.S | re.M)  # without the files of the tree
 BLOCKS = {
     (page.relative_to(ROOT).as_posix(), number): text
     for page in tracked("*.md")
     for number, (_, text) in enumerate(BLOCK.findall(page.read_text()))
-    if not text.startswith("--8<--")  # a file of the tree
 }
 
 

@@ -125,7 +125,7 @@ class RunConfig(BaseConfig, section="trainer"):
     nnodes: int = setting(1, "Machines.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, with device=cpu too.", low=1)
     device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
-    dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
+    dry_run: bool = setting(False, "Print plan and all problems of the settings, and start nothing.")
     report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
     nonfinite_steps_max: int = setting(5, "Skipped updates (NaN or Inf) in a row after which the run stops.", low=1)
     test_freq: int = setting(-1, "Steps between validations; -1 for none.", low=-1)

@@ -24,7 +24,7 @@ class GenerationTrainerConfig(BaseConfig, section="trainer"):
         hint="run one command on each machine, with a part of the prompts.",
     )
     n_gpus_per_node: int = setting(1, "Ranks, each with a share of the prompts; torchrun starts several.", low=1)
-    dry_run: bool = setting(False, "Print config, plan and all problems, and start nothing.")
+    dry_run: bool = setting(False, "Print plan and all problems of the settings, and start nothing.")
 
 
 @dataclass
@@ -83,7 +83,7 @@ class EvaluationRewardConfig(GradingConfig):
 class EvaluationTrainerConfig(BaseConfig, section="trainer"):
     """The run itself."""
 
-    dry_run: bool = setting(False, "Print config, plan and all problems, and score nothing.")
+    dry_run: bool = setting(False, "Print plan and all problems of the settings, and score nothing.")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Dry runs: `trainer.dry_run=true` prints a run's config, its plan and every problem, and starts nothing."""
+"""Dry runs: `trainer.dry_run=true` prints a run's plan and every problem of its settings, and starts nothing."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,14 +8,13 @@ from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
-from rich.syntax import Syntax
 from rich.table import Table
 
 from verl.planning.config_check import tree_problems
 from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import ModelSize
 from verl.planning.problems import TITLES, UNUSED, WRONG, Problem, raise_if_any
-from verl.utils.redact import redact_text, redacted_yaml
+from verl.utils.redact import redact_text
 
 Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Problem]]
 
@@ -53,11 +52,9 @@ class Entry:
                 logger.warning("{}", problem.message)
 
     def dry_run(self, config: DictConfig, known: DictConfig | None = None) -> int:
-        """Print config, plan and problems; the exit code, 1 if anything is wrong on every machine."""
+        """Print plan and problems; the exit code, 1 if anything is wrong on every machine."""
         problems = self.problems(config, known)
         console = Console(soft_wrap=True)
-        console.rule("Config")
-        console.print(Syntax(redacted_yaml(config), "yaml", background_color="default"))
         complete = not any("was removed" in p.message for p in problems) and not OmegaConf.missing_keys(config)
         if complete and (self.plans_wrong_configs or not any(p.kind == WRONG for p in problems)):
             problems += self.plan(console, config)

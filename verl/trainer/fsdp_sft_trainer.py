@@ -1,9 +1,12 @@
 """Entry of supervised fine-tuning: `torchrun --standalone --nproc_per_node=N -m verl.trainer.fsdp_sft_trainer k=v`."""
 
+import json
 import os
 import re
 import sys
-from typing import Any
+import time
+from pathlib import Path
+from typing import Any, NoReturn
 
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
@@ -45,16 +48,24 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         tokenizer = trainer_class.build_tokenizer(config)
         datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]
     except (ValueError, OSError) as e:  # every rank reads the same files; one of them reports
-        sys.exit(str(e) if first else 1)
+        _fail(str(e) if first else "the same as rank 0", shown=first)
     try:
         if "RANK" in os.environ:
             initialize_global_process_group()
         code = trainer_class(config, None, None, tokenizer, *datasets).fit()
         destroy_global_process_group()
     except Exception as e:
-        sys.exit(failure_message(e, config))
+        _fail(failure_message(e, config))
     if code and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun reports the signal itself
         sys.exit(code)
+
+
+def _fail(message: str, shown: bool = True) -> NoReturn:
+    """Exit with code 1 and the message; torchrun repeats it in its report, after its own traceback."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    sys.exit(message if shown else 1)
 
 
 def _dataset(config: DictConfig, trainer_class: type[FSDPSFTTrainer], tokenizer: Any, split: str) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -25,6 +27,23 @@ def stop_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def obey_parent_only(worker: int) -> None:
+    """`worker_init_fn` of a DataLoader: its processes ignore Ctrl-C, and SIGTERM unless the parent process sends it.
+
+    A terminal, `timeout` and `kill` of a job signal the complete process group. The step that the trainer finishes then
+    needs its data: PyTorch reports a loader process that is gone as a failure of the run.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # also of threads that start later
+    parent = multiprocessing.parent_process().pid
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 class StopSignals:

@@ -51,7 +51,13 @@ def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
     assert OmegaConf.load(out / "run_config.yaml").trainer.total_epochs == 3
     rows = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(r["start"], r["step"], r.get("ended")) for r in rows] == [(1, 0, None), (1, 2, "finished"), (2, 1, None)]
-    assert any("seeds: " in line and "trainer.seed=" in line and "data.seed=" in line for line in logged)
+
+
+def test_the_seeds_that_differ_from_the_runs_are_named(tmp_path, logged):
+    """Those of roles that are not in use follow trainer.seed and are not listed."""
+    trainer_of(tmp_path, trainer__seed=3, data__seed=7).run_log.open(0)
+    line = next(line for line in logged if "seeds: " in line)
+    assert line.strip().endswith("seeds: trainer.seed=3, data.seed=7 (all others have the value of trainer.seed)")
 
 
 def test_the_last_line_names_folder_report_and_checkpoint(tmp_path, capsys):

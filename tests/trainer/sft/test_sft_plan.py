@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from tests.trainer.config.test_defaults import at, leaves, plain
@@ -128,6 +129,16 @@ def test_a_start_with_a_mistake_ends_with_its_message(tmp_path, tiny_llama, more
         run_sft(config)
     assert said in str(ended.value.code)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "lora_rank=-1 is too small"), ("1", "the same as rank 0")])
+def test_torchrun_repeats_the_message(tmp_path, tiny_llama, monkeypatch, rank, said):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file := str(tmp_path / "error.json"))
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit):
+        run_sft(compose_sft(write_pairs(tmp_path), tiny_llama, model__lora_rank=-1))
+    report = str(ChildFailedError("sft", {int(rank): ProcessFailure(int(rank), 1, 1, file)}))
+    assert said in report.partition("Root Cause")[2]
 
 
 def test_the_entry_runs_a_command_line(tmp_path, tiny_llama, monkeypatch, capsys):

@@ -171,18 +171,22 @@ def started(directory, model, *more, ranks=None, **environment):
     settings = overrides(directory, model, trainer__total_epochs=2000)
     with open(directory / "log", "w") as log:
         return subprocess.Popen(
-            [*command, *settings, *more], env=environment, cwd=directory, stdout=log, stderr=subprocess.STDOUT
-        )
+            [*command, *settings, *more], env=environment, cwd=directory, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_sigterm_finishes_the_step_saves_and_exits_with_143(tmp_path, tiny_llama):
-    run = started(write_pairs(tmp_path), tiny_llama)
+def test_sigterm_of_the_group_finishes_the_step_saves_and_exits_with_143(tmp_path, tiny_llama):
+    """As `timeout` sends it: the processes of the data loader get it too."""
+    run = started(write_pairs(tmp_path), tiny_llama, "data.dataloader_num_workers=2")
     out = tmp_path / "out"
     wait_until(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path / "log")
-    run.send_signal(signal.SIGTERM)
+    loaders = psutil.Process(run.pid).children()
+    os.killpg(run.pid, signal.SIGTERM)
     assert run.wait(timeout=300) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()[-3000:]
+    assert len(loaders) >= 2 and not psutil.wait_procs(loaders, timeout=10)[1]
     last = metric_rows(tmp_path)[-1]["step"]
     assert published_steps(out) == [last] and f"step {last} is finished and saved" in (tmp_path / "log").read_text()
     verify_manifest(out / f"global_step_{last}")

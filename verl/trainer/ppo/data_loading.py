@@ -18,6 +18,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset, data_setting, get_dataset
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
+from verl.utils.stop_signals import obey_parent_only
 
 
 @runtime_checkable
@@ -58,6 +59,7 @@ class RLData:
         options = {
             "num_workers": data.dataloader_num_workers,
             "collate_fn": default_collate_fn if collate_fn is None else collate_fn,
+            "worker_init_fn": obey_parent_only,
         }
         self.train_loader = StatefulDataLoader(
             train_dataset, batch_size=batch_size, sampler=self.train_sampler, drop_last=True, **options

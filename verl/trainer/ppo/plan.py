@@ -34,7 +34,7 @@ PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
 def dry_run(config: DictConfig, *, known: DictConfig | None = None) -> int:
-    """Print config, plan and problems of an RL run; 1 if anything is wrong on every machine, else 0.
+    """Print plan and problems of an RL run; 1 if anything is wrong on every machine, else 0.
 
     `known` is the tree without overrides, composed here inside a Hydra application. Recipes add checks through
     `verl.planning.problems.register_check`.

@@ -114,8 +114,9 @@ class RunLog:
                 log.cut_after(resumed_step)
             elif kept := set_aside(log.path):
                 logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
-        seeds = {key: value for key, value in leaves(self.config) if key.endswith("seed") and value is not None}
-        logger.info("seeds: {}", ", ".join(f"{key}={value}" for key, value in seeds.items()))
+        seed = self.config.trainer.seed
+        own = [f"{k}={v}" for k, v in leaves(self.config) if k.endswith("seed") and v not in (None, seed)]
+        logger.info("seeds: {} (all others have the value of trainer.seed)", ", ".join([f"trainer.seed={seed}", *own]))
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
         """Print where the results of a run are; `checkpoint` is the step of its newest checkpoint."""

@@ -12,6 +12,7 @@ from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.fs import copy_to_local
+from verl.utils.stop_signals import obey_parent_only
 from verl.workers.actor.batch_cuts import micro_batches
 
 
@@ -65,8 +66,9 @@ def make_loader(dataset: Dataset, shares: RankShares, workers: int) -> StatefulD
     """A loader of these shares. It draws from a generator of its own, so that reading never moves the model's."""
     generator = torch.Generator().manual_seed(0)
     return StatefulDataLoader(
-        dataset, batch_sampler=shares, num_workers=workers, collate_fn=collate_fn, generator=generator
-    )
+        dataset, batch_sampler=shares, num_workers=workers, collate_fn=collate_fn, generator=generator,
+        worker_init_fn=obey_parent_only,
+    )  # fmt: skip
 
 
 def cut(batch: Any, data: DictConfig) -> list[Any]:

@@ -122,7 +122,7 @@ def _missing_columns(row: Mapping[str, Any]) -> str | None:
 
 
 def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: DictConfig | None = None) -> int:
-    """Print config, plan and problems; 1 if anything is wrong on every machine, else 0."""
+    """Print plan and problems; 1 if anything is wrong on every machine, else 0."""
     return entry_of(trainer_class).dry_run(config, known)
 
 
