@@ -62,7 +62,7 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     ppo_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
-    use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens, not by samples.")
+    use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by samples.")
     ppo_max_token_len_per_gpu: int = setting(16384, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
     ppo_infer_max_token_len_per_gpu: int = setting(16384, low=1)
     clip_ratio: float = setting(0.2, "Clip range of the probability ratio.", low=0)
@@ -78,11 +78,13 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     calculate_entropy: bool = setting(False, "Measure the entropy although its weight is 0.")
     use_kl_loss: bool = setting(False, "Add the KL to the reference policy to the loss.")
     use_torch_compile: bool = torch_compile()
-    kl_loss_coef: float = setting(0.001, "Weight of that KL.", low=0)
-    kl_loss_type: str = setting("low_var_kl", "Estimator of that KL; a + takes the gradient of k2.", choices=KL_CHOICES)
+    kl_loss_coef: float = setting(0.001, "Weight of the KL of use_kl_loss.", low=0)
+    kl_loss_type: str = setting(
+        "low_var_kl", "Estimator of the KL of use_kl_loss; a + takes the gradient of k2.", choices=KL_CHOICES
+    )
     ppo_epochs: int = setting(1, "Passes over each batch.", low=1)
     shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
-    data_loader_seed: int = setting(42, "Seed of that shuffle.", low=0)
+    data_loader_seed: int = setting(42, "Seed of the order with shuffle=true.", low=0)
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-6), "Optimizer of the actor.")
     use_fused_kernels: bool = setting(

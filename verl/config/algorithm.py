@@ -139,7 +139,9 @@ class AlgoConfig(BaseConfig, section="algorithm"):
     adv_estimator: str = setting("gae", "Registered advantage estimator, such as gae, grpo, rloo, remax or opd.")
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide GRPO's advantages by the standard deviation of the group.")
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference policy from each token's reward.")
-    kl_penalty: str = setting("kl", "Estimator of that KL: k1, abs, k2, low_var_kl (k3).", choices=KL_CHOICES)
+    kl_penalty: str = setting(
+        "kl", "Estimator of the KL of use_kl_in_reward: k1, abs, k2, low_var_kl (k3).", choices=KL_CHOICES
+    )
     kl_ctrl: KLControlConfig = setting(KLControlConfig, "Coefficient of that KL.")
     use_pf_ppo: bool = setting(False, "Resample with weights from the scores (preference feedback PPO).")
     pf_ppo: dict[str, Any] = setting(

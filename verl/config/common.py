@@ -67,7 +67,9 @@ class BaseModelConfig(BaseConfig, section="model"):
     path: str = setting("~/models/deepseek-llm-7b-chat", "Folder or hub name of the model to start from.")
     tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
-    external_lib: str | None = setting(None, "Python module to import first.")
+    external_lib: str | None = setting(
+        None, "Dotted name of a Python module to import first, such as my_parts (no path; its folder on PYTHONPATH)."
+    )
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora: dict[str, Any] = setting(dict)
 
@@ -77,7 +79,7 @@ class ModuleConfig(BaseConfig, section="module"):
     """A name in a file or module: `path` is a plain path, file://... or pkg://module."""
 
     path: str | None = setting(None, "File (path, file:// or pkg://package.module); null for none.")
-    name: str | None = setting(None, "Name in that file.")
+    name: str | None = setting(None, "Name of the class in the file of `path`.")
 
 
 @dataclass
@@ -102,11 +104,13 @@ class RewardManagerConfig(BaseConfig, section="reward_manager"):
 class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
     """Seconds that ranks may take for one call of a phase before the run ends; None waits forever."""
 
-    init: float | None = setting(1800.0, "Loading the models.", above=0)
-    generate: float | None = setting(3600.0, "One batch of generation.", above=0)
-    log_prob: float | None = setting(1800.0, "Log-probs, reference log-probs or values of one batch.", above=0)
-    update: float | None = setting(3600.0, "One step of updates.", above=0)
-    save: float | None = setting(1800.0, "Writing or reading a checkpoint.", above=0)
+    init: float | None = setting(1800.0, "Seconds for loading the models; null for no limit.", above=0)
+    generate: float | None = setting(3600.0, "Seconds for one batch of generation; null for no limit.", above=0)
+    log_prob: float | None = setting(
+        1800.0, "Seconds for log-probs or values of one batch; null for no limit.", above=0
+    )
+    update: float | None = setting(3600.0, "Seconds for the updates of one step; null for no limit.", above=0)
+    save: float | None = setting(1800.0, "Seconds for writing or reading a checkpoint; null for no limit.", above=0)
 
 
 @dataclass
@@ -122,7 +126,7 @@ class RunConfig(BaseConfig, section="trainer"):
         lambda: ["console", "wandb"],
         "Trackers: console, file, tensorboard, wandb, mlflow, swanlab, trackio, clearml, vemlp_wandb.",
     )
-    nnodes: int = setting(1, "Machines.", low=1)
+    nnodes: int = setting(1, "Machines; for more than one, RAY_ADDRESS names a Ray cluster of them.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, with device=cpu too.", low=1)
     device: str = setting("cuda", "cuda (NCCL), or cpu (gloo) for ranks without a GPU.", choices=("cuda", "cpu"))
     dry_run: bool = setting(False, "Print plan and all problems of the settings, and start nothing.")
@@ -156,7 +160,7 @@ class TrainerConfig(RunConfig):
     balance_batch: bool = setting(True, "Distribute samples so that ranks get equal numbers of tokens.")
     critic_warmup: int = setting(0, "Steps in which only the critic is trained.", low=0)
     val_before_train: bool = setting(True, "Validate the untrained model first.")
-    val_only: bool = setting(False, "End the run after that first validation.")
+    val_only: bool = setting(False, "Validate once, train nothing.")
     log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
     rollout_data_dir: str | None = setting(None, "Folder of a jsonl file of training samples per step; null for none.")
     validation_data_dir: str | None = setting(None, "Folder of a jsonl file per validation; null for none.")

@@ -44,7 +44,7 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     ppo_infer_micro_batch_size_per_gpu: int | None = setting(None, low=1)
     ppo_infer_max_token_len_per_gpu: int = setting(32768, low=1)
     ppo_epochs: int = setting(1, "Passes over each batch.", low=1)
-    data_loader_seed: int = setting(42, "Seed of that shuffle.", low=0)
+    data_loader_seed: int = setting(42, "Seed of the order with shuffle=true.", low=0)
     shuffle: bool = setting(False, "Shuffle samples before mini-batches are cut.")
     cliprange_value: float = setting(0.5, "Clip range of the value's change.", low=0)
     loss_agg_mode: str = setting("token-mean", "How token losses are aggregated.", choices=LOSS_AGG_MODES)

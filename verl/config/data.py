@@ -22,9 +22,12 @@ class DataConfig(BaseConfig, section="data"):
 
     tokenizer: str | None = setting(None, "Folder of the tokenizer, as model.tokenizer_path; null: the model's.")
     train_files: str | list[str] = setting(
-        "~/data/rlhf/gsm8k/train.parquet", "Parquet or json file of prompts, or a list."
+        "~/data/rlhf/gsm8k/train.parquet",
+        "Parquet, json or jsonl file of prompts, or a list of files; docs/quickstart.md has the columns.",
     )
-    val_files: str | list[str] | None = setting("~/data/rlhf/gsm8k/test.parquet", "The same for validation.")
+    val_files: str | list[str] | None = setting(
+        "~/data/rlhf/gsm8k/test.parquet", "File or list of files of validation prompts, as train_files."
+    )
     train_max_samples: int = setting(-1, "Number of training prompts to use; -1 for all.", low=-1)
     val_max_samples: int = setting(-1, "Number of validation prompts to use; -1 for all.", low=-1)
     prompt_key: str = setting("prompt", "Column with the chat messages.")
@@ -35,7 +38,7 @@ class DataConfig(BaseConfig, section="data"):
     gen_batch_size: int = setting(1024, "Prompts of one generation; with filtered groups several fill a batch.", low=1)
     val_batch_size: int | None = setting(None, "Prompts per validation batch; null takes the full set at once.", low=1)
     shuffle: bool = setting(True, "Shuffle training prompts each epoch.")
-    seed: int | None = setting(None, "Seed of that shuffle.")
+    seed: int | None = setting(None, "Seed of the order with shuffle=true.")
     dataloader_num_workers: int = setting(8, "Processes that load the data.", low=0)
     filter_overlong_prompts: bool = setting(False, "Leave out, and count, prompts longer than max_prompt_length.")
     filter_overlong_prompts_workers: int = setting(1, "Processes that filter prompts.", low=1)
@@ -52,7 +55,7 @@ class DataConfig(BaseConfig, section="data"):
     tool_config_path: str | None = setting(None, "File that lists the tools, which the chat template gets.")
     function_tool_path: str | None = setting(None, "Python file whose functions are tools, which it gets as well.")
     custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class; null uses RLHFDataset.")
-    custom: dict[str, Any] = setting(dict, "Settings for that class; any key.")
+    custom: dict[str, Any] = setting(dict, "Settings for the class of data.custom_cls; any key.")
     sampler: SamplerConfig = setting(SamplerConfig, "Sampler, such as a curriculum.")
     datagen: ModuleConfig = setting(ModuleConfig, "Generator of further prompts, an AbstractDataGenerator.")
     trust_remote_code: bool = setting(False, "Let the tokenizer of prompts and rewards run code that comes with it.")

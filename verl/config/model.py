@@ -22,8 +22,11 @@ FILLED = (
 class PluginConfig(BaseConfig, section="model.plugin"):
     """A registered part by name, with the keyword arguments it is built with."""
 
-    name: str = setting(MISSING, "Registered name.")
-    kwargs: dict[str, Any] = setting(dict, "Keyword arguments; any key.")
+    name: str = setting(
+        MISSING,
+        "Registered loader (auto, value_head) or policy (causal_lm, bernoulli), or your own of external_lib.",
+    )
+    kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the loader or policy; any key.")
 
 
 @dataclass
@@ -47,7 +50,10 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     custom_chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
-    external_lib: str | None = setting(None, "Module to import first; it may register loaders, rewards, estimators.")
+    external_lib: str | None = setting(
+        None,
+        "Dotted name of a module that registers your parts, such as my_parts (no path; its folder on PYTHONPATH).",
+    )
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
     enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
@@ -55,7 +61,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
-    exclude_modules: Any = setting(None, "Layers without LoRA.")
+    exclude_modules: Any = setting(None, "Names of layers without LoRA: a list, or a regular expression, as in peft.")
     lora: dict[str, Any] = setting(dict)
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
     use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")

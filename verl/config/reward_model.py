@@ -91,10 +91,10 @@ class RewardModelConfig(GradingConfig):
     reward_manager: str | None = setting(
         "naive", "Registered name of the reward manager: naive, batch, dapo, prime, rate_limited, remote."
     )
-    enable: bool = setting(False, "Score with a model.")
-    enable_resource_pool: bool = setting(False, "Give that model its own ranks.")
-    n_gpus_per_node: int = setting(8, "Its ranks on each machine.", low=0)
-    nnodes: int = setting(0, "The machines of those ranks.", low=0)
+    enable: bool = setting(False, "Score with the model reward_model.model.path.")
+    enable_resource_pool: bool = setting(False, "Give the reward model ranks of its own: nnodes x n_gpus_per_node.")
+    n_gpus_per_node: int = setting(8, "Ranks of the reward model on each machine, with enable_resource_pool.", low=0)
+    nnodes: int = setting(0, "Machines of the reward model, with enable_resource_pool.", low=0)
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     batch_timeout: float = setting(3600.0, "Seconds of one call of a batch reward function.", above=0)
     launch_reward_fn_async: bool = setting(
@@ -108,8 +108,12 @@ class RewardModelConfig(GradingConfig):
         "importlib takes the manager of single samples that the next two keys name.",
         choices=("register", "importlib"),
     )
-    reward_loop_module_path: str | None = setting(None, "File or pkg://module of that manager.")
-    reward_loop_class_name: str | None = setting(None, "Its class, a RewardManagerBase.")
+    reward_loop_module_path: str | None = setting(
+        None, "File or pkg://package.module of the manager with reward_loop_source=importlib."
+    )
+    reward_loop_class_name: str | None = setting(
+        None, "Class of the manager in reward_loop_module_path, a subclass of RewardManagerBase."
+    )
     max_concurrent: int = setting(1, "Manager rate_limited: requests at a time.", low=1)
     max_rpm: float | None = setting(None, "Manager rate_limited: requests per minute.", above=0)
     max_tpm: float | None = setting(None, "Manager rate_limited: tokens per minute.", above=0)

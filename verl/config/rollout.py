@@ -41,7 +41,9 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
 
     enable: bool = setting(False, "Conversations of several turns; needs rollout.mode=async and a tool agent loop.")
     max_assistant_turns: int | None = setting(None, "Maximum turns of the assistant; null for no limit.", low=1)
-    tool_config_path: str | None = setting(None, "File that lists the tools.")
+    tool_config_path: str | None = setting(
+        None, "Yaml file whose list `tools` has class_name and config of each tool; see docs/agents.md."
+    )
     function_tool_path: str | None = setting(None, "Python file whose public functions are tools as well.")
     max_user_turns: int | None = setting(None, "Maximum turns of the user; null for no limit.", low=1)
     max_parallel_calls: int = setting(1, "Tool calls of one turn that run in parallel.", low=1)
@@ -50,7 +52,9 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
         "middle", "Side at which a longer response is cut.", choices=("left", "right", "middle")
     )
     tool_timeout: float = setting(60.0, "Seconds for a call of a tool or an answer of an interaction.", above=0)
-    interaction_config_path: str | None = setting(None, "File that lists the interactions.")
+    interaction_config_path: str | None = setting(
+        None, "Yaml file whose list `interaction` has class_name, name and config of each interaction."
+    )
     use_inference_chat_template: bool = setting(
         False, "Use the inference chat template, which may drop reasoning.", unused=APPENDED
     )
@@ -83,9 +87,14 @@ class CustomAsyncServerConfig(ModuleConfig, section="rollout.agent.custom_async_
 class AgentLoopConfig(BaseConfig, section="rollout.agent"):
     """Workers that drive conversations."""
 
-    num_workers: int = setting(8, "Number of workers.", low=1)
-    default_agent_loop: str = setting("single_turn_agent", "Agent loop of rows that name none.")
-    agent_loop_config_path: str | None = setting(None, "File that lists further agent loops.")
+    num_workers: int = setting(8, "Processes (Ray actors) that hold the conversations.", low=1)
+    default_agent_loop: str = setting(
+        "single_turn_agent",
+        "Agent loop of rows without a column agent_name: single_turn_agent, tool_agent, or your own.",
+    )
+    agent_loop_config_path: str | None = setting(
+        None, "Yaml file with a list of further agent loops, each with name and _target_ (package.module.Class)."
+    )
     custom_async_server: CustomAsyncServerConfig = setting(
         CustomAsyncServerConfig, "RolloutReplica class in place of that of rollout.name."
     )
@@ -213,7 +222,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Samples per old log-prob forward of one rank.", low=1
     )
-    log_prob_use_dynamic_bsz: bool = setting(False, "Cut those micro-batches by tokens.")
+    log_prob_use_dynamic_bsz: bool = setting(
+        False, "Cut micro-batches of old log-probs by tokens (log_prob_max_token_len_per_gpu), not by samples."
+    )
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
     disable_log_stats: bool = setting(
         True, "Turn the engine's own statistics off.", unused=NO_ENGINE | {"sglang": "it logs warnings only"}
@@ -247,7 +258,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         unused=NO_ENGINE,
     )
     skip_rollout: bool = setting(False, "Reuse the first generations, in later runs too.")
-    skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of such generations.")
+    skip_dump_dir: str = setting("/tmp/rollout_dump", "Folder of the generations that skip_rollout reuses.")
     profiler: ProfilerConfig | None = setting(ProfilerConfig, "Profiling of this role.")
     enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.", unused=NO_ENGINE)
     enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.", unused=NO_ENGINE)
@@ -276,7 +287,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.", unused=NO_ENGINE)
     quantization_config_file: str | None = setting(
         None,
-        "File with settings of that quantization.",
+        "File with settings of `quantization`.",
         unused=NO_ENGINE
         | {
             "vllm": "engine_kwargs.vllm.hf_overrides takes such settings",

@@ -32,8 +32,13 @@ class SFTDataConfig(BaseConfig, section="data"):
     )
     micro_batch_size_per_gpu: int = setting(4, "Samples per forward on one rank, in validation too.", low=1)
     packing: bool = setting(False, "Pack samples without padding, up to micro_batch_size_per_gpu x max_length tokens.")
-    train_files: str | list[str] = setting("~/data/gsm8k/train.parquet", "Parquet, jsonl or json file, or a list.")
-    val_files: str | list[str] | None = setting("~/data/gsm8k/test.parquet", "The same for validation; null for none.")
+    train_files: str | list[str] = setting(
+        "~/data/gsm8k/train.parquet",
+        "Parquet, jsonl or json file, or a list of files; docs/quickstart.md has the columns.",
+    )
+    val_files: str | list[str] | None = setting(
+        "~/data/gsm8k/test.parquet", "File or list of files for validation, as train_files; null for none."
+    )
     train_max_samples: int = setting(-1, "Rows to train on, the first ones; -1 for all.", low=-1)
     val_max_samples: int = setting(-1, "Rows to validate on, the first ones; -1 for all.", low=-1)
     prompt_key: str = setting("question", "Column of the question in single-turn data.")
@@ -82,7 +87,10 @@ class SFTModelConfig(BaseConfig, section="model"):
     partial_pretrain: str = setting("~/models/gemma-1.1-7b-it", "Folder or hub name of the model to start from.")
     use_shm: bool = setting(False, "Copy the model's files to shared memory first.")
     fsdp_config: SFTEngineConfig = setting(SFTEngineConfig, "How weights are sharded over the ranks.")
-    external_lib: str | None = setting(None, "Module to import first; it may register model loaders.")
+    external_lib: str | None = setting(
+        None,
+        "Dotted name of a module to import first, such as my_parts (no path; its folder on PYTHONPATH).",
+    )
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
