@@ -11,10 +11,12 @@ from aiohttp import web
 from omegaconf import OmegaConf
 
 from tests.helpers.documents import ROOT, tracked
+from tests.helpers.sft_run import compose_sft
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.replica import TokenOutput
@@ -39,8 +41,9 @@ def names_after(page, number=0, replaced=(), **names):
 
 def test_every_block_has_a_test():
     assert set(BLOCKS) == {
-        ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/quickstart.md", 0),
-        ("docs/rewards.md", 0), ("docs/rewards.md", 1), ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
+        ("docs/agents.md", 0), ("docs/agents.md", 1), ("docs/agents.md", 2), ("docs/agents.md", 3),
+        ("docs/quickstart.md", 0), ("docs/quickstart.md", 1), ("docs/rewards.md", 0), ("docs/rewards.md", 1),
+        ("docs/serving.md", 0), ("dllm_reasoning/README.md", 0),
     }  # fmt: skip
 
 
@@ -106,6 +109,29 @@ def test_the_smallest_tool():
     assert tool.name == "reverse"
     response, reward, metrics = asyncio.run(tool.execute("one", {"text": "abc"}))
     assert (response.text, reward, metrics) == ("cba", 0.0, {})
+
+
+def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):
+    (tmp_path / "my_tools.py").write_text(BLOCKS["docs/agents.md", 2])
+    (tmp_path / "tools.yaml").write_text(BLOCKS["docs/agents.md", 3])
+    monkeypatch.syspath_prepend(tmp_path)
+    (tool,) = initialize_tools_from_config(str(tmp_path / "tools.yaml"))
+    assert tool.name == "reverse" and tool.config["example_arguments"] == {"text": "abc"}
+
+
+def test_the_pairs_and_chats_are_rows_of_sft(tmp_path, tiny_llama):
+    folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("pairs", "chats")]
+    names_after("docs/quickstart.md", 1, replaced=folder)
+    tokenizer, learned = hf_tokenizer(tiny_llama), []
+    for name, several_turns in (("pairs", "false"), ("chats", "true")):
+        options = {"data__max_length": 64, "data__multiturn__enable": several_turns}
+        settings = compose_sft(tmp_path, tiny_llama, **options).data
+        data = get_sft_dataset_class(settings)(f"{tmp_path}/{name}.parquet", tokenizer, settings)
+        row = data[57]
+        learned.append(row["input_ids"][row["loss_mask"].bool()].tolist())
+        assert len(data) == 100
+    answer = tokenizer("12", add_special_tokens=False)["input_ids"]
+    assert learned[0] == learned[1] == [*answer, tokenizer.eos_token_id]
 
 
 def test_the_data_are_rows_of_the_data_set(tmp_path, tiny_llama):
