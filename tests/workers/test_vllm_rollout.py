@@ -1,6 +1,10 @@
 """vLLM in this process against the trained model: the same log-probs after every hand-over of weights."""
 
+import ast
 import asyncio
+import importlib.util
+import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.replica import ServerClient
 from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.vllm_rollout import vLLMRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout import HARMLESS
 
 PAD, EOS, P, R = 0, 2, 6, 8
 
@@ -114,6 +119,24 @@ def test_weights_of_a_start_do_not_serve_an_actor():
     loaded.bind_actor(None, None)
     with pytest.raises(RuntimeError, match="not given the actor's weights since it started or slept"):
         loaded.generate_sequences(prompts())
+
+
+@pytest.mark.parametrize(("name", "text"), HARMLESS)
+def test_a_silenced_warning_is_one_of_vllms(name, text):
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source = ast.parse(Path(folder, *name.split(".")).with_suffix(".py").read_text())
+    texts = [node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert any(text.removeprefix("RotaryEmbedding") in t for t in texts)
+
+
+@pytest.mark.process
+def test_only_warnings_are_silenced(hybrid):
+    name, text = HARMLESS[0]
+    kept = [
+        bool(logging.getLogger(f"vllm.{name}").filter(logging.makeLogRecord({"msg": said, "levelno": level})))
+        for said, level in ((text, logging.WARNING), (text, logging.ERROR), ("another", logging.WARNING))
+    ]
+    assert kept == [False, True, True]
 
 
 @pytest.mark.process

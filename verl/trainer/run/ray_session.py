@@ -1,6 +1,7 @@
 """The driver's side of a run: its own Ray cluster, signals, error messages."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -80,6 +81,8 @@ def started_session(config: DictConfig) -> Iterator[bool]:
         record.write_text(json.dumps(me) + "\n", encoding="utf-8")
         # Our actors have their own environment: Ray's prestarted workers would never be used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        # Ray warns that its token authentication is on, as it should be.
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         with guarded(folder):
             ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
             try:

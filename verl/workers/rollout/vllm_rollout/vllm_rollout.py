@@ -297,6 +297,25 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         )  # fmt: skip
 
 
+# (logger, text) of warnings of vLLM that follow from our settings or from the CPU: a user can do nothing about them.
+HARMLESS = (
+    # Without a tokenizer there is no chat template to warm up, which is logged with a traceback.
+    ("renderers.base", "Chat template warmup failed"),
+    ("renderers.base", "Using None for EOS token id because tokenizer is not initialized"),
+    # Rotary embeddings have no weights to reload; logged at each transfer of weights.
+    ("model_executor.model_loader.reload.layerwise", "RotaryEmbedding: Failed to load weights"),
+    ("engine.arg_utils", "The global random seed is set to"),  # in this process, where each request has a seed anyway
+    ("engine.arg_utils", "does not officially support disabling chunked prefill"),  # for seeded sampling on a CPU
+    ("config.vllm", "Model Runner V2 requires Triton"),
+    ("config.vllm", "Enforce eager set, disabling torch.compile"),
+    ("config.vllm", "Inductor compilation was disabled by user settings"),
+    ("platforms.cpu", "Triton is not installed"),
+    ("platforms.cpu", "Reset SSM cache type to float32"),
+    ("v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
+    ("v1.worker.cpu_worker", "CPU backend doesn't allow to use `torch.set_num_threads`"),
+)
+
+
 def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
     """vLLM's `LLM(**arguments)` within this process."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the weights are sent inside this process
@@ -304,13 +323,10 @@ def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
     if not on_cuda:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the actor's threads are the engine's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    for name, text in HARMLESS:  # filters outlast vLLM's set-up of logging, levels do not
+        logging.getLogger(f"vllm.{name}").addFilter(
+            lambda record, text=text: record.levelno >= logging.ERROR or text not in record.getMessage()
+        )
     from vllm import LLM
 
-    # Without a tokenizer there is no chat template to warm up, which is logged with a traceback. Rotary embeddings have
-    # no weights to reload, which is logged at each transfer. Filters outlast vLLM's set-up of logging, levels do not.
-    for name, text in (
-        ("renderers.base", "Chat template warmup failed"),
-        ("model_executor.model_loader.reload.layerwise", "RotaryEmbedding: Failed to load weights"),
-    ):
-        logging.getLogger(f"vllm.{name}").addFilter(lambda record, text=text: not record.getMessage().endswith(text))
     return LLM(**arguments)
