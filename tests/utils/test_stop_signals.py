@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
 
+import psutil
 import pytest
+from torch.utils.data import DataLoader
 
 from verl.utils import stop_signals
-from verl.utils.stop_signals import StopSignals
+from verl.utils.stop_signals import StopSignals, obey_parent_only
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -45,3 +48,18 @@ def test_an_exit_of_the_programs_own_keeps_its_code():
         os.kill(os.getpid(), signal.SIGTERM)
         raise SystemExit(2)
     assert ended.value.code == 2
+
+
+@pytest.mark.process
+def test_a_loader_process_obeys_its_parent_only():
+    batches = iter(DataLoader(range(50), num_workers=1, prefetch_factor=1, worker_init_fn=obey_parent_only))
+    assert next(batches).item() == 0
+    (worker,) = psutil.Process().children()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)  # by another process
+    assert [batch.item() for batch in batches] == [*range(1, 50)]
+    batches = iter(DataLoader(range(50), num_workers=1, prefetch_factor=1, worker_init_fn=obey_parent_only))
+    next(batches)
+    (worker,) = psutil.Process().children()
+    worker.terminate()  # by this one
+    assert worker.wait(timeout=10) == 0
