@@ -122,9 +122,10 @@ def test_weights_of_a_start_do_not_serve_an_actor():
 
 
 @pytest.mark.parametrize(("name", "text"), HARMLESS)
-def test_a_silenced_warning_is_one_of_vllms(name, text):
-    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
-    source = ast.parse(Path(folder, *name.split(".")).with_suffix(".py").read_text())
+def test_a_silenced_warning_is_in_the_library(name, text):
+    package, *modules = name.split(".")
+    (folder,) = importlib.util.find_spec(package).submodule_search_locations
+    source = ast.parse(Path(folder, *modules).with_suffix(".py").read_text())
     texts = [node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert any(text.removeprefix("RotaryEmbedding") in t for t in texts)
 
@@ -133,7 +134,7 @@ def test_a_silenced_warning_is_one_of_vllms(name, text):
 def test_only_warnings_are_silenced(hybrid):
     name, text = HARMLESS[0]
     kept = [
-        bool(logging.getLogger(f"vllm.{name}").filter(logging.makeLogRecord({"msg": said, "levelno": level})))
+        bool(logging.getLogger(name).filter(logging.makeLogRecord({"msg": said, "levelno": level})))
         for said, level in ((text, logging.WARNING), (text, logging.ERROR), ("another", logging.WARNING))
     ]
     assert kept == [False, True, True]

@@ -114,7 +114,7 @@ class RunLog:
                 log.cut_after(resumed_step)
             elif kept := set_aside(log.path):
                 logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
-        seed = self.config.trainer.seed
+        seed = self.config.trainer.get("seed")
         own = [f"{k}={v}" for k, v in leaves(self.config) if k.endswith("seed") and v not in (None, seed)]
         logger.info("seeds: {} (all others have the value of trainer.seed)", ", ".join([f"trainer.seed={seed}", *own]))
 

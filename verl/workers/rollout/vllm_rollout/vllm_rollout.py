@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -297,22 +298,23 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         )  # fmt: skip
 
 
-# (logger, text) of warnings of vLLM that follow from our settings or from the CPU: a user can do nothing about them.
+# (logger, text) of warnings that follow from our settings or from the CPU: a user can do nothing about them.
 HARMLESS = (
     # Without a tokenizer there is no chat template to warm up, which is logged with a traceback.
-    ("renderers.base", "Chat template warmup failed"),
-    ("renderers.base", "Using None for EOS token id because tokenizer is not initialized"),
+    ("vllm.renderers.base", "Chat template warmup failed"),
+    ("vllm.renderers.base", "Using None for EOS token id because tokenizer is not initialized"),
     # Rotary embeddings have no weights to reload; logged at each transfer of weights.
-    ("model_executor.model_loader.reload.layerwise", "RotaryEmbedding: Failed to load weights"),
-    ("engine.arg_utils", "The global random seed is set to"),  # in this process, where each request has a seed anyway
-    ("engine.arg_utils", "does not officially support disabling chunked prefill"),  # for seeded sampling on a CPU
-    ("config.vllm", "Model Runner V2 requires Triton"),
-    ("config.vllm", "Enforce eager set, disabling torch.compile"),
-    ("config.vllm", "Inductor compilation was disabled by user settings"),
-    ("platforms.cpu", "Triton is not installed"),
-    ("platforms.cpu", "Reset SSM cache type to float32"),
-    ("v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
-    ("v1.worker.cpu_worker", "CPU backend doesn't allow to use `torch.set_num_threads`"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "RotaryEmbedding: Failed to load weights"),
+    ("vllm.engine.arg_utils", "The global random seed is set to"),  # requests have seeds
+    ("vllm.engine.arg_utils", "does not officially support disabling chunked prefill"),  # for seeded sampling on a CPU
+    ("vllm.config.vllm", "Model Runner V2 requires Triton"),
+    ("vllm.config.vllm", "Enforce eager set, disabling torch.compile"),
+    ("vllm.config.vllm", "Inductor compilation was disabled by user settings"),
+    ("vllm.platforms.cpu", "Triton is not installed"),
+    ("torch._library.triton", "Triton not available"),
+    ("vllm.platforms.cpu", "Reset SSM cache type to float32"),
+    ("vllm.v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
+    ("vllm.v1.worker.cpu_worker", "CPU backend doesn't allow to use `torch.set_num_threads`"),
 )
 
 
@@ -324,9 +326,10 @@ def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the actor's threads are the engine's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     for name, text in HARMLESS:  # filters outlast vLLM's set-up of logging, levels do not
-        logging.getLogger(f"vllm.{name}").addFilter(
+        logging.getLogger(name).addFilter(
             lambda record, text=text: record.levelno >= logging.ERROR or text not in record.getMessage()
         )
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     from vllm import LLM
 
     return LLM(**arguments)
