@@ -48,7 +48,7 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         tokenizer = trainer_class.build_tokenizer(config)
         datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]
     except (ValueError, OSError) as e:  # every rank reads the same files; one of them reports
-        _fail(str(e) if first else "the same as rank 0", shown=first)
+        _fail(str(e) if first else "the same message as rank 0", shown=first)
     try:
         if "RANK" in os.environ:
             initialize_global_process_group()

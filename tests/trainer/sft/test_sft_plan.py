@@ -131,7 +131,7 @@ def test_a_start_with_a_mistake_ends_with_its_message(tmp_path, tiny_llama, more
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "lora_rank=-1 is too small"), ("1", "the same as rank 0")])
+@pytest.mark.parametrize(("rank", "said"), [("0", "lora_rank=-1 is too small"), ("1", "the same message as rank 0")])
 def test_torchrun_repeats_the_message(tmp_path, tiny_llama, monkeypatch, rank, said):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file := str(tmp_path / "error.json"))
     monkeypatch.setenv("RANK", rank)
