@@ -156,8 +156,8 @@ def api_page() -> str:
             file = module.replace(".", "/") + ".py"
             body = ast.parse((ROOT / file).read_text()).body
             if name != module:
-                (found,) = (node for node in body if getattr(node, "name", None) == name.rpartition(".")[2])
-                body = [found, *(found.body if isinstance(found, ast.ClassDef) else ())]
+                (owner,) = (node for node in body if getattr(node, "name", None) == name.rpartition(".")[2])
+                body = [owner, *(owner.body if isinstance(owner, ast.ClassDef) else ())]
             lines += [f"`{file}`:", "", "| name | meaning |", "|---|---|"]
             for node in body:
                 if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
