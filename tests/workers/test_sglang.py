@@ -263,6 +263,20 @@ def test_an_older_server_gets_weights_without_a_session(tiny_llama):
     rollout.close()
 
 
+def test_graphs_statistics_experts_and_quantization_reach_the_server(tiny_llama, tmp_path):
+    (tmp_path / "q.json").write_text('{"quant_method": "awq", "bits": 4}')
+    model = HFModelConfig(path=tiny_llama, load_tokenizer=False).load()
+    server = object.__new__(SGLangHttpServer)
+    server.model_config, server.gpus = model, ["0", "1"]
+    server.config = RolloutConfig(
+        name="sglang", cudagraph_capture_sizes=[1, 8], disable_log_stats=False, tensor_model_parallel_size=2,
+        expert_parallel_size=2, quantization_config_file=str(tmp_path / "q.json"),
+    )  # fmt: skip
+    options = server._options()
+    assert (options["cuda_graph_bs"], options["log_level"], options["ep_size"]) == ([1, 8], "info", 2)
+    assert options["json_model_override_args"] == {"quantization_config": {"quant_method": "awq", "bits": 4}}
+
+
 @pytest.mark.process
 def test_a_server_that_does_not_start_shows_its_log_and_never_its_key(tiny_llama):
     model = HFModelConfig(path=tiny_llama, load_tokenizer=False).load()
