@@ -169,6 +169,14 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
 
 
+def test_what_reads_the_chat_needs_it(overrides, tiny_llama, capsys):
+    key = "data.return_raw_chat=false"
+    served = ["reward_model.enable=true", f"reward_model.model.path={tiny_llama}", "reward_model.rollout.name=vllm"]
+    _, text = plan([*overrides, *served, "reward_model.micro_batch_size_per_gpu=1", key], capsys)
+    assert f"{key}: the reward model needs the column raw_prompt" in " ".join(text.replace("│", " ").split())
+    assert "column raw_prompt" not in plan([*overrides, key], capsys)[1]
+
+
 def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sgl_kernel" else real(name, *a))

@@ -22,7 +22,7 @@ def test_defaults_and_followers_are_not_reported():
     assert messages(f"{key}=8") == []
     key = "reward_model.rollout.free_cache_engine"
     assert messages(f"{key}=false") == [
-        f"{key}=false has no effect in this version: vLLM's server sleeps on a GPU only."
+        f"{key}=false has no effect in this version: vLLM's server sleeps on GPUs only; here it never does."
     ]
 
 

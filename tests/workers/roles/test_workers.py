@@ -171,6 +171,7 @@ def scores_of_rows(rank, world_size, section):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_ranks_share_the_sequences_of_a_reward_model(tiny_llama, tmp_path):
     sections = []
     for size in (1, 2):
