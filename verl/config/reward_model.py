@@ -65,7 +65,7 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
     enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.")
     enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.")
     disable_log_stats: bool = setting(True, "Turn vLLM's own statistics off.")
-    skip_tokenizer_init: bool = setting(False, "Serve without a tokenizer; requests have token ids in place of text.")
+    skip_tokenizer_init: bool = setting(False, "Serve without a tokenizer.", fixed="vLLM's pooling server needs one")
     prompt_length: int = setting(2048, "Tokens of a prompt.", low=1)
     response_length: int = setting(2048, "Tokens of an answer.", low=1)
 

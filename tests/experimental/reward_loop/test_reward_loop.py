@@ -209,15 +209,14 @@ def test_names_are_entered_once():
 
 
 class Classifier(BaseHTTPRequestHandler):
-    """Answers /classify with the number of words, or of token ids, of the chat as its score."""
+    """Answers /classify with the number of words of the chat as its score."""
 
     def log_message(self, *args):
         pass
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        asked = body["input"]
-        reply = json.dumps({"data": [{"probs": [len(asked.split() if isinstance(asked, str) else asked)]}]}).encode()
+        reply = json.dumps({"data": [{"probs": [len(body["input"].split())]}]}).encode()
         self.send_response(200 if self.path == "/classify" else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(reply)))
@@ -226,12 +225,10 @@ class Classifier(BaseHTTPRequestHandler):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("without_tokenizer", [False, True])
-def test_a_served_reward_model_is_asked_for_the_chat(tmp_path, tiny_llama, without_tokenizer):
+def test_a_served_reward_model_is_asked_for_the_chat(tmp_path, tiny_llama):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    settings = compose_run(tmp_path, tiny_llama, reward_model__enable="true", reward_model__model__path=tiny_llama,
-                           reward_model__rollout__skip_tokenizer_init=without_tokenizer)  # fmt: skip
+    settings = compose_run(tmp_path, tiny_llama, reward_model__enable="true", reward_model__model__path=tiny_llama)
     settings.custom_reward_function.path = None
     try:
         worker = RewardLoopWorker(settings, f"127.0.0.1:{server.server_port}")
@@ -240,9 +237,7 @@ def test_a_served_reward_model_is_asked_for_the_chat(tmp_path, tiny_llama, witho
         server.shutdown()
         server.server_close()
     chat = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": ""}]
-    tokenizer = worker.reward_model_tokenizer
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    empty = len(tokenizer(text, add_special_tokens=False)["input_ids"] if without_tokenizer else text.split())
+    empty = len(worker.reward_model_tokenizer.apply_chat_template(chat, tokenize=False).split())
     assert [result["reward_score"] for result in results] == [empty + 2, empty + 1]
     with pytest.raises(ValueError, match="needs the address of a server"):
         asyncio.run(RewardLoopWorker(settings).compute_score(batch()[:1]))

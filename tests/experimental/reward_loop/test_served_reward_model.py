@@ -112,13 +112,13 @@ def test_settings_of_the_server_are_options_of_vllm(tiny_llama, tmp_path, monkey
     monkeypatch.setattr(LocalVllmServer, "__init__", lambda self, *arguments: given.extend(arguments))
     rollout = RewardModelRolloutConfig(
         name="vllm", cudagraph_capture_sizes=[1, 4], expert_parallel_size=2, tensor_model_parallel_size=2,
-        limit_images=3, skip_tokenizer_init=True, prompt_length=8, response_length=8,
+        limit_images=3, prompt_length=8, response_length=8,
     )  # fmt: skip
     config = RewardModelConfig(rollout=rollout, model=RewardModelModelConfig(path=tiny_llama))
     RewardModelServer(config, tmp_path / "log", discriminative=True, host="127.0.0.1")
     options = make_arg_parser(FlexibleArgumentParser()).parse_args(given[3])
     assert options.compilation_config.cudagraph_capture_sizes == [1, 4] and options.enable_expert_parallel
-    assert options.limit_mm_per_prompt == {"image": 3} and options.skip_tokenizer_init
+    assert options.limit_mm_per_prompt == {"image": 3}
 
 
 def servers_running(folder):

@@ -116,11 +116,8 @@ class ServedRewardManager(RewardManagerBase):
         (row,) = rows_of(data, self.reward_fn_key)
         answer = self.tokenizer.decode(row.response_ids, skip_special_tokens=True)
         chat = [*data.non_tensor_batch["raw_prompt"][0], {"role": "assistant", "content": answer}]
-        text, settings = render_chat(self.reward_model_tokenizer, chat), self.config.reward_model
-        if settings.rollout.skip_tokenizer_init:
-            text = self.reward_model_tokenizer(text, add_special_tokens=False)["input_ids"]
         body = {
-            "model": settings.model.path, "input": text,
+            "model": self.config.reward_model.model.path, "input": render_chat(self.reward_model_tokenizer, chat),
             "use_activation": False, "truncate_prompt_tokens": -1, "add_special_tokens": False,
         }  # fmt: skip
         try:

@@ -16,9 +16,7 @@ from verl.workers.roles.ranks import ModelWorker
 from verl.workers.rollout.replica import START_KEY, host_to_bind
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
-_FLAGS = (
-    "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats", "skip_tokenizer_init",
-)  # fmt: skip
+_FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats")
 _VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "load_format")
 
 
