@@ -111,11 +111,13 @@ class File:
 
 
 def describe(owner: type, name: str, unused: str = "") -> str | None:
-    """The description of a field, with the reason where no run reads it; None for an internal field."""
+    """The description of a field, with the reason where it changes nothing; None for an internal field."""
     known = field_metadata(owner, name)
     reason = unused or unused_always(owner, name)
     if known["help"] and reason:
         return f"{known['help'].removesuffix('.')} (no effect: {reason})."
+    if known["help"] and known["always"]:
+        return f"{known['help'].removesuffix('.')} (always: {known['always']})."
     return known["help"] or None
 
 
@@ -159,6 +161,7 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
             values[f"{engine}.optimizer_offload"] = f"${{{role}.megatron.optimizer_offload}}"
             values |= {f"{role}.grad_clip": "${.optim.clip_grad}", f"{role}.optim.clip_grad": 1.0}
             values |= {f"{role}.optim.optimizer": "adam", f"{role}.optim.lr_wsd_decay_steps": None}
+    values["critic.nccl_timeout"] = "${actor_rollout_ref.nccl_timeout}"
     values[f"{ACTOR}.use_remove_padding"] = "${.megatron.use_remove_padding}"
     inherited = ("param_offload", "seed", "dtype", "use_remove_padding", "override_transformer_config")
     ref = "actor_rollout_ref.ref.megatron"
@@ -179,6 +182,8 @@ def files() -> dict[str, File]:
     inside = {"strategy": "${..strategy}", "ulysses_sequence_parallel_size": "${..ulysses_sequence_parallel_size}"}
     entropy = ("entropy_from_logits_with_chunking", "entropy_checkpointing", "use_torch_compile")
     profiled = {f"profiler.{name}": f"${{oc.select:global_profiler.{name},null}}" for name in ("tool", "save_path")}
+    discrete = "profiler.tool_config.nsys.discrete"
+    profiled[discrete] = "${oc.select:global_profiler.global_tool_config.nsys.discrete,false}"
     memory = workers.TorchMemoryToolConfig()
     profiled |= {
         f"profiler.tool_config.torch_memory.{field.name}":
@@ -268,6 +273,7 @@ def files() -> dict[str, File]:
                 "model.external_lib": f"${{oc.select:{MODEL}.external_lib,null}}",
                 "model.fsdp_config.strategy": "${reward_model.strategy}",
                 "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}", "model.fsdp_config.seed": seed,
+                "model.fsdp_config.ulysses_sequence_parallel_size": "${reward_model.ulysses_sequence_parallel_size}",
                 **profiled,
             },
         ),

@@ -91,6 +91,13 @@ class IterativeConfig(BaseConfig, section="iterative"):
 
 
 @dataclass
+class PairsConfig(SFTMultiturnConfig):
+    """No conversations."""
+
+    enable: bool = setting(False, fixed="a row is an instruction and its response")
+
+
+@dataclass
 class IterativeDataConfig(SFTDataConfig):
     """Instruction and output; a row that cannot be trained on stops the run, or is skipped (`bad_rows`)."""
 
@@ -101,10 +108,9 @@ class IterativeDataConfig(SFTDataConfig):
     response_key: str = setting("output", "Column of the response.")
     max_length: int = 2048
     dataloader_num_workers: int = setting(0, "Processes per rank that read ahead; rows are tokenized before.", low=0)
-    use_shm: bool = setting(False, unused="data files are read from their own path")
-    multiturn: SFTMultiturnConfig = setting(SFTMultiturnConfig, unused="a row is an instruction and its response")
-    custom_cls: ModuleConfig = setting(ModuleConfig, unused="the data set is IterativeSFTDataset")
-    packing: bool = setting(False, unused="rounds keep their rows; data.micro_batch_size_per_gpu decides")
+    multiturn: PairsConfig = setting(PairsConfig)
+    custom_cls: ModuleConfig = setting(ModuleConfig, "Data set class, a subclass of IterativeSFTDataset.")
+    packing: bool = setting(False, fixed="rounds keep their rows")
     use_chat_template: bool = setting(False, "Send the instruction through the chat template as a user turn.")
     bad_rows: str = setting(
         "stop",
@@ -149,6 +155,6 @@ class IterativeRefineConfig(SFTConfig, section=""):
     model: IterativeModelConfig = setting(IterativeModelConfig)
     optim: IterativeOptimConfig = setting(IterativeOptimConfig)
     iterative: IterativeConfig = setting(IterativeConfig, "Noise, refinement rounds and self-generated answers.")
-    use_remove_padding: bool = setting(False, unused="rounds keep their padding, which is cut to the longest row")
-    ulysses_sequence_parallel_size: int = setting(1, unused="rounds keep full sequences on every rank")
+    use_remove_padding: bool = setting(False, fixed="rounds keep their padding, which is cut to the longest row")
+    ulysses_sequence_parallel_size: int = setting(1, fixed="rounds keep full sequences on every rank")
     trainer: IterativeTrainerConfig = setting(IterativeTrainerConfig)

@@ -25,6 +25,8 @@ from verl.trainer.run.ranks import summed
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import custom_dataset_class
+from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.workers.policy.causal_lm import causal_model
 
@@ -99,14 +101,20 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         settings = config.iterative.self_generate
         if not settings.enable or config.trainer.dry_run:
             return dataset
-        own = IterativeSFTDataset(str(own_answers(config, dataset)), tokenizer, config.data)
+        own = type(dataset)(str(own_answers(config, dataset)), tokenizer, config.data)
         return dataset.joined(own) if settings.keep_ground_truth else own
 
     @classmethod
     def build_val_dataset(cls, files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Dataset:
         """Instruction and response pairs of the files themselves."""
-        files = [files] if isinstance(files, str) else list(files)
-        return IterativeSFTDataset(files, tokenizer, config.data, max_samples)
+        local = [copy_to_local(f, use_shm=config.data.use_shm) for f in ([files] if isinstance(files, str) else files)]
+        dataset_class = custom_dataset_class(config.data) or IterativeSFTDataset
+        if not issubclass(dataset_class, IterativeSFTDataset):
+            raise ValueError(
+                f"data.custom_cls.name={config.data.custom_cls.name} is no subclass of IterativeSFTDataset, whose rows "
+                "are checked and numbered; derive it from that class of dllm_reasoning.trainer.sft_dataset."
+            )
+        return dataset_class(local, tokenizer, config.data, max_samples)
 
     def step_inputs(self, batch: TensorDict) -> StepInputs:
         """Draw the step's noise, the same on every rank; its seeds become a column [b] of `batch`."""

@@ -10,13 +10,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from dllm_reasoning import train_iterative_refine
 from dllm_reasoning.config import IterativeRefineConfig
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
+from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from tests.dllm_reasoning import runs
-from tests.dllm_reasoning.models import captured_warnings
 from tests.helpers.models import make_tokenizer
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.trainer.fsdp_sft_trainer import run_sft
-from verl.trainer.sft.data import cut
-from verl.trainer.sft.plan import refuse_bad_input
 from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.utils.dataset.rl_dataset import DatasetError
 from verl.utils.tokenizer import hf_tokenizer
@@ -163,21 +161,24 @@ def test_packed_is_refused_for_layers_of_mixed_kinds(assets, tmp_path, capsys):
     assert message in capsys.readouterr().out
 
 
-UNREAD = ("data.use_shm=true", "data.multiturn.messages_key=turns", "data.packing=true", "use_remove_padding=true",
-          "data.custom_cls.path=pkg://json")  # fmt: skip
+class NumberedPairs(IterativeSFTDataset):
+    """A data set of the user's own."""
 
 
-def test_keys_without_effect_are_named_and_have_none(assets, tmp_path, capsys):
-    config = runs.compose(*assets, tmp_path, *UNREAD)
-    with captured_warnings() as logged:
-        refuse_bad_input(config, IterativeRefineTrainer)
-    assert [any(f"{key} has no effect in this version: " in text for text in logged) for key in UNREAD] == [True] * 5
-    trainer = runs.trainer_of(config)
-    assert not trainer.policy.remove_padding and len(cut(trainer._draw(), trainer.config.data)) == 2
-    with pytest.raises(SystemExit):
-        run_sft(runs.compose(*assets, tmp_path, *UNREAD, "trainer.dry_run=true"), trainer_class=IterativeRefineTrainer)
-    output = capsys.readouterr().out
-    assert all(f"{key} has no effect in this version: " in output for key in UNREAD)
+def test_a_data_set_of_the_users_own_reads_files_in_shared_memory(assets, tmp_path):
+    custom = ("data.use_shm=true", f"data.custom_cls.path=pkg://{__name__}", "data.custom_cls.name=NumberedPairs")
+    config = runs.compose(*assets, tmp_path, *custom)
+    tokenizer = IterativeRefineTrainer.build_tokenizer(config)
+    dataset = IterativeRefineTrainer.build_dataset(assets[1], config, tokenizer)
+    assert type(dataset) is NumberedPairs and str(dataset.data_files[0]).startswith("/dev/shm/")
+    custom = ("data.custom_cls.path=pkg://verl.utils.dataset.sft_dataset", "data.custom_cls.name=SFTDataset")
+    assert "SFTDataset is no subclass of IterativeSFTDataset" in exit_message(runs.compose(*assets, tmp_path, *custom))
+
+
+@pytest.mark.parametrize("override", ["data.multiturn.enable=true", "data.packing=true", "use_remove_padding=true",
+                                      "ulysses_sequence_parallel_size=2"])  # fmt: skip
+def test_what_the_rounds_have_not_is_refused(assets, tmp_path, override):
+    assert f"{override} does not work here: " in exit_message(runs.compose(*assets, tmp_path, override))
 
 
 def test_yaml_and_dataclasses_agree_key_by_key():

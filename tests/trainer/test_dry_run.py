@@ -134,10 +134,10 @@ def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
 
 
 def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys):
-    changes = ["trainer.device=cpu", "trainer.use_legacy_worker_impl=disable", "trainer.default_hdfs_dir=hdfs://a"]
+    changes = ["trainer.device=cpu", "actor_rollout_ref.model.use_liger=true", "trainer.default_hdfs_dir=hdfs://a"]
     code, text = plan([*overrides, *changes], capsys)
     assert code == 0 and "trainer.default_hdfs_dir=hdfs://a: the `hdfs` command is not on PATH" in text
-    message = "trainer.use_legacy_worker_impl=disable has no effect in this version: there is one worker"
+    message = "actor_rollout_ref.model.use_liger=true has no effect in this version: Liger's Triton kernels need a"
     assert message in text.partition("Set, but without effect: 1")[2]
 
 
@@ -169,6 +169,14 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
 
 
+def test_what_reads_the_chat_needs_it(overrides, tiny_llama, capsys):
+    key = "data.return_raw_chat=false"
+    served = ["reward_model.enable=true", f"reward_model.model.path={tiny_llama}", "reward_model.rollout.name=vllm"]
+    _, text = plan([*overrides, *served, "reward_model.micro_batch_size_per_gpu=1", key], capsys)
+    assert f"{key}: the reward model needs the column raw_prompt" in " ".join(text.replace("│", " ").split())
+    assert "column raw_prompt" not in plan([*overrides, key], capsys)[1]
+
+
 def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sgl_kernel" else real(name, *a))
@@ -176,4 +184,4 @@ def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypa
     _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.multi_turn.journal_tool_calls=false"], capsys)
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
-    assert "journal_tool_calls=false has no effect in this version: its sampling cannot be repeated" in flat
+    assert "journal_tool_calls=false has no effect in this version: its sampling can be repeated on a GPU" in flat

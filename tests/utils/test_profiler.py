@@ -102,6 +102,36 @@ def test_a_trace_of_some_updates(tmp_path):
     assert "update_1" in events(file) and not {"update_0", "update_2"} & events(file)
 
 
+@pytest.mark.parametrize(("discrete", "ranges"), [
+    (False, "start a b b stop"), (True, "start a stop start b b stop"),
+])  # fmt: skip
+def test_a_capture_range_covers_the_step_or_each_call(tmp_path, monkeypatch, discrete, ranges):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: seen.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    tools = {"nsys": p.NsightToolConfig(discrete=discrete)}
+    profiler = p.DistProfiler(0, config(tmp_path, tool="nsys", tool_config=tools))
+
+    @p.DistProfiler.annotate("a")
+    def one():
+        pass
+
+    @p.DistProfiler.annotate("b")
+    def two(again=True):
+        if again:
+            two(False)
+
+    profiler.start(step=1)
+    one()
+    two()
+    profiler.stop()
+    one()
+    assert seen == [*ranges.split(), "a"]
+
+
 PROFILED = {
     "global_profiler__tool": "torch", "global_profiler__steps": "[2]",
     "actor_rollout_ref__actor__profiler__enable": "true", "actor_rollout_ref__actor__profiler__all_ranks": "true",
@@ -128,3 +158,9 @@ def test_nsight_gets_one_capture_range_for_each_profile(tmp_path):
     joined = compose_run(tmp_path, "unused", global_profiler__profile_continuous_steps="true", **settings)
     assert nsight_options(joined)["capture-range-end"] == "repeat-shutdown:2"
     assert nsight_options(compose_run(tmp_path, "unused")) is None
+    calls = compose_run(tmp_path, "unused", global_profiler__global_tool_config__nsys__discrete="true", **settings)
+    assert calls.actor_rollout_ref.actor.profiler.tool_config.nsys.discrete
+    assert nsight_options(calls)["capture-range-end"] == "repeat"
+    assert nsight_options(calls, of_driver=True) == {
+        "trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph",
+    }  # fmt: skip

@@ -70,6 +70,18 @@ def test_gradients_are_those_of_finite_differences(config, with_entropy, bias):
     assert torch.autograd.gradcheck(compute, (hidden, *head.parameters()))
 
 
+@pytest.mark.process  # the compiler
+@pytest.mark.slow
+def test_a_compiled_chunk_gives_the_same():
+    head, hidden, labels = problem()
+    final = FinalLogits.of(PretrainedConfig(**CONFIGS["all"]), temperature=1.3)
+    compiled = log_probs_of(head, final, hidden, labels, with_entropy=True, chunk_tokens=4, compiled=True)
+    expected = by_autograd(head, CONFIGS["all"], 1.3, hidden, labels)
+    torch.testing.assert_close(compiled, expected)
+    torch.testing.assert_close(gradients(*compiled, head, hidden, True), gradients(*expected, head, hidden, True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 11, 100])

@@ -9,6 +9,7 @@ import torch
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from verl.workers.actor.base import _AUXILIARY_LOSSES, AuxiliaryLoss
 from verl.workers.actor.batch_cuts import groups_of, micro_batches, pack, restore_order
+from verl.workers.config import FSDPOptimizerConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,6 +22,14 @@ def update(tiny_llama, batch=None, **config):
     engine = make_engine(tiny_llama)
     metrics = make_actor(engine, **config).update_policy(batch or rl_batch())
     return metrics, weights_of(engine)
+
+
+def test_the_optimizers_own_limit_of_the_gradient_comes_before_the_roles(tiny_llama):
+    engine = make_engine(tiny_llama, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0})
+    before, optim = weights_of(engine), FSDPOptimizerConfig(lr=1.0, clip_grad=1e-3)
+    metrics = make_actor(engine, optim=optim).update_policy(rl_batch())  # grad_clip=1
+    moved = sum(float(((new - before[name]) ** 2).sum()) for name, new in weights_of(engine).items())
+    assert metrics["actor/grad_norm"][0] > 1e-2 and moved**0.5 == pytest.approx(1e-3, rel=1e-3)
 
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -1,13 +1,20 @@
 """Rollout servers with ranks of their own: one engine in this process, served and called directly."""
 
 import asyncio
+import urllib.request
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from verl.single_controller.base import ResourcePool
-from verl.workers.config import AgentLoopConfig, CustomAsyncServerConfig, HFModelConfig, RolloutConfig
+from verl.workers.config import (
+    AgentLoopConfig,
+    CustomAsyncServerConfig,
+    HFModelConfig,
+    PrometheusConfig,
+    RolloutConfig,
+)
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, ServerClient
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServerBase, vLLMReplica
 
@@ -51,6 +58,31 @@ def test_a_replica_of_its_own_answers_with_the_weights_in_the_folder(tiny_llama)
     first, again, direct = asyncio.run(use())
     assert first.token_ids == again.token_ids == direct.token_ids == expected
     assert len(direct.log_probs) == 8 and max(direct.log_probs) < 0
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_standalone_replica_answers_and_counts_its_tokens_for_prometheus(ray_cluster, tiny_llama):
+    prometheus = PrometheusConfig(enable=True, served_model_name="policy")
+    config = RolloutConfig(**SETTINGS, prometheus=prometheus)
+    replica = vLLMReplica(0, config, HFModelConfig(path=tiny_llama, load_tokenizer=False))
+
+    async def use():
+        await replica.init_standalone()
+        try:
+            assert replica.rollout_mode is RolloutMode.STANDALONE and len(replica.workers) == 1
+            async with ServerClient(replica.server_handle) as client:
+                await client.generate("a", [7, 8, 9], {"max_new_tokens": 8, "ignore_eos": True}, False)
+            url = f"http://{replica.server_address}/metrics"
+            return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+        finally:
+            await replica.close()
+
+    lines = [line for line in asyncio.run(use()).splitlines() if not line.startswith("#")]
+    counted = {line.partition("{")[0]: line for line in lines if 'model_name="policy"' in line}
+    # The engine's own prompt at its start is counted too: one token, with two in the answer.
+    assert float(counted["vllm:generation_tokens_total"].rpartition(" ")[2]) == 8 + 2
+    assert float(counted["vllm:prompt_tokens_total"].rpartition(" ")[2]) == 3 + 1
 
 
 def test_a_pool_of_another_size_is_refused(tiny_llama):

@@ -32,10 +32,11 @@ def tokenizer():
     return made
 
 
-def request(tokenizer, mode="strict", **settings):
+def request(tokenizer, mode="strict", use_inference_chat_template=False, **settings):
     return AsyncRolloutRequest(
         request_id="r", state=AsyncRolloutRequestStateEnum.PENDING, messages=[{"role": "user", "content": "one"}],
-        reward_scores={}, max_prompt_len=16, use_inference_chat_template=False, tokenization_sanity_check_mode=mode,
+        reward_scores={}, max_prompt_len=16, tokenization_sanity_check_mode=mode,
+        use_inference_chat_template=use_inference_chat_template,
         processing_class=tokenizer, response_ids=None, **settings,
     )  # fmt: skip
 
@@ -86,6 +87,15 @@ def test_a_conversation_with_a_tool(tokenizer):
     # <s> system You are a helpful assistant. </s> | and <s> user Hello. </s> |
     assert made.base_conv_wo_gen_prompt_end_pos == 9 + 5
     assert made.base_conv_with_gen_prompt_end_pos == 9 + 5 + 2
+
+
+def test_generation_may_continue_the_messages_encoded_at_once(tokenizer):
+    for at_once, first in ((False, "three"), (True, "two")):
+        made = request(tokenizer, use_inference_chat_template=at_once)
+        made.add_assistant_message(tokenizer, "two", tokenizer.convert_tokens_to_ids(["three", "</s>"]))
+        made.add_user_message(tokenizer, "one")
+        asked = words(tokenizer, torch.tensor(made.get_generation_prompt_ids(tokenizer)))
+        assert asked == f"<s> user one </s> | <s> assistant {first} </s> | <s> user one </s> | <s> assistant"
 
 
 def test_finalize_accepts_a_faithful_conversation_and_cuts_it(tokenizer):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from tests.helpers.http_exchange import Exchange
 from tests.helpers.models import save_tiny_llama
 from verl.protocol import DataProto
 from verl.utils.import_utils import is_sglang_available
-from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout.replica import ServerClient, ServerError
+from verl.workers.config import HFModelConfig, RolloutConfig, ServerConfig
+from verl.workers.rollout.replica import ServerClient, ServerError, ServerUnreachable
+from verl.workers.rollout.sampling import GenerationRequest
 from verl.workers.rollout.server_process import LocalServerError
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter, packed, parts
@@ -261,6 +263,54 @@ def test_an_older_server_gets_weights_without_a_session(tiny_llama):
     with pytest.raises(RuntimeError, match="not given the actor's weights"):
         asyncio.run(rollout.generate_sequences(None))
     rollout.close()
+
+
+@pytest.mark.parametrize(("attempts", "answered"), [(1, False), (2, True)])
+def test_a_request_that_fails_is_sent_again(tiny_llama, attempts, answered):
+    config = RolloutConfig(name="sglang", free_cache_engine=False, load_format="auto", response_length=4,
+                           server=ServerConfig(max_attempts=attempts, retry_delay=0.0))  # fmt: skip
+    ids = torch.tensor([[5, 6]])
+    meta = {"eos_token_id": 2, "pad_token_id": 0, "global_steps": 0}
+    columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.tensor([[0, 1]])}
+    prompts = DataProto.from_dict(columns, meta_info=meta)
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "repetition_penalty": 1.0,
+              "stop_token_ids": [2], "ignore_eos": False,
+              "sampling_seed": GenerationRequest.from_batch(prompts, config).seeds[0][0]}  # fmt: skip
+    body = {"input_ids": [5, 6], "sampling_params": params, "return_logprob": False}
+    reply = {"output_ids": [7, 2], "meta_info": {"finish_reason": {"type": "stop"}}}
+
+    class Flaky(ReplayedServer):
+        def __init__(self, *args):
+            self.exchange = Exchange(entries=[
+                {"path": "/generate", "body": body, "status": status, "type": "application/json", "text": text,
+                 "after": []} for status, text in ((503, "null"), (200, json.dumps(reply)))
+            ])  # fmt: skip
+
+        def seconds_up(self):
+            return 1.0
+
+    class Rollout(ServerAdapter):
+        server_class = Flaky
+
+    rollout = Rollout(config, HFModelConfig(path=tiny_llama, load_tokenizer=False).load(), None)
+    with nullcontext() if answered else pytest.raises(ServerUnreachable, match="answered 503"):
+        output = asyncio.run(rollout.generate_sequences(prompts))
+        assert output.batch["responses"].tolist() == [[7, 2, 0, 0]]
+    rollout.close()
+
+
+def test_graphs_statistics_experts_and_quantization_reach_the_server(tiny_llama, tmp_path):
+    (tmp_path / "q.json").write_text('{"quant_method": "awq", "bits": 4}')
+    model = HFModelConfig(path=tiny_llama, load_tokenizer=False).load()
+    server = object.__new__(SGLangHttpServer)
+    server.model_config, server.gpus = model, ["0", "1"]
+    server.config = RolloutConfig(
+        name="sglang", cudagraph_capture_sizes=[1, 8], disable_log_stats=False, tensor_model_parallel_size=2,
+        expert_parallel_size=2, quantization_config_file=str(tmp_path / "q.json"),
+    )  # fmt: skip
+    options = server._options()
+    assert (options["cuda_graph_bs"], options["log_level"], options["ep_size"]) == ([1, 8], "info", 2)
+    assert options["json_model_override_args"] == {"quantization_config": {"quant_method": "awq", "bits": 4}}
 
 
 @pytest.mark.process

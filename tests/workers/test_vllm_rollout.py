@@ -309,6 +309,22 @@ def test_an_adapter_alone_needs_a_model_that_trains_nothing_else(wide_llama):
     leave_group()
 
 
+def test_experts_and_quantization_reach_the_engine(wide_llama, monkeypatch):
+    given = {}
+
+    def start(arguments, on_cuda):
+        given.update(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr("verl.workers.rollout.vllm_rollout.vllm_rollout.start_engine", start)
+    engine = make_engine(wide_llama)
+    config = RolloutConfig(name="vllm", quantization="torchao", quantization_config_file="q.json")
+    with pytest.raises(InterruptedError):
+        get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
+    assert given["hf_overrides"] == {"quantization_config_file": "q.json"} and not given["enable_expert_parallel"]
+    leave_group()
+
+
 def test_an_unknown_engine_option_is_named(wide_llama):
     engine = make_engine(wide_llama)
     config = RolloutConfig(name="vllm", engine_kwargs={"vllm": {"swap_spaec": 1}})

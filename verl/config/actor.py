@@ -11,6 +11,7 @@ from verl.config.common import (
     CheckpointConfig,
     entropy_in_chunks,
     entropy_recomputed,
+    fused_kernels,
     sequence_parallel_size,
     torch_compile,
 )
@@ -87,12 +88,10 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
     data_loader_seed: int = setting(42, "Seed of the order with shuffle=true.", low=0)
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "Contents of checkpoints.")
     optim: OptimizerConfig = setting(lambda: OptimizerConfig(lr=1e-6), "Optimizer of the actor.")
-    use_fused_kernels: bool = setting(
-        False, "Compute log-probs with a fused kernel.", unused="logits are always chunked"
-    )
+    use_fused_kernels: bool = fused_kernels()
     profiler: ProfilerConfig = setting(ProfilerConfig, "Profiling of this role.")
     engine: Any = setting(BaseConfig)
-    rollout_n: int = setting(MISSING, "Samples of each prompt.", low=1, unused="actor_rollout_ref.rollout.n decides")
+    rollout_n: int = setting(MISSING, "Samples of each prompt, as rollout.n.", low=1)
     model_config: HFModelConfig | None = None
     global_batch_info: dict[str, Any] = setting(dict)
     refine_loss_coef: float = setting(0.0, "Weight of the refinement loss on the policy's samples; 0: none.", low=0)
@@ -130,7 +129,7 @@ class FSDPRefConfig(BaseConfig, section="ref"):
     model_path: str | None = setting(
         None, "Folder or hub name of another model of the same vocabulary, such as a teacher; null: the actor's start."
     )
-    rollout_n: int = setting(1, "Samples of each prompt.", low=1, unused="rows are scored as they come")
+    rollout_n: int = setting(1, "Samples of each prompt, as rollout.n.", low=1)
     strategy: str = setting("fsdp", "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     use_torch_compile: bool = torch_compile()
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)

@@ -21,18 +21,24 @@ def tensor_parallel_size() -> Any:
 
 def entropy_in_chunks() -> Any:
     """The setting entropy_from_logits_with_chunking."""
-    return setting(False, "Compute the entropy in chunks.", unused="logits are always computed in chunks")
+    return setting(False, "Compute the entropy in chunks.", always="logits are computed in chunks")
 
 
 def entropy_recomputed() -> Any:
     """The setting entropy_checkpointing."""
-    unused = "chunks of logits are always recomputed in the backward"
-    return setting(False, "Recompute the entropy's activations in the backward.", unused=unused)
+    always = "chunks of logits are recomputed in the backward"
+    return setting(False, "Recompute the entropy's activations in the backward.", always=always)
 
 
 def torch_compile() -> Any:
     """The setting use_torch_compile."""
-    return setting(False, "Use torch.compile.", unused="nothing is compiled")
+    return setting(False, "Compile log-probs and entropy by torch.compile, which takes time at their first use.")
+
+
+def fused_kernels() -> Any:
+    """The setting use_fused_kernels."""
+    always = "log-probs come from hidden states, a chunk of logits at a time"
+    return setting(False, "Compute log-probs without holding all logits.", always=always)
 
 
 @dataclass
@@ -146,7 +152,7 @@ class RunConfig(BaseConfig, section="trainer"):
         None, "Folder (hdfs://... or a path) that published checkpoints are copied to; null for none."
     )
     use_legacy_worker_impl: str = setting(
-        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
+        "auto", "For compatibility.", choices=("auto", "enable", "disable"), always="there is one worker implementation"
     )
 
 

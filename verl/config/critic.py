@@ -36,7 +36,7 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
     strategy: str = setting(MISSING, "fsdp or fsdp2; both mean FSDP2.", choices=STRATEGIES, hint=STRATEGY_HINT)
     ppo_micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward and backward on one rank.", low=1)
     enable: bool | None = setting(None, "Use a critic; null: if the advantage estimator needs one.")
-    rollout_n: int = setting(1, "Samples of each prompt.", low=1)
+    rollout_n: int = setting(1, "Samples of each prompt, as rollout.n.", low=1)
     ppo_mini_batch_size: int = setting(256, "Prompts per optimizer step, over all ranks.", low=1)
     use_dynamic_bsz: bool = setting(False, "Cut micro-batches by tokens.")
     ppo_max_token_len_per_gpu: int = setting(32768, "Tokens per micro-batch of one rank with use_dynamic_bsz.", low=1)

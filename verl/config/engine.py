@@ -70,7 +70,7 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     tensor_parallel_size: int = tensor_parallel_size()
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
-    use_orig_params: bool = setting(False, "For compatibility.", unused="FSDP2 always keeps the original parameters")
+    use_orig_params: bool = setting(False, "Keep the original parameters.", always="FSDP2 keeps them")
     mixed_precision: dict[str, Any] | None = setting(None, "param_dtype, reduce_dtype, buffer_dtype; null: dtype.")
     ulysses_sequence_parallel_size: int = sequence_parallel_size()
     entropy_from_logits_with_chunking: bool = entropy_in_chunks()

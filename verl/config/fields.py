@@ -20,15 +20,15 @@ BOUNDS = (  # rule, whether a value keeps it (NaN keeps none), what to say
 
 
 def setting(
-    default: Any = dataclasses.MISSING, help: str = "", *, unused: str | Mapping[str, str] | bool | None = None,
-    **rule: Any
+    default: Any = dataclasses.MISSING, help: str = "", *, unused: str | Mapping[str, str] | None = None,
+    always: str = "", **rule: Any
 ) -> Any:
     """A dataclass field of a config. `default` is a value, or a callable that makes one.
 
     `help` is one sentence for the yaml files and docs/config.md; a field without it is internal and in neither.
     `unused` says what happens instead of reading the value, for a key that is accepted for scripts that set it, with
-    all keys below it; a mapping from `rollout.name` restricts this to those rollouts, and False says that the value is
-    read, unlike that of the base class's field.
+    all keys below it; a mapping from `rollout.name` restricts this to those rollouts. `always` says why what the key
+    asks for holds whether it is set or not.
 
     Permitted values: `low` and `high` are inclusive, `above` is exclusive; `choices` lists the values, `each_of` those
     of a list's items; `fixed` is the reason why only the default works. None is permitted where the annotation permits
@@ -36,7 +36,7 @@ def setting(
     """
     if unknown := set(rule) - {"low", "above", "high", "choices", "each_of", "fixed", "hint"}:
         raise TypeError(f"setting() has no rule {', '.join(sorted(unknown))}.")
-    metadata = {"help": help, "unused": unused, "rule": rule}
+    metadata = {"help": help, "unused": unused, "always": always, "rule": rule}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -52,9 +52,8 @@ def field_types(dataclass_type: type) -> dict[str, Any]:
 def field_metadata(owner: type, name: str) -> Mapping[str, Any]:
     """Description, rules and use of a field; each from the nearest base class where a subclass changes the default."""
     fields = [f for c in owner.__mro__ if dataclasses.is_dataclass(c) and (f := c.__dataclass_fields__.get(name))]
-    parts = {"help": "", "unused": None, "rule": {}}
-    own = {p: next((v for f in fields if (v := f.metadata.get(p)) or v is False), none) for p, none in parts.items()}
-    return own | {"unused": own["unused"] or None}
+    parts = {"help": "", "unused": None, "always": "", "rule": {}}
+    return {part: next((v for f in fields if (v := f.metadata.get(part))), none) for part, none in parts.items()}
 
 
 def default_of(field: dataclasses.Field) -> Any:

@@ -30,7 +30,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     """Megatron's settings of a role, as far as FSDP2 has them."""
 
     strategy: str | None = setting("megatron", choices=("megatron",))
-    grad_offload: bool = setting(False, "Keep gradients on the CPU.", unused="gradients stay with their weights")
+    grad_offload: bool = setting(False, "Keep gradients on the CPU.", always="gradients are freed after each update")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     tensor_model_parallel_size: int = tensor_parallel_size()
     expert_model_parallel_size: int = setting(1, "Ranks that share the experts.", fixed=SHARDED)
@@ -39,10 +39,10 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Virtual stages.", fixed=SHARDED)
     context_parallel_size: int = setting(1, "Ranks that share one sequence.", fixed="each rank keeps full sequences")
     sequence_parallel: bool = setting(
-        True, "Split activations among tensor parallel ranks.", unused="each keeps the activations between layers"
+        False, "Split activations among tensor parallel ranks.", fixed="each keeps the activations between layers"
     )
     use_distributed_optimizer: bool = setting(
-        True, "Shard the optimizer's state.", unused="FSDP2 always shards the optimizer's state"
+        True, "Shard the optimizer's state.", always="FSDP2 shards it"
     )
     use_dist_checkpointing: bool = setting(False, "Load weights from Megatron's checkpoint format.", fixed=WEIGHTS)
     dist_checkpointing_path: str | None = setting(None, "Folder of such a checkpoint.", fixed=WEIGHTS)
@@ -54,11 +54,11 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
             "recompute_num_layers": None, "attention_backend": "flash",
         },
         "Megatron's transformer settings; any key.",
-        unused="model.enable_gradient_checkpointing and model.override_config decide",
+        unused="Megatron's layers are not here; enable_gradient_checkpointing and override_config of the model decide",
     )  # fmt: skip
     override_mcore_model_config: dict[str, Any] = setting(dict, "Settings of Megatron's models; any key.", fixed=MODELS)
-    use_mbridge: bool = setting(True, "Convert weights by mbridge.", unused=WEIGHTS)
-    vanilla_mbridge: bool = setting(True, "Which mbridge.", unused=WEIGHTS)
+    use_mbridge: bool = setting(True, "Convert weights by mbridge.", always=WEIGHTS)
+    vanilla_mbridge: bool = setting(True, "Which mbridge.", always=WEIGHTS)
 
 
 @dataclass
@@ -77,9 +77,8 @@ class McoreOptimizerConfig(FSDPOptimizerConfig):
     lr_wsd_decay_style: str = setting("exponential", "Decay of WSD.")
     lr_wsd_decay_steps: int | None = setting(None, "Steps of WSD's decay; null: a tenth of those after the warm-up.")
     use_checkpoint_opt_param_scheduler: bool = setting(
-        False, "Take the schedule from the checkpoint.", unused="a resumed run continues its schedule"
+        False, "Take the learning rate from the checkpoint.", always="a resumed run continues with the checkpoint's"
     )
-    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0, unused=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +114,7 @@ class McoreCriticConfig(FSDPCriticConfig):
 
     strategy: str = setting("megatron", STRATEGY, choices=("megatron",))
     nccl_timeout: int = setting(
-        600, "Seconds after which a collective ends the run.", low=1, unused="actor_rollout_ref.nccl_timeout decides"
+        600, "Seconds after which a collective ends the run; of this and the actor's, the larger one.", low=1
     )
     load_weight: bool = setting(True, "Load the model's weights.", fixed=WEIGHTS)
     megatron: McoreEngineConfig = setting(McoreEngineConfig, "The critic's engine.")

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
+from verl.config.common import fused_kernels
 from verl.config.fields import setting
 
 FILLED = (
@@ -64,12 +65,10 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     exclude_modules: Any = setting(None, "Names of layers without LoRA: a list, or a regular expression, as in peft.")
     lora: dict[str, Any] = setting(dict)
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
-    use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")
-    use_fused_kernels: bool = setting(
-        False, "Compute log-probs with a fused kernel that never holds all logits.", unused="the model's own layers run"
-    )
+    use_liger: bool = setting(False, "Use Liger's kernels.", unused="Liger's Triton kernels need a GPU")
+    use_fused_kernels: bool = fused_kernels()
     fused_kernel_options: dict[str, Any] = setting(
-        lambda: {"impl_backend": None}, "Options of the fused kernel.", unused="there are no fused kernels"
+        lambda: {"impl_backend": None}, "Backend of use_fused_kernels.", unused="it is PyTorch; Triton needs a GPU"
     )
     architectures: list[str] | None = None
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")

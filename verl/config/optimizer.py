@@ -33,7 +33,7 @@ class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_step
     weight_decay: float = setting(0.01, "Weight decay.", low=0)
     lr_warmup_steps: int | None = setting(-1, "Warm-up steps; negative uses lr_warmup_steps_ratio.")
     betas: tuple[float, float] = setting((0.9, 0.999), "Decay rates of the optimizer's moments.")
-    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0, unused="grad_clip of the role decides")
+    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0)
     grad_clip: float | None = setting(None, above=0)
     optimizer: str = "adamw"
     lr_min: float = setting(0.0, low=0)
@@ -50,6 +50,10 @@ class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_step
         if self.grad_clip is not None:
             logger.warning("optim.grad_clip is an old name; it sets optim.clip_grad={}", self.grad_clip)
             object.__setattr__(self, "clip_grad", self.grad_clip)
+
+    def max_grad_norm(self, of_role: float) -> float:
+        """`clip_grad` where it is set, else the role's key grad_clip."""
+        return of_role if self.clip_grad == OptimizerConfig.clip_grad else self.clip_grad
 
 
 @dataclass

@@ -67,10 +67,9 @@ class GlobalNsysConfig(BaseConfig, section="global_profiler.global_tool_config.n
     )  # fmt: skip
     controller_nsight_options: dict[str, Any] = setting(
         lambda: {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"},
-        "Options of nsys around the driver.",
-        unused="the driver holds no model and is not profiled",
+        "Options of nsys around the driver, which is a Ray actor then.",
     )
-    discrete: bool = setting(False, "One range for each call.", unused="a capture range covers the full step")
+    discrete: bool = setting(False, "One capture range for each call of a role, not for the step; roles follow it.")
 
 
 @dataclass

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import BaseModelConfig
+from verl.config.common import BaseModelConfig, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.sandbox import SandboxConfig
@@ -29,7 +29,7 @@ class RewardModelModelConfig(BaseModelConfig, section="reward_model.model"):
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", "Folder or hub name of the reward model.")
     input_tokenizer: str | None = setting(None, "Tokenizer of the scored text where it is not the reward model's own.")
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
-    use_fused_kernels: bool = setting(False, "Use fused kernels.", unused="the model's own layers run")
+    use_fused_kernels: bool = setting(False, "Compute scores without logits.", always="a value head has none")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
     fsdp_config: FSDPEngineConfig = setting(lambda: FSDPEngineConfig(forward_only=True), "The reward model's engine.")
 
@@ -45,26 +45,27 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
     gpu_memory_utilization: float = setting(0.5, "Share of the GPU's memory for a server.", above=0, high=1)
     enforce_eager: bool = setting(True, "Run without CUDA graphs.")
     cudagraph_capture_sizes: list[int] | None = setting(
-        None, "Sizes of CUDA graphs.", unused="engine_kwargs.vllm.compilation_config takes them"
+        None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
     free_cache_engine: bool = setting(
-        True, "Free the KV cache between scorings.", unused="a server keeps its share of the memory"
+        True, "Free the KV cache between scorings.", unused="vLLM's server sleeps on GPUs only; here it never does"
     )
-    data_parallel_size: int = setting(1, "Copies in one engine.", low=1, unused="each group of ranks has a server")
-    expert_parallel_size: int = setting(
-        1, "Ranks that split the experts.", low=1, unused="engine_kwargs.vllm.enable_expert_parallel turns it on"
-    )
+    data_parallel_size: int = setting(
+        1, "Servers that split the requests.", low=1,
+        always="each tensor_model_parallel_size ranks have a server, and all servers split the requests",
+    )  # fmt: skip
+    expert_parallel_size: int = setting(1, "Ranks of one server that split the experts; above 1: all of them.", low=1)
     tensor_model_parallel_size: int = setting(1, "Ranks of one server that split each layer.", low=1)
     max_num_batched_tokens: int = setting(8192, "Tokens that a server processes at a time.", low=1)
     max_model_len: int | None = setting(None, "Maximum sequence length; null: prompt plus response.", low=1)
     max_num_seqs: int = setting(1024, "Sequences that a server processes at a time.", low=1)
     load_format: str = setting("auto", "vLLM's format of the weight files.")
     engine_kwargs: dict[str, Any] = setting(dict, "vllm: {option: value} of vLLM's command line, with underscores.")
-    limit_images: int | None = setting(None, "Images of a prompt.", low=0, unused="conversations are text only")
+    limit_images: int | None = setting(None, "Images of a prompt.", low=0)
     enable_chunked_prefill: bool = setting(True, "Prefill long prompts in chunks.")
     enable_prefix_caching: bool = setting(True, "Keep the KV cache of shared prefixes.")
     disable_log_stats: bool = setting(True, "Turn vLLM's own statistics off.")
-    skip_tokenizer_init: bool = setting(False, "Serve without a tokenizer.", unused="a server takes text")
+    skip_tokenizer_init: bool = setting(False, "Serve without a tokenizer.", fixed="vLLM's pooling server needs one")
     prompt_length: int = setting(2048, "Tokens of a prompt.", low=1)
     response_length: int = setting(2048, "Tokens of an answer.", low=1)
 
@@ -123,9 +124,7 @@ class RewardModelConfig(GradingConfig):
     micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     micro_batch_size_per_gpu: int | None = setting(None, "Samples per forward of the reward model on one rank.", low=1)
     forward_max_token_len_per_gpu: int = setting(32768, "Tokens per forward on one rank with use_dynamic_bsz.", low=1)
-    ulysses_sequence_parallel_size: int = setting(
-        1, "Ranks that share one sequence.", low=1, unused="a reward model only runs forward, on full sequences"
-    )
+    ulysses_sequence_parallel_size: int = sequence_parallel_size()
     max_length: int | None = setting(None, "Maximum tokens of a sequence; null: prompt plus response.", low=1)
     reward_kwargs: dict[str, Any] = setting(dict, "Keyword arguments of the reward manager; any key.")
     overlong_buffer: dict[str, Any] | None = setting(

@@ -14,8 +14,6 @@ from verl.utils.profiler.config import ProfilerConfig
 ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
-_ONE_ENGINE = "an engine runs on tensor_model_parallel_size ranks"
-NO_PARALLEL = NO_ENGINE | dict.fromkeys(("vllm", "sglang"), _ONE_ENGINE)
 _BATCHES = "agent loops and servers need rollout.mode=async"
 _NO_CLIENT = NO_ENGINE | {"vllm/sync": _BATCHES}
 NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}
@@ -30,9 +28,6 @@ class SamplingConfig(BaseConfig, section="sampling"):
     top_p: float = setting(1.0, "Probability mass to draw from.", above=0, high=1)
     do_sample: bool = setting(True, "Draw tokens; false takes the most likely one.")
     n: int = setting(1, "Samples of each prompt.", low=1)
-
-
-APPENDED = "token ids are appended turn by turn and never encoded again"
 
 
 @dataclass
@@ -56,17 +51,16 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
         None, "Yaml file whose list `interaction` has class_name, name and config of each interaction."
     )
     use_inference_chat_template: bool = setting(
-        False, "Use the inference chat template, which may drop reasoning.", unused=APPENDED
+        False, "Generate from the messages so far, encoded at once: the template may drop reasoning of earlier turns."
     )
     tokenization_sanity_check_mode: str = setting(
         "strict",
-        "Check of turn-by-turn against full tokenization.",
+        "Compare a conversation's ids with its finished messages, encoded at once, and warn of the first difference.",
         choices=("disable", "strict", "ignore_strippable"),
-        unused=APPENDED,
     )
     format: str = setting("hermes", "Format of tool calls: hermes, qwen3_coder, gpt-oss, llama3_json, or your own.")
     num_repeat_rollouts: int | None = setting(
-        None, "Repetitions of a conversation; null for none.", low=1, unused="rollout.n is the number of conversations"
+        None, "Conversations of each prompt; null, or the same as rollout.n.", low=1
     )
     add_turn_rewards: bool = setting(
         False, "Add the rewards of tools and interactions during the conversation to its score."
@@ -74,7 +68,7 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     journal_tool_calls: bool = setting(
         True,
         "Keep results of tool calls in tool_journal/ of the run, so that a killed run does not repeat them.",
-        unused={"sglang": "its sampling cannot be repeated"},
+        unused={"sglang": "its sampling can be repeated on a GPU only"},
     )
 
 
@@ -200,18 +194,25 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     cudagraph_capture_sizes: list[int] | None = setting(
         None,
         "Batch sizes with CUDA graphs; null lets the engine choose.",
-        unused=NO_ENGINE | {"sglang": "engine_kwargs.sglang takes them"},
+        unused=NO_ENGINE,
     )
     free_cache_engine: bool = setting(True, "Free the KV cache during training.", unused=NO_ENGINE)
-    data_parallel_size: int = setting(1, "Ranks of one engine that split the requests.", low=1, unused=NO_PARALLEL)
-    expert_parallel_size: int = setting(1, "Ranks of one engine that split the experts.", low=1, unused=NO_PARALLEL)
+    data_parallel_size: int = setting(
+        1, "Engines that split the requests.", low=1, unused=NO_ENGINE,
+        always="each tensor_model_parallel_size ranks are an engine, and all engines split the requests",
+    )  # fmt: skip
+    expert_parallel_size: int = setting(
+        1, "Ranks of one engine that split the experts: 1, or tensor_model_parallel_size.", low=1, unused=NO_ENGINE
+    )
     tensor_model_parallel_size: int = setting(1, "Ranks of one engine that split each layer.", low=1, unused=NO_ENGINE)
-    pipeline_model_parallel_size: int = setting(1, "Ranks that split the layers.", low=1, unused=NO_PARALLEL)
+    pipeline_model_parallel_size: int = setting(
+        1, "Stages of a pipeline.", low=1, fixed="the ranks of an engine split each layer (tensor_model_parallel_size)"
+    )
     max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
     logprobs_mode: str | None = setting(
         "processed_logprobs",
         "Which log-probs the engine returns.",
-        unused=NO_ENGINE | {"sglang": "log-probs are taken after temperature, before top-k and top-p"},
+        unused=NO_ENGINE | {"sglang": "SGLang takes them after temperature, before top-k and top-p"},
     )
     val_kwargs: SamplingConfig = setting(lambda: SamplingConfig(temperature=0, do_sample=False), "Validation sampling.")
     max_model_len: int | None = setting(
@@ -226,13 +227,12 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         False, "Cut micro-batches of old log-probs by tokens (log_prob_max_token_len_per_gpu), not by samples."
     )
     log_prob_max_token_len_per_gpu: int = setting(16384, "Tokens per forward of the old log-probs on one rank.", low=1)
-    disable_log_stats: bool = setting(
-        True, "Turn the engine's own statistics off.", unused=NO_ENGINE | {"sglang": "it logs warnings only"}
-    )
+    disable_log_stats: bool = setting(True, "Turn the engine's own statistics off.", unused=NO_ENGINE)
     multi_stage_wake_up: bool = setting(
         False,
         "Wake weights and KV cache one after the other.",
-        unused=NO_ENGINE | dict.fromkeys(("vllm", "sglang"), "weights wake before the cache"),
+        unused=NO_ENGINE,
+        always="weights wake before the cache",
     )
     engine_kwargs: dict[str, Any] = setting(
         lambda: {"vllm": {}, "sglang": {}},
@@ -242,7 +242,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     speculative: SpeculativeConfig = setting(
         SpeculativeConfig,
         "Speculative decoding.",
-        unused=NO_ENGINE | {"sglang": "engine_kwargs.sglang takes its speculative_* settings"},
+        unused=NO_ENGINE | {"sglang": "SGLang's needs a GPU; engine_kwargs.sglang takes its settings"},
     )
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
     agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
@@ -268,13 +268,13 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     lora_as_adapter: bool = setting(
         False,
         "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights.",
-        unused=dict.fromkeys(("hf", "refine", "spd"), "the actor's own module generates")
-        | {"sglang": "merged weights are sent"},
+        unused=NO_ENGINE | {"sglang": "merged weights are sent"},
     )
     layered_summon: bool = setting(
         False,
         "Gather LoRA weights layer by layer.",
-        unused=NO_ENGINE | dict.fromkeys(("vllm", "sglang"), "weights are sent in full"),
+        unused=NO_ENGINE,
+        always="weights are gathered update_weights_bucket_megabytes at a time",
     )
     layer_name_map: dict[str, Any] = setting(dict)
     sglang_engine_mode: str = "local"
@@ -282,16 +282,21 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     skip_tokenizer_init: bool = setting(
         False,
         "Start the engine without a tokenizer.",
-        unused=NO_ENGINE | dict.fromkeys(("vllm", "sglang"), "the engine takes and gives token ids"),
+        unused=NO_ENGINE,
+        always="engines take and give token ids",
     )
     quantization: str | None = setting(None, "Quantization of the engine's weights; null for none.", unused=NO_ENGINE)
     quantization_config_file: str | None = setting(
         None,
-        "File with settings of `quantization`.",
-        unused=NO_ENGINE
-        | {
-            "vllm": "engine_kwargs.vllm.hf_overrides takes such settings",
-            "sglang": "engine_kwargs.sglang takes such settings",
-        },
+        "JSON file with settings of `quantization`.",
+        unused=NO_ENGINE,
     )
     enable_sleep_mode: bool = setting(True, "Let the engine sleep.", unused=NO_ENGINE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_parallel_size not in (1, size := self.tensor_model_parallel_size):
+            raise ValueError(
+                f"rollout.expert_parallel_size={self.expert_parallel_size} must be 1, or the ranks of an engine: "
+                f"rollout.tensor_model_parallel_size={size}."
+            )

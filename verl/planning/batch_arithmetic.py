@@ -7,6 +7,8 @@ from typing import Any
 
 from verl.planning.problems import Problem, wrong
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -90,7 +92,8 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
     roles, data, reward = config["actor_rollout_ref"], config["data"], config["reward_model"]
     actor, rollout, ref, model = roles["actor"], roles["rollout"], roles["ref"], roles["model"]
     ranks, log_prob, (prompts_key, size) = rank_count(config), "log_prob_micro_batch_size", prompts_a_step(config)
-    sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": rollout["n"], "prompts_key": prompts_key}
+    n = rollout["n"]
+    sizes = {"n_gpus": ranks, "train_batch_size": size, "rollout_n": n, "prompts_key": prompts_key}
     issues = actor_problems(actor, **sizes)
     issues += one_of(rollout, "actor_rollout_ref.rollout", log_prob, ranks, rollout["log_prob_use_dynamic_bsz"])
     if use_reference_policy and model["lora_rank"] == 0 and model["lora_adapter_path"] is None:
@@ -99,14 +102,17 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         known_keys = {p.key.rpartition(".")[2] for p in issues}
         issues += [p for p in critic_problems(config["critic"], **sizes) if p.key.rpartition(".")[2] not in known_keys]
     used = {"actor_rollout_ref.actor": True, "actor_rollout_ref.ref": use_reference_policy, "critic": use_critic}
+    issues += _other_n(f"{ROLLOUT}.multi_turn.num_repeat_rollouts", rollout["multi_turn"]["num_repeat_rollouts"], n)
     for (prefix, present), role in zip(used.items(), (actor, ref, config["critic"]), strict=True):
         if present:
+            issues += _other_n(f"{prefix}.rollout_n", role["rollout_n"], n)
             owner, section = (f"{prefix}.model", role["model"]) if prefix == "critic" else (prefix, role)
             sequences = role["ulysses_sequence_parallel_size"]
             issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)
             issues += splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
     if reward["enable"]:
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
+        issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, ranks)
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
     issues += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
     if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):
@@ -115,6 +121,13 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         remedy = "Use at least as many, or DAPO with algorithm.filter_groups.enable=true, where several fill it."
         issues.append(wrong(key, f"{rule} {remedy}"))
     return issues
+
+
+def _other_n(key: str, value: int | None, n: int) -> list[Problem]:
+    """A second name of rollout.n (null follows it) with another value."""
+    if value in (None, n):
+        return []
+    return [wrong(key, f"{key}={value}, but {ROLLOUT}.n={n}: both are the samples of a prompt. Set {ROLLOUT}.n only.")]
 
 
 def actor_problems(

@@ -1,6 +1,7 @@
-"""Settings that are accepted and not read: those whose dataclass field says so (`unused`)."""
+"""Settings that are accepted and not read: those whose dataclass field says so (`unused`, `always`)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,6 +15,7 @@ from verl.planning.problems import UNUSED, Problem
 def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     """A problem for each key that this run does not read and whose value is not the default.
 
+    A key whose request always holds is among them where it is turned off.
     `config_type` is the dataclass of the tree. Keys that follow another key are left out: that one is reported.
     """
     try:
@@ -25,8 +27,9 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     mode = select(plain, "actor_rollout_ref.rollout.mode", select(plain, "rollout.mode", None))
     default, problems = config_type(), []
     for key in paths(plain):
-        value, reason = select(plain, key, None), _unused_reason(config_type, key, (rollout, f"{rollout}/{mode}"))
-        if reason is None or key.endswith("._target_") or isinstance(value, Mapping):
+        value = select(plain, key, None)
+        reason = _unused_reason(config_type, key, value, (rollout, f"{rollout}/{mode}"))
+        if not reason or key.endswith("._target_") or isinstance(value, Mapping):
             continue
         if not is_interpolation(select(raw, key, None)) and value != select(default, key, None):
             problem = Problem(UNUSED, key, f"{key}={text(value)} has no effect in this version: {reason}.")
@@ -34,18 +37,19 @@ def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:
     return problems
 
 
-def _unused_reason(owner: type | None, key: str, rollouts: tuple[str | None, ...]) -> str | None:
-    """What happens instead of reading a key, or a section that it is in; None if it is read.
+def _unused_reason(owner: type | None, key: str, value: Any, rollouts: tuple[str | None, ...]) -> str | None:
+    """What happens instead of reading a key, or a section that it is in; None if it is read, or holds anyway.
 
     A reason may depend on the rollout: then it is looked up by each of `rollouts`, "name" and "name/mode".
     """
     for name in key.split("."):
         if owner is None or name not in field_types(owner):
             return None
-        reason = field_metadata(owner, name)["unused"]
+        known = field_metadata(owner, name)
+        reason = known["unused"]
         if isinstance(reason, Mapping):
             reason = next((reason[rollout] for rollout in rollouts if rollout in reason), None)
-        if reason:
-            return reason
+        if reason or (known["always"] and value is False):
+            return reason or known["always"]
         owner = section_type(field_types(owner)[name])
     return None

@@ -35,6 +35,10 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     once), or 1 with an error message. `trainer_class`: a subclass of FSDPSFTTrainer.
     """
     first = int(os.environ.get("RANK", "0")) == 0
+    if (rows := config.data.micro_batch_size) is not None:
+        if first:
+            logger.warning("data.micro_batch_size is an old name; it sets data.micro_batch_size_per_gpu={}", rows)
+        config.data.micro_batch_size_per_gpu = rows
     if config.trainer.dry_run:
         sys.exit(dry_run(config, trainer_class) if first else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:

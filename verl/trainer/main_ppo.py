@@ -73,14 +73,18 @@ def run_ppo(
             raise ConfigError(dict.fromkeys(problems))
     except ValueError as e:
         sys.exit(str(e))
+    from verl.trainer.ppo.worker_groups import nsight_options
+
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     plain = isinstance(runner_class, type)
     with services(config), nullcontext(True) if config.trainer.local else started_session(config) as our_own:
-        if config.trainer.local or (plain and our_own):
+        nsight = nsight_options(config, of_driver=True)
+        if config.trainer.local or (plain and our_own and nsight is None):
             code = run_here(runner_class(), config)  # what the checks imported and a process less to start
         else:
             actor_class = ray.remote(num_cpus=1)(runner_class) if plain else runner_class
-            code = run_until_done(actor_class.remote(), config)
+            profiled = {} if nsight is None else {"runtime_env": {"nsight": nsight}}
+            code = run_until_done(actor_class.options(**profiled).remote(), config)
         if config.ray_kwargs.timeline_json_file and not config.trainer.local:
             ray.timeline(filename=config.ray_kwargs.timeline_json_file)
     if code:

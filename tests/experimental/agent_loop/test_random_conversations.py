@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.dllm_reasoning.models import captured_warnings
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.helpers.chat_templates import FORMATS, byte_tokenizer
 from tests.helpers.configs import SOUND, compose_ppo
+from verl.experimental.agent_loop import tool_agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorkerBase
 from verl.workers.rollout.replica import ServerHandle
 
@@ -29,14 +31,14 @@ def worker_of(tmp_path_factory):
     """A worker for a format and a number of parallel calls."""
 
     @functools.cache
-    def make(name: str, parallel: int) -> AgentLoopWorkerBase:
+    def make(name: str, parallel: int, **more) -> AgentLoopWorkerBase:
         folder = tmp_path_factory.mktemp("format")
         byte_tokenizer(FORMATS[name]).save_pretrained(folder)
         tools = folder / "tools.yaml"
         tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.SayTool", "config": {}}]}))
         parser = "gpt-oss" if name == "gpt-oss" else "hermes"
         multi_turn = {"tool_config_path": str(tools), "max_parallel_calls": parallel, "journal_tool_calls": False,
-                      "max_tool_response_length": 40, "format": parser}  # fmt: skip
+                      "max_tool_response_length": 40, "format": parser, **more}  # fmt: skip
         rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True}
         config = compose_ppo(*SOUND)
         OmegaConf.update(config, "actor_rollout_ref.rollout", rollout | {"multi_turn": multi_turn})
@@ -104,3 +106,42 @@ def test_the_row_is_what_the_engine_saw(worker_of, data):
     assert batch["rollout_log_probs"][0].tolist()[: len(output.response_ids)] == pytest.approx(output.response_logprobs)
     assert batch["response_mask"][0, len(output.response_ids) :].sum() == 0
     assert output.extra_fields["end_reason"] in ("stop", "length")
+
+
+def held(worker, *turns):
+    """(the engine, the output) of a conversation whose tool says "42"."""
+    answers = list(turns)
+    worker.server_manager = engine = ScriptedEngine(worker.rollout_config, lambda *asked: answers.pop(0))
+    output = asyncio.run(
+        worker._run_agent_loop(
+            {"logprobs": True}, {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False},
+            agent_name="tool_agent", raw_prompt=[{"role": "user", "content": "?"}],
+            tools_kwargs={"say": {"execute_kwargs": {"texts": ["42"]}}}, interaction_kwargs={},
+        )
+    )  # fmt: skip
+    return engine, output
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_generation_continues_the_ids_or_the_messages_encoded_at_once(worker_of, at_once):
+    worker = worker_of("chatml", 1, use_inference_chat_template=at_once)
+    tokenizer = worker.tokenizer
+    call, marker = '<tool_call>{"name": "say", "arguments": {"i": 0}}</tool_call>', "<|im_start|>"
+    first = tokenizer(f"a{marker}{call}<|im_end|>", add_special_tokens=False)["input_ids"]
+    engine, output = held(worker, first, tokenizer("b<|im_end|>", add_special_tokens=False)["input_ids"])
+    row, seen = output.prompt_ids + output.response_ids, tokenizer.decode(engine.seen[1])
+    assert (engine.seen[1] == row[: len(engine.seen[1])]) != at_once
+    assert f"a{marker}{call}" in tokenizer.decode(row) and (f"a{call}" in seen) == at_once and "42" in seen
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("strict", 1), ("ignore_strippable", 1), ("disable", 0)])
+def test_ids_that_the_finished_messages_do_not_have_are_reported_once(worker_of, monkeypatch, mode, warned):
+    monkeypatch.setattr(tool_agent_loop, "_warned", False)
+    worker = worker_of("chatml", 1, tokenization_sanity_check_mode=mode)
+    call = worker.tokenizer('<tool_call>{"name": "say", "arguments": {"i": 0}}</tool_call><|im_end|>')["input_ids"]
+    last = worker.tokenizer("b<|im_start|><|im_end|>")["input_ids"]
+    with captured_warnings() as logged:
+        for _ in range(2):
+            held(worker, call, last)
+    named = [line for line in logged if "differ from those of the finished messages" in line]
+    assert len(named) == warned and all("'<|im_start|><|im_end|>' against '<|im_end|>'" in line for line in named)

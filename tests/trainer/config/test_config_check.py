@@ -229,6 +229,21 @@ def test_what_is_not_used_is_not_asked_for():
     assert problems("algorithm.adv_estimator=gae", "critic.enable=true") == []
 
 
+@pytest.mark.parametrize("key", ["actor.rollout_n", "rollout.multi_turn.num_repeat_rollouts"])
+def test_a_second_name_of_the_number_of_samples_agrees_with_it(key):
+    key, name = f"actor_rollout_ref.{key}", "actor_rollout_ref.rollout.n"
+    reported = only(f"{key}=8", f"{name}=4")
+    assert reported.key == key and f"{key}=8, but {name}=4" in reported.message
+    assert problems(f"{key}=4", f"{name}=4") == []
+
+
+@pytest.mark.parametrize(("size", "said"), [(1, None), (4, None), (2, "must be 1, or the ranks of an engine")])
+def test_experts_are_split_over_the_ranks_of_an_engine(size, said):
+    values = (VLLM, "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+              f"actor_rollout_ref.rollout.expert_parallel_size={size}")  # fmt: skip
+    assert problems(*values) == [] if said is None else said in only(*values).message
+
+
 def test_exactly_one_micro_batch_size():
     both = only("actor_rollout_ref.actor.ppo_micro_batch_size=16")
     assert "are both set" in both.message

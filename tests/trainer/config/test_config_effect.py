@@ -2,8 +2,11 @@
 
 import pytest
 from loguru import logger
+from omegaconf import OmegaConf
 
+from scripts.config_files import describe
 from tests.helpers.configs import SOUND, compose_ppo
+from verl.config.engine import FSDPEngineConfig
 from verl.config.ppo import PPOConfig
 from verl.planning.config_effect import unused_settings
 from verl.utils.config import validate_config
@@ -15,22 +18,34 @@ def messages(*overrides):
 
 def test_defaults_and_followers_are_not_reported():
     assert messages() == []
-    key = "actor_rollout_ref.actor.use_torch_compile"  # ref and both engines follow it
-    assert messages(f"{key}=true") == [f"{key}=true has no effect in this version: nothing is compiled."]
+    key = "global_profiler.global_tool_config.torch_memory.stack_depth"  # roles follow it
+    assert messages(f"{key}=8") == []
+    key = "reward_model.rollout.free_cache_engine"
+    assert messages(f"{key}=false") == [
+        f"{key}=false has no effect in this version: vLLM's server sleeps on GPUs only; here it never does."
+    ]
+
+
+def test_what_always_holds_is_reported_only_where_it_is_turned_off():
+    held = ("actor_rollout_ref.actor.entropy_checkpointing", "actor_rollout_ref.model.use_fused_kernels")
+    assert messages(*(f"{key}=true" for key in held)) == messages(*(f"{key}=false" for key in held)) == []
+    tree, key = compose_ppo(*SOUND, config_name="ppo_megatron_trainer"), "actor_rollout_ref.actor.megatron.use_mbridge"
+    assert unused_settings(tree, PPOConfig) == []
+    OmegaConf.update(tree, key, False)
+    (problem,) = unused_settings(tree, PPOConfig)
+    assert problem.message.startswith(f"{key}=false has no effect in this version: weights come from the model")
+    assert describe(FSDPEngineConfig, "use_orig_params") == "Keep the original parameters (always: FSDP2 keeps them)."
 
 
 @pytest.mark.parametrize(
     "override",
     [
-        "actor_rollout_ref.actor.entropy_checkpointing=true",
-        "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.model.use_liger=true",
-        "actor_rollout_ref.model.use_fused_kernels=true",
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
-        "critic.profiler.tool_config.nsys.discrete=true",
+        "actor_rollout_ref.model.fused_kernel_options.impl_backend=triton",
     ],
 )
 def test_a_key_without_effect_is_reported_with_its_value(override):
@@ -42,17 +57,18 @@ def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
     assert messages("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "actor_rollout_ref.rollout.name=own") == []
     name = "actor_rollout_ref.rollout.name=vllm"
     assert messages("actor_rollout_ref.rollout.gpu_memory_utilization=0.8", name) == []
-    assert len(messages("actor_rollout_ref.rollout.layered_summon=true", name)) == 1
+    assert messages("actor_rollout_ref.rollout.layered_summon=true", name) == []
+    assert len(messages("actor_rollout_ref.rollout.layered_summon=true")) == 1
 
 
 def test_they_are_reported_at_the_start_too():
     lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
-    config = compose_ppo(*SOUND, "trainer.use_legacy_worker_impl=disable")
+    config = compose_ppo(*SOUND, "actor_rollout_ref.model.use_liger=true")
     try:
         validate_config(config, use_reference_policy=False, use_critic=False)
     finally:
         logger.remove(sink)
     assert [line.strip() for line in lines if "has no effect" in line] == [
-        "trainer.use_legacy_worker_impl=disable has no effect in this version: there is one worker implementation."
+        "actor_rollout_ref.model.use_liger=true has no effect in this version: Liger's Triton kernels need a GPU."
     ]

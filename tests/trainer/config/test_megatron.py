@@ -8,6 +8,8 @@ from verl.config.ppo import PPOConfig
 from verl.planning.config_check import find_problems
 from verl.planning.config_effect import unused_settings
 from verl.trainer.main_ppo import TaskRunner
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.worker_groups import classes
 from verl.trainer.run.ray_session import run_here
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig, VeOmniEngineConfig
@@ -48,11 +50,24 @@ def test_schedules_and_optimizers_have_other_names():
     assert McoreEngineConfig().use_distributed_optimizer and VeOmniEngineConfig().data_parallel_mode == "fsdp"
 
 
+@pytest.mark.parametrize(("overrides", "seconds"), [
+    ((), 600), (("actor_rollout_ref.nccl_timeout=60",), 60), (("critic.nccl_timeout=900",), 900),
+    (("actor_rollout_ref.nccl_timeout=60", "critic.nccl_timeout=30"), 60),
+])  # fmt: skip
+def test_the_larger_timeout_of_the_roles_of_a_process_is_that_of_its_group(overrides, seconds):
+    workers = {Role.ActorRollout: object, Role.Critic: object}
+    parts = classes(composed(*overrides), workers, "cpu", steps=1)
+    assert parts[Role.ActorRollout].kwargs["config"].nccl_timeout == seconds
+    assert parts[Role.Critic].kwargs["nccl_timeout"] == seconds
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("actor.megatron.expert_model_parallel_size=2", "FSDP2 shards every layer, with all its experts"),
         ("actor.megatron.pipeline_model_parallel_size=4", "Set it to 1"),
+        ("actor.megatron.sequence_parallel=true", "each keeps the activations between layers"),
+        ("rollout.pipeline_model_parallel_size=2", "the ranks of an engine split each layer"),
         ("ref.megatron.context_parallel_size=2", "each rank keeps full sequences"),
         ("actor.megatron.dist_checkpointing_path=/x", "weights come from the model's folder"),
         ("actor.megatron.override_ddp_config.overlap=true", "there is no DDP"),

@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.dllm_reasoning.models import captured_warnings
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.trainer import fsdp_sft_trainer
@@ -85,9 +86,16 @@ def test_a_published_command_passes(published, tiny_llama, name, capsys):
 
 
 def test_settings_without_effect_are_reported(published, tiny_llama, capsys):
-    text = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 2")[2]
-    for key in ("model.use_liger=true", "data.micro_batch_size=4"):
-        assert f"{key} has no effect in this version" in text
+    text = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 1")[2]
+    assert "model.use_liger=true has no effect in this version" in text
+
+
+def test_the_old_name_of_the_micro_batch_size_sets_the_new_one(tmp_path, tiny_llama, capsys):
+    config = compose_sft(write_pairs(tmp_path), tiny_llama, data__micro_batch_size=3, trainer__dry_run="true")
+    with captured_warnings() as logged, pytest.raises(SystemExit):
+        run_sft(config)
+    assert config.data.micro_batch_size_per_gpu == 3 and "of 3 samples" in capsys.readouterr().out
+    assert any("data.micro_batch_size is an old name" in line for line in logged)
 
 
 def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):

@@ -3,6 +3,7 @@
 Not covered here: Ray, several ranks (tests/trainer/ppo/test_ray_trainer_ranks.py).
 """
 
+import dataclasses
 import os
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import AutoModelForTokenClassification, LlamaForCausalLM
 
 from tests.helpers.engines import leave_group
 from tests.helpers.models import CHAT_TEMPLATE, WORDS, make_tokenizer
+from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import compose_run
 from verl.protocol import DataProto
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker
@@ -144,6 +146,43 @@ def test_weights_are_sent_once_per_version_and_are_offloaded_while_the_rollout_g
     events = worker.rollout.events
     assert [e for e in events if e[0] == "weights"] == [("weights", True, "device")] * sum(sent)
     assert [e for e in events if e[0] == "generate"] == [("generate", "cpu")] * 6
+
+
+def test_a_role_says_whether_its_log_probs_are_compiled(worker):
+    engine = dataclasses.replace(worker.actor_config.fsdp_config, use_torch_compile=True)
+    roles = (worker.actor_config, dataclasses.replace(worker.actor_config, use_torch_compile=True),
+             dataclasses.replace(worker.actor_config, fsdp_config=engine))  # fmt: skip
+    assert [worker._make_policy(worker.actor_config, role).compiled for role in roles] == [False, True, True]
+
+
+def scores_of_rows(rank, world_size, section):
+    """rm_scores of this rank's half of four rows."""
+    worker = RewardModelWorker(config=OmegaConf.create(section), device_name="cpu")
+    worker.init_model()
+    own = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
+    ids = torch.randint(5, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(4):
+        mask[row, : row + 1] = mask[row, 12 - row :] = 0
+    rows = {"input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, 6:], "response_mask": mask[:, 6:]}  # fmt: skip
+    scored = worker.compute_rm_score(DataProto.from_dict({name: rows[name][own] for name in rows}))
+    return scored.batch["rm_scores"].numpy()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ranks_share_the_sequences_of_a_reward_model(tiny_llama, tmp_path):
+    sections = []
+    for size in (1, 2):
+        config = run_config(tmp_path, tiny_llama, reward_model__enable="true", reward_model__model__path=tiny_llama,
+                            reward_model__ulysses_sequence_parallel_size=size,
+                            reward_model__micro_batch_size_per_gpu=2)  # fmt: skip
+        sections.append(OmegaConf.to_container(config.reward_model))
+    expected = scores_of_rows(0, 1, sections[0])
+    shared = np.concatenate(run_ranks(scores_of_rows, 2, sections[1]))
+    assert (expected != 0).sum() == 4
+    np.testing.assert_allclose(shared, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("packs", [False, True])

@@ -7,6 +7,8 @@ from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
+from loguru import logger
+
 from verl.experimental.agent_loop.base import (
     AgentLoopBase,
     AgentLoopMetrics,
@@ -100,6 +102,7 @@ class AgentData:
 
 _JOURNALS: "WeakKeyDictionary[DictConfigWrap, ToolJournal]" = WeakKeyDictionary()
 _RUNNERS: "WeakKeyDictionary[DictConfigWrap, ToolRunner]" = WeakKeyDictionary()
+_warned = False  # of a conversation whose ids differ from those of its messages
 _INTERACTIONS: "WeakKeyDictionary[DictConfigWrap, dict[str, BaseInteraction]]" = WeakKeyDictionary()
 
 
@@ -156,6 +159,8 @@ class ToolAgentLoop(AgentLoopBase):
                     except Exception as error:
                         self._failed("release_failed", data.interaction, error)
         conversation = data.conversation
+        if data.user_turns and data.end_reason in ("stop", "turns"):
+            self._check_tokenization(data)
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
             response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
@@ -166,6 +171,17 @@ class ToolAgentLoop(AgentLoopBase):
                 "weights_versions": [version for version, _, _ in conversation.versions], **data.extra_fields,
             },
         )  # fmt: skip
+
+    def _check_tokenization(self, data: AgentData) -> None:
+        """Warn once in a process of ids that differ from those of the finished messages."""
+        global _warned
+        mode = self.settings.tokenization_sanity_check_mode
+        if not _warned and (deviation := self.encoder.deviation(
+            data.conversation.ids, data.messages, self.tool_schemas, mode=mode
+        )):  # fmt: skip
+            _warned = True
+            key = f"rollout.multi_turn.tokenization_sanity_check_mode={mode}"
+            logger.warning(f"conversation {data.request_id}: {deviation} Further ones are not compared ({key}).")
 
     def _interaction_of(self, name: str | None) -> BaseInteraction:
         if name is None and len(self.interactions) == 1:
@@ -186,8 +202,11 @@ class ToolAgentLoop(AgentLoopBase):
         room = self.rollout_config.response_length - len(conversation.response_ids)
         stops = {*sampling_params.get("stop_token_ids", ()), *self.parser.stop_token_ids}
         started = time.perf_counter()
+        ids = conversation.ids
+        if settings.use_inference_chat_template:
+            ids = self.encoder.prompt(data.messages, self.tool_schemas)
         output = await self.server_manager.generate(
-            data.request_id, prompt_ids=conversation.ids,
+            data.request_id, prompt_ids=ids,
             sampling_params={
                 **sampling_params, "max_tokens": min(room, sampling_params.get("max_tokens", room)),
                 "stop_token_ids": sorted(stops),

@@ -89,6 +89,9 @@ def classes(
     correction = rollout_correction(resolved)
     if correction is not None and correction.bypass_mode:
         use_bypass_loss(actor_section.actor.policy_loss, correction)
+    if Role.Critic in mapping:  # it shares the actor's processes and their group
+        critics = resolved.critic.get("nccl_timeout", 0)
+        actor_section.nccl_timeout = max(actor_section.nccl_timeout, critics)
     role = actor_role(mapping)
     actor_class = mapping[Role.ActorRollout]
     parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), device_name=device_name)}
@@ -106,15 +109,19 @@ def classes(
     return parts
 
 
-def nsight_options(config: DictConfig) -> dict[str, str] | None:
-    """Options of `nsys profile` around the ranks (global_profiler.tool=nsys), else None."""
+def nsight_options(config: DictConfig, of_driver: bool = False) -> dict[str, str] | None:
+    """Options of `nsys profile` around the ranks or the driver (global_profiler.tool=nsys), else None."""
     profiler = config.global_profiler
     if profiler.tool != "nsys" or not profiler.steps:
         return None
-    options = OmegaConf.to_container(profiler.global_tool_config.nsys.worker_nsight_options, resolve=True)
-    if options.get("capture-range-end") is None:  # one range for each profile
+    settings = OmegaConf.to_container(profiler.global_tool_config.nsys, resolve=True)
+    options = settings["controller_nsight_options" if of_driver else "worker_nsight_options"]
+    parts = [config.actor_rollout_ref[part] for part in ("actor", "rollout", "ref")] + [config.critic]
+    if not of_driver and options.get("capture-range-end") is None:
         starts = [s for s in profiler.steps if not profiler.profile_continuous_steps or s - 1 not in profiler.steps]
-        options["capture-range-end"] = f"repeat-shutdown:{len(starts)}"
+        discrete = any(part.profiler.tool_config.nsys.discrete for part in [*parts, config.reward_model])
+        # One range for each call, however many there are, or one for each profile.
+        options["capture-range-end"] = "repeat" if discrete else f"repeat-shutdown:{len(starts)}"
     return {name: str(value) for name, value in options.items()}
 
 

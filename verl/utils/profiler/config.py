@@ -14,9 +14,7 @@ TOOLS = ("torch", "torch_memory", "nsys")
 class NsightToolConfig(BaseConfig, section="nsys"):
     """Nsight Systems: capture ranges around the profiled steps (CUDA only)."""
 
-    discrete: bool = setting(
-        False, "One capture range for each call of a role.", unused="a capture range covers the full step"
-    )
+    discrete: bool = setting(False, "One capture range for each call of a role, not for the step.")
     name: str = "nsight"
 
 
@@ -35,7 +33,7 @@ class TorchMemoryToolConfig(BaseConfig, section="torch_memory"):
     """PyTorch's CUDA memory history: one snapshot for each rank and profiled step (CUDA only)."""
 
     trace_alloc_max_entries: int = setting(100_000, "Number of allocations that are kept.", low=1)
-    stack_depth: int = setting(32, "Frames kept of each allocation.", low=1, unused="PyTorch keeps full stacks")
+    stack_depth: int = setting(32, "Frames kept of each allocation.", low=1, always="PyTorch keeps full stacks")
     context: str | None = setting("all", "Events whose stacks are kept.", choices=("all", "alloc", "state"))
     stacks: str = setting("all", "Stacks of Python and C++ (all), or of Python.", choices=("all", "python"))
     kw_args: dict[str, Any] = setting(dict, "Further arguments of PyTorch's memory history; any key.")

@@ -3,7 +3,8 @@
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,32 @@ class TorchMemoryProfiler:
 
 
 class NsightProfiler:
-    """Capture range for `nsys profile --capture-range=cudaProfilerApi` around the worker. Nothing without CUDA."""
+    """Capture ranges for `nsys profile --capture-range=cudaProfilerApi` around the worker. Nothing without CUDA.
+
+    One range from start to stop, or with `discrete` one for each call of a method with `DistProfiler.annotate`.
+    """
+
+    def __init__(self, discrete: bool = False) -> None:
+        self.discrete = discrete
+        self.in_call = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """The range of one call; calls inside belong to it."""
+        if not self.discrete or self.in_call or not torch.cuda.is_available():
+            yield
+            return
+        self.in_call = True
+        torch.cuda.profiler.start()
+        try:
+            yield
+        finally:
+            torch.cuda.profiler.stop()
+            self.in_call = False
 
     def start(self, **kwargs: Any) -> None:
         """Begin the range."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not self.discrete:
             torch.cuda.profiler.start()
 
     def step(self) -> None:
@@ -124,7 +146,7 @@ class NsightProfiler:
 
     def stop(self) -> None:
         """End the range."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not self.discrete:
             torch.cuda.profiler.stop()
 
 
@@ -146,7 +168,7 @@ class DistProfiler:
         elif self.chosen and tool == "torch_memory":
             self.tool = TorchMemoryProfiler(rank, self.config, own)
         elif self.chosen and tool == "nsys":
-            self.tool = NsightProfiler()
+            self.tool = NsightProfiler(bool(own and own.discrete))
 
     def start(self, **kwargs: Any) -> None:
         """Begin to record, unless another role of this process does already."""
@@ -167,8 +189,22 @@ class DistProfiler:
         cls, message: str | None = None, color: str | None = None, domain: str | None = None,
         category: str | None = None, **kwargs_outer: Any,
     ) -> Callable:
-        """Decorator: a range in the profile for each call, named `message` or after the function."""
-        return mark_annotate(message, color, domain, category)
+        """Decorator: a range in the profile for each call, named `message` or after the function.
+
+        With nsys.discrete it is a capture range too.
+        """
+
+        def decorate(func: Callable) -> Callable:
+            marked = mark_annotate(message, color, domain, category)(func)
+
+            @functools.wraps(func)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with _active.call() if isinstance(_active, NsightProfiler) else nullcontext():
+                    return marked(*args, **kwargs)
+
+            return call
+
+        return decorate
 
 
 def finished_update() -> None:

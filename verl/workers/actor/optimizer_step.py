@@ -76,7 +76,7 @@ def update_by_mini_batches(
             mini, _ = engine.joined(mini)
             micros = micro_batches(mini, rows=config.ppo_micro_batch_size_per_gpu, tokens=budget, **cut)
             values = _accumulate(engine, micros, loss_of, counts)
-            step = engine.optimizer_step(max_grad_norm=config.grad_clip)
+            step = engine.optimizer_step(config.optim.max_grad_norm(config.grad_clip))
             finished_update()
             skipped += step.skipped
             if step.skipped:

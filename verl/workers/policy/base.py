@@ -22,6 +22,9 @@ class Policy(ABC):
     #: metrics of |log-prob in the update - log-prob before it|: mean and maximum over counted positions
     drift_metrics: tuple[str, str] = ("actor/logprob_drift", "actor/logprob_drift_max")
 
+    #: whether log-probs and entropy of a vocabulary are compiled (use_torch_compile)
+    compiled: bool = False
+
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:  # noqa: B027
         """Apply model.use_remove_padding and actor.share_prompt_forward; called once, before `bind`."""
 

@@ -60,6 +60,7 @@ class CausalLMPolicy(Policy):
             inputs["packing"] = pack_batch(micro_batch, responses, share_prompt=self.share_prompt)
         inputs["counted"] = micro_batch["counted"] if "counted" in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
+        inputs["compiled"] = self.compiled
         log_probs, entropy = call_as_forward(model, response_log_probs, **inputs, chunk_tokens=self.chunk_tokens)
         return log_probs, (entropy if with_entropy else None)
 
@@ -67,7 +68,7 @@ class CausalLMPolicy(Policy):
 def response_log_probs(
     model: nn.Module, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
     responses: torch.Tensor, temperature: float, with_entropy: bool, chunk_tokens: int, packing: Packing | None = None,
-    counted: torch.Tensor | None = None,
+    counted: torch.Tensor | None = None, compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Log-probs [B, R] and entropy [B, R] (zeros unless requested) of the response tokens, float32; 0 at padding.
 
@@ -75,7 +76,7 @@ def response_log_probs(
     """
     causal, length = causal_model(model), responses.shape[1]
     head, final = causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature)
-    options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
+    options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens, "compiled": compiled}
     if packing is not None:
         states = causal.get_decoder()(**packing.model_inputs(input_ids, position_ids)).last_hidden_state[0]  # [T, H]
         labels = responses.flatten()[packing.answers]

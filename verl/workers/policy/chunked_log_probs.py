@@ -6,6 +6,8 @@ are still in memory, and turns them in place into their own gradient.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,22 +61,23 @@ def is_plain(head: nn.Module) -> bool:
 
 def chunked_log_probs(
     head: nn.Module, final: FinalLogits, hidden: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int,
-    with_entropy: bool = False, with_argmax: bool = False,
+    with_entropy: bool = False, with_argmax: bool = False, compiled: bool = False,
 ) -> HeadOutput:  # fmt: skip
     """Log-probs of `labels` [N] int64 (at least 0) for the states `hidden` [N, H]; not twice differentiable.
 
     The product has the type of the weights (or of autocast), everything after it is float32. Heads that are not
-    `is_plain` (adapters, hooks, sharded by themselves), and calls with argmax, use checkpointed chunks, whose rounding
-    differs in the last bits.
+    `is_plain` (adapters, hooks, sharded by themselves), and calls with argmax or `compiled` (torch.compile of a chunk),
+    use checkpointed chunks, whose rounding differs in the last bits.
     """
-    if not is_plain(head) or with_argmax:
+    if not is_plain(head) or with_argmax or compiled:
+        one_chunk = _compiled_chunk() if compiled else _one_chunk
         pieces = []
         for part, part_labels in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True):
             args = (head, final, part, part_labels, with_entropy, with_argmax)
             if torch.is_grad_enabled():  # autograd recomputes the chunk's logits in the backward pass
-                pieces.append(checkpoint(_one_chunk, *args, use_reentrant=False, preserve_rng_state=False))
+                pieces.append(checkpoint(one_chunk, *args, use_reentrant=False, preserve_rng_state=False))
             else:
-                pieces.append(_one_chunk(*args))
+                pieces.append(one_chunk(*args))
         return HeadOutput(*(torch.cat(column) for column in zip(*pieces, strict=True)))
     weight, bias, device = head.weight, head.bias, hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -94,6 +97,11 @@ def _one_chunk(
     entropy = log_z - (torch.softmax(logits, dim=-1) * logits).sum(-1) if with_entropy else torch.zeros_like(log_probs)
     argmax = logits.detach().argmax(-1) if with_argmax else torch.zeros_like(labels)
     return HeadOutput(log_probs, entropy, argmax)
+
+
+@functools.cache
+def _compiled_chunk() -> Callable[..., HeadOutput]:
+    return torch.compile(_one_chunk, dynamic=True)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

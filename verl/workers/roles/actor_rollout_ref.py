@@ -19,6 +19,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import torch_dtype_of
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.profiler.profile import DistProfiler
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig
@@ -70,7 +71,7 @@ class ActorRolloutRefWorker(ModelWorker):
                 self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size
             )
             self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(section, FSDPActorConfig)
-            self.policy = self._make_policy(self.actor_config)
+            self.policy = self._make_policy(self.actor_config, self.actor_config)
             self.engine = self._make_engine(
                 self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
             )
@@ -88,7 +89,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
             )
             actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
-            self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, self._make_policy(actor_config))
+            policy = self._make_policy(actor_config, ref_config)
+            self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module
 
     @property
@@ -123,8 +125,9 @@ class ActorRolloutRefWorker(ModelWorker):
         engine.initialize()
         return engine
 
-    def _make_policy(self, config: FSDPActorConfig) -> Policy:
+    def _make_policy(self, config: FSDPActorConfig, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
+        policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile
         policy.set_forward(
             remove_padding=self.model_config.use_remove_padding, share_prompt=config.share_prompt_forward
         )
@@ -167,6 +170,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self.rollout_version = None
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
+    @DistProfiler.annotate()
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """meta_info["n"] samples of each prompt [B, P] -> [B * n, P + R], with column weights_version.
 
@@ -207,6 +211,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self.rollout.close()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate()
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """old_log_probs [B, R] and entropys [B, R], float32, of the actor's current weights."""
         self._set_forward_sizes(data, self.config.rollout)
@@ -214,6 +219,7 @@ class ActorRolloutRefWorker(ModelWorker):
         return DataProto.from_dict({"old_log_probs": log_probs, "entropys": entropys})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    @DistProfiler.annotate()
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """ref_log_prob [B, R]: of the reference model, or of the actor without its adapters."""
         self._set_forward_sizes(data, self.config.ref)
@@ -232,6 +238,7 @@ class ActorRolloutRefWorker(ModelWorker):
         data.meta_info["max_token_len"] = section.log_prob_max_token_len_per_gpu
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    @DistProfiler.annotate()
     def update_actor(self, data: DataProto) -> DataProto:
         """PPO updates on this rank's share; the weights' version becomes meta_info["global_steps"]."""
         started = time.perf_counter()

@@ -6,6 +6,7 @@ from verl.config.model import PluginConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler.profile import DistProfiler
 from verl.workers.config import FSDPCriticConfig, HFModelConfig
 from verl.workers.critic import DataParallelPPOCritic
 from verl.workers.engine.fsdp import FSDPEngine
@@ -32,11 +33,13 @@ class CriticWorker(ModelWorker):
         self.critic_lr_scheduler = self.engine.lr_scheduler
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @DistProfiler.annotate()
     def compute_values(self, data: DataProto) -> DataProto:
         """values [B, R] float32."""
         return DataProto.from_dict({"values": self.critic.compute_values(data)})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
+    @DistProfiler.annotate()
     def update_critic(self, data: DataProto) -> DataProto:
         """One round of updates on this rank's share; metrics in meta_info["metrics"]."""
         started = time.perf_counter()

@@ -1,6 +1,7 @@
 """One rank of a reward model that scores complete responses."""
 
 import torch
+import torch.nn.functional as F
 from tensordict import TensorDict
 
 from verl.protocol import DataProto
@@ -9,13 +10,14 @@ from verl.utils.chat_template import render_chat
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.peft_weights import without_adapters
+from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy.attention import make_packable
-from verl.workers.policy.packing import pack_rows
+from verl.workers.policy.attention import CANNOT_SHARE_SEQUENCES, make_packable
+from verl.workers.policy.packing import pack_batch
 from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.roles.critic import value_model
 from verl.workers.roles.ranks import ModelWorker
@@ -38,7 +40,10 @@ class RewardModelWorker(ModelWorker):
             value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name
         )
         self.engine.initialize()
-        self.packs = model.use_remove_padding and make_packable(without_adapters(self.engine.module))
+        shared, inner = self.engine.sequence_parallel_size > 1, without_adapters(self.engine.module)
+        self.packs = (model.use_remove_padding or shared) and make_packable(inner)
+        if shared and not self.packs:
+            raise ValueError(CANNOT_SHARE_SEQUENCES.format(type(inner).__name__))
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:
             trust = model.trust_remote_code
@@ -48,6 +53,7 @@ class RewardModelWorker(ModelWorker):
             self.tokenizer.padding_side = self.tokenizer.truncation_side = "left"
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
+    @DistProfiler.annotate()
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """rm_scores [B, R] float32: each answer's score at its last counted token, 0 elsewhere."""
         settings = self.settings
@@ -56,18 +62,24 @@ class RewardModelWorker(ModelWorker):
         rows = settings.micro_batch_size_per_gpu
         if settings.micro_batch_size is not None:
             rows = max(1, settings.micro_batch_size // self.world_size)
-        budget = settings.forward_max_token_len_per_gpu if settings.use_dynamic_bsz else None
+        tokens = settings.forward_max_token_len_per_gpu * self.engine.sequence_parallel_size
+        budget = tokens if settings.use_dynamic_bsz else None
 
         def last_values(batch: TensorDict) -> list[torch.Tensor]:
-            if self.packs:
-                packing = pack_rows(batch["attention_mask"])
-                flat = packing.model_inputs(batch["input_ids"], batch["position_ids"])
-                values = self.engine.module(**flat).logits[0, :, 0].float()  # [T]
-                return [values[packing.ends[0][1:] - 1]]
-            values = self.engine.module(**dict(batch.items()), use_cache=False).logits[..., 0].float()  # [b, T]
-            positions = torch.arange(values.shape[1], device=values.device)
-            last = torch.where(batch["attention_mask"].bool(), positions, 0).amax(-1, keepdim=True)
-            return [values.gather(1, last).squeeze(1)]
+            mask = batch["attention_mask"]  # [b, T]
+            positions = torch.arange(mask.shape[1], device=mask.device)
+            last = torch.where(mask.bool(), positions, 0).amax(-1, keepdim=True)
+            if not self.packs:
+                values = self.engine.module(**dict(batch.items()), use_cache=False).logits[..., 0].float()
+                return [values.gather(1, last).squeeze(1)]
+            # Rows end with their last token, and with one more, in front of which a packing finds the value.
+            turned = (positions + last + 1) % mask.shape[1]
+            names = ("input_ids", "position_ids", "attention_mask")
+            ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in names}
+            packing = pack_batch(ended, 1)
+            flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])
+            values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()
+            return [packing.answered(values, last.shape).squeeze(1)]
 
         chosen, own = self.engine.joined(chosen)
         micros = micro_batches(chosen, rows=rows, tokens=budget, whole_groups=False)

@@ -1,6 +1,8 @@
 """One rank of a reward model that is served: it owns, or shares with its neighbours, a vLLM server."""
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ class RewardModelServer(LocalVllmServer):
         settings |= {"trust_remote_code": True} if model.trust_remote_code else {}
         settings |= {"tokenizer": os.path.expanduser(model.tokenizer_path)} if model.tokenizer_path else {}
         settings |= {"runner": "pooling"} if discriminative else {}
+        settings |= {"enable_expert_parallel": True} if rollout.expert_parallel_size > 1 else {}
+        if rollout.cudagraph_capture_sizes:
+            settings["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
+        if rollout.limit_images is not None:
+            settings["limit_mm_per_prompt"] = {"image": rollout.limit_images}
         settings |= rollout.engine_kwargs.get("vllm") or {}
         arguments: list[str] = []
         for name, value in settings.items():
@@ -35,7 +42,7 @@ class RewardModelServer(LocalVllmServer):
             if isinstance(value, bool):
                 arguments.append(f"--{flag}" if value else f"--no-{flag}")
             elif value is not None:
-                arguments += [f"--{flag}", str(value)]
+                arguments += [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
         if discriminative:
             self.path, self.first_request = "/classify", {"input": [[0, 1]]}
         length = rollout.max_model_len or rollout.prompt_length + rollout.response_length

@@ -69,6 +69,39 @@ class MessageEncoder:
                 problem = problem or reason
         raise ValueError(f"messages of role {role!r} cannot be added by the chat template: {problem}")
 
+    def without_separator(self, ids: list[int]) -> list[int]:
+        """Ids up to the last turn end; what follows it belongs to the next message, as a model does not generate it."""
+        ends = [i for i, token in enumerate(ids) if token in self.stop_ids]
+        return ids[: ends[-1] + 1] if ends else ids
+
+    def deviation(
+        self, ids: list[int], messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, *,
+        mode: str = "strict", awaits_model: bool = False, cut: bool = False,
+    ) -> str | None:  # fmt: skip
+        """How the ids of a conversation differ from those of its messages, encoded at once; None if they do not.
+
+        `mode` is multi_turn.tokenization_sanity_check_mode: ignore_strippable ignores whitespace around the differing
+        parts, disable compares nothing. `cut`: the end of the last turn may be missing.
+        """
+        if mode == "disable":
+            return None
+        try:
+            expected = self.prompt(messages, tools, add_generation_prompt=awaits_model)
+        except ChatTemplateError as error:
+            return f"the template does not render the finished messages: {error}"
+        if messages[-1]["role"] == "assistant":
+            expected = self.without_separator(expected)
+            expected = expected[: len(ids)] if cut else expected
+        if ids == expected:
+            return None
+        pairs = enumerate(zip(ids, expected, strict=False))
+        start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
+        ours, theirs = (self.tokenizer.decode(side[start:]) for side in (ids, expected))
+        if mode == "ignore_strippable" and ours.strip() == theirs.strip():
+            return None
+        return (f"the ids differ from those of the finished messages, encoded at once, from position {start}: "
+                f"{ours[:80]!r} against {theirs[:80]!r}. The generated ids are kept.")  # fmt: skip
+
     def _difference(
         self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool
     ) -> tuple[list[int] | None, str]:

@@ -173,8 +173,7 @@ class RolloutReplica:
     @property
     def world_size(self) -> int:
         """Ranks of the engine."""
-        config = self.config
-        return config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size
+        return self.config.tensor_model_parallel_size
 
     async def init_hybrid(self, worker_group: Any) -> None:
         """Serve from the ranks that train: the engines of `worker_group`'s rollout."""

@@ -146,10 +146,16 @@ class AsyncRolloutRequest(BaseModel):
         return [schema.model_dump(exclude_none=True) for schema in self.tool_schemas or ()] or None
 
     def get_generation_prompt_ids(self, processing_class: Any) -> list[int]:
-        """All ids so far, with the generation prompt at the end: what an engine is asked to continue."""
+        """All ids so far, with the generation prompt at the end: what an engine is asked to continue.
+
+        With use_inference_chat_template they are those of the messages, encoded at once: a template may leave the
+        reasoning of earlier turns out.
+        """
         if not self._awaits_model:
             self._add(self.generation_prompt_ids[0].tolist())
             self._awaits_model = True
+        if self.use_inference_chat_template:
+            return self._encoder.prompt([message.as_dict() for message in self.messages], self._tools)
         return self._conversation.ids
 
     def add_user_message(self, processing_class: Any, content: str) -> None:
@@ -169,7 +175,7 @@ class AsyncRolloutRequest(BaseModel):
         if content_ids is None:
             base = [*BASE_CHAT_HISTORY, message.as_dict()]
             rendered = self._encoder.prompt(base, self._tools, add_generation_prompt=False)
-            ids = self._without_separator(rendered)[self.base_conv_with_gen_prompt_end_pos :]
+            ids = self._encoder.without_separator(rendered)[self.base_conv_with_gen_prompt_end_pos :]
         else:
             ids = torch.as_tensor(content_ids).reshape(-1).tolist()
         self.messages.append(message)
@@ -211,35 +217,14 @@ class AsyncRolloutRequest(BaseModel):
         """
         self.state = AsyncRolloutRequestStateEnum.COMPLETED
         self.reward_scores = reward_scores
-        if self.tokenization_sanity_check_mode != TokenizationSanityCheckModeEnum.DISABLE:
-            self._compare(finish_reason_type)
+        deviation = self._encoder.deviation(
+            self._conversation.ids, [message.as_dict() for message in self.messages], self._tools,
+            mode=self.tokenization_sanity_check_mode, awaits_model=self._awaits_model,
+            cut=finish_reason_type == FinishReasonTypeEnum.LENGTH,
+        )  # fmt: skip
+        if deviation:
+            logger.warning(f"request {self.request_id}: {deviation}")
         self.truncate_output_ids(processing_class)
-
-    def _compare(self, finish_reason: FinishReasonTypeEnum) -> None:
-        messages = [message.as_dict() for message in self.messages]
-        ids, decode = self._conversation.ids, self._encoder.tokenizer.decode
-        expected = self._encoder.prompt(messages, self._tools, add_generation_prompt=self._awaits_model)
-        if self.messages[-1].role == "assistant":
-            expected = self._without_separator(expected)
-            if finish_reason == FinishReasonTypeEnum.LENGTH:
-                expected = expected[: len(ids)]
-        if ids == expected:
-            return
-        pairs = enumerate(zip(ids, expected, strict=False))
-        start = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(expected)))
-        ours, theirs = decode(ids[start:]), decode(expected[start:])
-        lenient = self.tokenization_sanity_check_mode == TokenizationSanityCheckModeEnum.IGNORE_STRIPPABLE
-        if lenient and ours.strip() == theirs.strip():
-            return
-        logger.warning(
-            f"request {self.request_id}: the ids differ from those of the finished messages, encoded at once, from "
-            f"position {start}: {ours[:80]!r} against {theirs[:80]!r}. The generated ids are kept."
-        )
-
-    def _without_separator(self, ids: list[int]) -> list[int]:
-        """Ids up to the last turn end; what follows it belongs to the next message, as a model does not generate it."""
-        ends = [i for i, token in enumerate(ids) if token in self._encoder.stop_ids]
-        return ids[: ends[-1] + 1] if ends else ids
 
     def truncate_output_ids(self, processing_class: Any) -> None:
         """Cut the response to max_response_len, and the whole to max_model_len, tokens."""

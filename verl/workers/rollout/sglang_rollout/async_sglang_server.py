@@ -75,7 +75,8 @@ class SGLangHttpServer(OwnedServer):
             "max_running_requests": config.max_num_seqs, "disable_radix_cache": not config.enable_prefix_caching,
             "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
             "max_prefill_tokens": max(config.max_num_batched_tokens, context),
-            "disable_cuda_graph": config.enforce_eager, "log_level": "warning",
+            "disable_cuda_graph": config.enforce_eager, "cuda_graph_bs": config.cudagraph_capture_sizes or None,
+            "log_level": "warning" if config.disable_log_stats else "info", "ep_size": config.expert_parallel_size,
             "enable_metrics": config.prometheus.enable,
             "served_model_name": config.prometheus.served_model_name or Path(model.local_path).name,
             "enable_memory_saver": self.gpus is not None and config.enable_sleep_mode and config.free_cache_engine,
@@ -86,6 +87,9 @@ class SGLangHttpServer(OwnedServer):
                 "disable_overlap_schedule": True, "disable_cuda_graph": True,
                 "max_total_tokens": max(context, CPU_CACHE_BYTES // self._bytes_per_token()),
             }  # fmt: skip
+        if config.quantization_config_file is not None:
+            settings = json.loads(Path(config.quantization_config_file).expanduser().read_text())
+            given["json_model_override_args"] = {"quantization_config": settings}
         return given | dict(config.engine_kwargs.get("sglang") or {})
 
     def _bytes_per_token(self) -> int:

@@ -21,7 +21,14 @@ from verl.planning.problems import Problem, absent, register_check
 from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle, ServerUnreachable, host_to_bind
+from verl.workers.rollout.replica import (
+    ServerClient,
+    ServerError,
+    ServerHandle,
+    ServerUnreachable,
+    TokenOutput,
+    host_to_bind,
+)
 from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
@@ -187,9 +194,7 @@ class ServerAdapter(BaseRollout):
         params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
         async with self._client() as client:
             requests = [
-                client.generate(
-                    uuid.uuid4().hex, ids, params | {"sampling_seed": seeds[0] + k}, config.calculate_log_probs
-                )
+                self._answer(client, ids, params | {"sampling_seed": seeds[0] + k})
                 for ids, seeds in zip(request.prompt_ids, request.seeds, strict=True)
                 for k in range(request.n)
             ]
@@ -200,6 +205,19 @@ class ServerAdapter(BaseRollout):
         if config.calculate_log_probs:
             log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
         return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
+
+    async def _answer(self, client: ServerClient, ids: list[int], params: dict[str, Any]) -> TokenOutput:
+        """The answer to one prompt, requested rollout.server.max_attempts times at most."""
+        for attempts_left in reversed(range(self.config.server.max_attempts)):
+            try:
+                return await client.generate(uuid.uuid4().hex, ids, params, self.config.calculate_log_probs)
+            except ServerUnreachable:
+                if self.server is not None:
+                    self.server.seconds_up()  # raises, with its log, if it has ended
+                if not attempts_left:
+                    raise
+                await asyncio.sleep(self.config.server.retry_delay)
+        raise AssertionError
 
     def close(self) -> None:
         if self.server is not None:

@@ -142,8 +142,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             "served_model_name": config.prometheus.served_model_name or Path(model.local_path).name,
             "tensor_parallel_size": config.tensor_model_parallel_size, "quantization": config.quantization,
             "gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": self.can_sleep,
-            "disable_custom_all_reduce": True,
+            "disable_custom_all_reduce": True, "enable_expert_parallel": config.expert_parallel_size > 1,
         }  # fmt: skip
+        if config.quantization_config_file is not None:
+            given["hf_overrides"] = {"quantization_config_file": config.quantization_config_file}
         if config.tensor_model_parallel_size > 1:
             given["distributed_executor_backend"] = "external_launcher"  # takes LOCAL_RANK's device
         elif self.on_cuda:
