@@ -69,18 +69,21 @@ class RefineLoss(AuxiliaryLoss):
     def _rows(self, batch: TensorDict) -> dict[str, torch.Tensor]:
         """Left-padded prompts with responses [b, P+R] as the right-padded rows of `build_layout`, on the CPU.
 
-        Every token of a response is a label, those of tools too, unless its sample counts nowhere.
+        Every token of a response is a label, those of tools too. Samples without labels have no row; if there are no
+        others, the first one has a row, since each rank must make the same forwards.
         """
         generated = batch["response_mask"]  # [b, R], 1 = generated token
         counts = generated.sum(-1) > 0  # [b]
         if self.config.refine_loss.samples == "positive":
             counts = counts & ((batch["advantages"] * generated).sum(-1) > 0)
-        attended, ids = batch["attention_mask"].bool().cpu(), batch["input_ids"].cpu()
+        counts = counts.cpu()
+        kept = counts if counts.any() else torch.arange(len(counts)) == 0
+        attended, ids = batch["attention_mask"].bool().cpu()[kept], batch["input_ids"].cpu()[kept]
         answer = torch.arange(ids.shape[1]) >= ids.shape[1] - generated.shape[1]
-        answer = attended & answer & counts.cpu()[:, None]
+        answer = attended & answer & counts[kept][:, None]
         columns = {"input_ids": ids, "attention_mask": attended.long(), "response_mask": answer.long()}
         rows = {
-            name: pad_sequence([row[kept] for row, kept in zip(column, attended, strict=True)], batch_first=True)
+            name: pad_sequence([row[mask] for row, mask in zip(column, attended, strict=True)], batch_first=True)
             for name, column in columns.items()
         }
         positions = torch.arange(rows["input_ids"].shape[1])
