@@ -40,7 +40,7 @@ from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw
 from verl.report.page import write_report
 from verl.utils.fingerprint import model_dir_fingerprint
 
-BUDGET_S = {"set-up": 400.0, "student": 120.0, "GRPO": 1400.0, "distillation": 300.0, "generation": 300.0}
+BUDGET_S = {"set-up": 400.0, "student": 120.0, "GRPO": 1200.0, "distillation": 300.0, "generation": 300.0}
 STEPS, STUDENT_STEPS, VALIDATIONS = 60, 60, 6
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 STUDENT = {"steps": 400, "layers": 2, "bare": 0.35}  # it often answers without its work
