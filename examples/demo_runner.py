@@ -19,6 +19,8 @@ LOG_EVERY_S = 20.0  # between progress lines on a console without progress bars
 TAIL_BYTES = 65_536  # of metrics.jsonl: several rows
 STOP_TIMEOUT_S = 120.0  # a stopped training finishes its start-up or step, and saves
 console = Console()
+Job = tuple[list[str], Path]
+"""A command and the file that takes its output."""
 
 
 class PhaseFailed(RuntimeError):
@@ -34,26 +36,34 @@ def run_logged(command: list[str], log: Path, watch: Callable[[], None] | None =
 
 
 def run_side_by_side(
-    jobs: Sequence[tuple[list[str], Path]], watch: Callable[[], None] | None = None, env: dict | None = None
-) -> list[float]:
-    """Run commands in parallel, each as run_logged does; returns their CPU seconds. If one fails, all are stopped."""
-    children = [_start(command, log, env) for command, log in jobs]
-    seconds = [0.0] * len(jobs)
+    jobs: Sequence[Job], watch: Callable[[], None] | None = None, env: dict | None = None, at_once: int | None = None,
+    ended: Callable[[Job], None] | None = None,
+) -> list[float]:  # fmt: skip
+    """Run commands in parallel, each as run_logged does; returns their CPU seconds. If one fails, all are stopped.
+
+    No more than `at_once` run at a time (None: all). `ended` is called with each job that has succeeded.
+    """
+    children: dict[int, subprocess.Popen] = {}  # by the job's number, those that run
+    waiting, seconds = list(range(len(jobs))), [0.0] * len(jobs)
     try:
-        while any(child.returncode is None for child in children):
-            for i, (child, (command, log)) in enumerate(zip(children, jobs, strict=True)):
-                if child.returncode is None:
-                    seconds[i] = _poll(child)
-                    if child.returncode:
-                        raise _failed(command, log, child.returncode)
+        while waiting or children:
+            while waiting and len(children) < (at_once or len(jobs)):
+                children[waiting[0]] = _start(*jobs[waiting[0]], env)
+                del waiting[0]
+            for i, child in list(children.items()):
+                seconds[i] = _poll(child)
+                if child.returncode:
+                    raise _failed(*jobs[i], child.returncode)
+                if child.returncode == 0:
+                    del children[i]
+                    if ended is not None:
+                        ended(jobs[i])
             if watch is not None:
                 watch()
             time.sleep(0.5)
     except BaseException:
-        _stop([(child, command) for child, (command, _) in zip(children, jobs, strict=True)])
+        _stop([(child, jobs[i][0]) for i, child in children.items()])
         raise
-    if watch is not None:
-        watch()
     return seconds
 
 
@@ -104,7 +114,8 @@ class ProgressLog:
 class TrainingWatch:
     """Updates a progress bar for each run, by name (folder, steps), from the metrics.jsonl that its trainer appends to.
 
-    `describe` makes the text of a row from its metrics; rows without a text are not shown.
+    `describe` makes the text of a row from its metrics; rows without a text are not shown. Where no bar is drawn, runs
+    that have ended are left out.
     """
 
     def __init__(
@@ -116,11 +127,12 @@ class TrainingWatch:
 
     def __call__(self) -> None:
         texts = []
-        for name, (run, _) in self.runs.items():
+        for name, (run, steps) in self.runs.items():
             for row in reversed(last_rows(run / "metrics.jsonl")):
                 if text := self.describe(row["data"]):
-                    texts.append(f"{name}: step {row['step']}  {text}")
-                    self.progress.update(self.tasks[name], completed=row["step"], description=texts[-1])
+                    text = f"{name}: step {row['step']}  {text}"
+                    self.progress.update(self.tasks[name], completed=row["step"], description=text)
+                    texts += [text] * (row["step"] < steps)
                     break
         if texts:
             self.log("; ".join(texts))

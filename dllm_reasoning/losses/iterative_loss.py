@@ -4,6 +4,8 @@ The prediction that is fed back carries no gradient, so each round's backward pa
 not grow with the number of rounds, and the gradient is that of the summed loss.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,6 +20,7 @@ from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.workers.policy.causal_lm import call_as_forward, causal_model
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
+from verl.workers.policy.packing import Packing
 
 Backward = Callable[[torch.Tensor, bool], None]
 """Takes a scalar loss and whether it is the last before ranks exchange gradients (BaseEngine.backward)."""
@@ -45,17 +48,18 @@ class IterativeLoss:
 
     def run(
         self, model: nn.Module, layout: Layout, backward: Backward | None, *, scale: float, ar_scale: float,
-        is_last: bool = True, warm_up: int = 0, rounds: int | None = None,
+        is_last: bool = True, warm_up: int = 0, rounds: int | None = None, read: ReadBefore | None = None,
     ) -> RoundLosses:  # fmt: skip
         """Every round of one micro-batch, or the first `rounds` of them; without `backward` only their losses.
 
         Before the backward pass sums are multiplied by `scale` (rounds) and `ar_scale` (clean text): the number of
-        ranks over the global count. `warm_up` rounds without gradient come first (trajectory). Raises ValueError if the
-        layout has a prefix and the model's attention cannot be described by one mask.
+        ranks over the global count. `warm_up` rounds without gradient come first (trajectory). With `read`, the layout
+        is a flat row without a prefix. Raises ValueError if the layout has a prefix and the model's attention cannot be
+        described by one mask.
         """
         if layout.prefix is not None and (problem := mask_problem(model)):
             raise ValueError(f"{type(causal_model(model)).__name__} {problem}: rounds cannot share a prefix.")
-        forward = _TailForward(model, layout, self.share and layout.prefix is not None)
+        forward = _TailForward(model, layout, self.share and layout.prefix is not None, read)
         ids = layout.tail.ids
         with torch.no_grad():
             for _ in range(warm_up):
@@ -73,7 +77,7 @@ class IterativeLoss:
                 last = is_last and forward.cache is None and k + 1 == len(weights)
                 backward(weight * loss + ar_weight * prefix_loss, last)
             ids = greedy_decode_response(ids, greedy, layout.region) if decode else layout.clean
-        if forward.cache is not None and backward is not None:
+        if forward.cache is not None and read is None and backward is not None:
             backward(forward.prefix_loss * ar_weight + forward.cache.surrogate(), is_last)
         if layout.whole_prefix:
             ar = sums[0][1] if forward.cache is None else forward.prefix_loss.detach()
@@ -86,9 +90,9 @@ class _TailForward:
     """Forwards over a layout's tail. Its prefix, if any, is computed once here and shared by all of them (`cache`), or
     repeated in front of the tail in each."""
 
-    def __init__(self, model: nn.Module, layout: Layout, share: bool) -> None:
-        self.model, self.layout = model, layout
-        self.cache: SharedPrefix | None = None
+    def __init__(self, model: nn.Module, layout: Layout, share: bool, read: ReadBefore | None) -> None:
+        self.model, self.layout, self.packing = model, layout, read and read.packing
+        self.cache: SharedPrefix | None = read and read.cache
         dtype = next(model.parameters()).dtype
         if share:
             # Right-padded, so causal attention suffices; the tail's mask hides the padding.
@@ -97,7 +101,7 @@ class _TailForward:
             self.prefix_loss = _sum(losses, layout.prefix)
             self.cache.lend()
             dtype = self.cache.layers[0].keys.dtype
-        self.mask = self._mask(dtype)
+        self.mask = self._mask(dtype) if read is None else None
 
     def __call__(
         self, ids: torch.Tensor, *, decode: bool, with_prefix_loss: bool = False
@@ -128,7 +132,7 @@ class _TailForward:
     def _predict(
         self, tokens: Tokens, mask: torch.Tensor | None, decoded: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return call_as_forward(self.model, predict_tokens, tokens, mask, self.cache, decoded)
+        return call_as_forward(self.model, predict_tokens, tokens, mask, self.cache, decoded, self.packing)
 
     def _mask(self, dtype: torch.dtype) -> torch.Tensor:
         """[B, Q] (1 = token) without a prefix; else additive: [B, 1, Q, P + Q] if shared, [B, 1, P + Q, P + Q]."""
@@ -179,26 +183,44 @@ class SharedPrefix(Cache):
             pair = (layer.keys, layer.values)
             layer.lent = tuple(t.detach().requires_grad_(t.requires_grad) for t in pair)
 
+    def return_gradients(self) -> None:
+        """Let a backward pass that goes through the prefix for another loss take the rounds' gradients along."""
+        for layer in self.layers:
+            for own, lent in zip((layer.keys, layer.values), layer.lent, strict=True):
+                if lent.grad is not None:
+                    own.register_hook(lambda gradient, added=lent.grad: gradient + added)
+
     def surrogate(self) -> torch.Tensor:
         """Sum of each key and value times its accumulated gradient; layers that no round attended to add nothing."""
         pairs = [pair for layer in self.layers for pair in zip((layer.keys, layer.values), layer.lent, strict=True)]
         return sum((own * lent.grad).sum() for own, lent in pairs if lent.grad is not None)
 
 
+@dataclass
+class ReadBefore:
+    """A prefix that another forward has read, in the flat row of a Packing: its keys and values, which are lent, and
+    how the tail, a flat row [1, N], attends to them and to itself."""
+
+    cache: SharedPrefix
+    packing: Packing
+
+
 def predict_tokens(
     model: nn.Module, tokens: Tokens, mask: torch.Tensor | None, cache: SharedPrefix | None,
-    decoded: torch.Tensor | None,
+    decoded: torch.Tensor | None, packing: Packing | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(cross-entropy [B, N] float32, greedy tokens [B, N] int64) of tokens [B, N], position i predicting i + 1.
 
     The cross-entropy is 0 where the label is IGNORED. Greedy tokens are computed where `decoded` (bool [B, N]) is True,
-    0 elsewhere. mask: as the decoder takes it, None = causal.
+    0 elsewhere. mask: as the decoder takes it, None = causal; tokens in a flat row have their `packing` instead.
     """
     causal = causal_model(model)
-    hidden = causal.get_decoder()(
-        input_ids=tokens.ids, attention_mask=mask, position_ids=tokens.positions, past_key_values=cache,
-        use_cache=cache is not None,
-    ).last_hidden_state  # fmt: skip
+    if packing is None:
+        inputs = {"input_ids": tokens.ids, "attention_mask": mask, "position_ids": tokens.positions,
+                  "past_key_values": cache, "use_cache": cache is not None}  # fmt: skip
+    else:
+        inputs = packing.model_inputs(tokens.ids, tokens.positions, cache)
+    hidden = causal.get_decoder()(**inputs).last_hidden_state
     counted = tokens.labels != IGNORED
     at = counted if decoded is None else counted | decoded
     labels = tokens.labels[at]  # [M], of hidden states [M, H]

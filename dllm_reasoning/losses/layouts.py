@@ -65,6 +65,11 @@ class Layout:
     noised: int
     whole_prefix: bool = False
 
+    def flat_tail(self) -> Layout:
+        """The rows of the tail one after another in one row, without the prefix."""
+        tail = Tokens(*(column.reshape(1, -1) for column in self.tail.columns))
+        return Layout(None, tail, self.region.reshape(1, -1), self.clean.reshape(1, -1), None, self.noised)
+
     def to(self, device: torch.device | str) -> Layout:
         moved = {name: getattr(self, name) for name in ("prefix", "tail", "region", "clean", "seen")}
         return replace(self, **{name: None if part is None else part.to(device) for name, part in moved.items()})

@@ -9,13 +9,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dllm_reasoning.config.iterative import IterativeConfig
 from dllm_reasoning.inference.settings import NOISE_KEY, trained_window
-from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
-from dllm_reasoning.losses.layouts import build_layout, count_labels
+from dllm_reasoning.losses.iterative_loss import IterativeLoss, ReadBefore, SharedPrefix, sharing
+from dllm_reasoning.losses.layouts import Layout, build_layout, count_labels
+from dllm_reasoning.utils.attention import window_of
 from verl.protocol import DataProto
 from verl.workers.actor.base import AuxiliaryLoss, register_auxiliary_loss
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
+from verl.workers.policy.attention import NAME, NAME_OF_FLASH
 from verl.workers.policy.causal_lm import causal_model
+from verl.workers.policy.packing import Packing, pack_batch
 
 
 @register_auxiliary_loss("refine_loss")
@@ -24,7 +27,12 @@ class RefineLoss(AuxiliaryLoss):
 
     Where windows begin depends on a sample's tokens only, so neither the cut into micro-batches nor the number of ranks
     changes the loss. With `refine_loss.samples=positive`, samples of advantage 0 or less have no labels.
+
+    The clean text in front of a window is what the policy's forward reads. If that is packed, windows attend to its
+    keys and values, and its backward pass takes their gradients along; else the text is read again for them.
     """
+
+    cache: SharedPrefix | None = None
 
     def __init__(self, config: FSDPActorConfig, engine: FSDPEngine) -> None:
         model = causal_model(engine.module)
@@ -45,6 +53,13 @@ class RefineLoss(AuxiliaryLoss):
         share = sharing(model, "auto", settings.num_iterations, packed=True)
         self.loss = IterativeLoss(self.noise.round_weights, ar_weight=0.0, share=share)
         self.labels = 0
+        packed = model.config._attn_implementation in (NAME, NAME_OF_FLASH)
+        whole_rows = config.ulysses_sequence_parallel_size == 1 and window_of(model.config) is None
+        self.needs_cache = share and packed and whole_rows
+
+    def new_cache(self) -> SharedPrefix:
+        self.cache = SharedPrefix(causal_model(self.engine.module).config.num_hidden_layers)
+        return self.cache
 
     def begin(self, mini: DataProto) -> None:
         """Count the labels of a mini-batch over all ranks: a collective call."""
@@ -57,30 +72,74 @@ class RefineLoss(AuxiliaryLoss):
     def backward(self, batch: TensorDict) -> dict[str, float]:
         """Add the weighted gradient of a micro-batch; its share of actor/refine_loss, a mean over labels and rounds."""
         rows, ranks = self._rows(batch), self.engine.get_data_parallel_size()
-        layout = build_layout(rows, seeds_of(rows), self.noise, self.noise_token).to(self.engine.device)
-        share = ranks / max(1, self.labels) / self.noise.num_iterations
+        layout, read = build_layout(rows, seeds_of(rows), self.noise, self.noise_token), None
+        if self.cache is not None:
+            self.cache.lend()
+            read = ReadBefore(self.cache, self._packing(batch, rows, layout))
+            layout, self.cache = layout.flat_tail(), None
+        layout, share = layout.to(self.engine.device), ranks / max(1, self.labels) / self.noise.num_iterations
         with self.engine.autocast():
             losses = self.loss.run(
                 self.engine.module, layout, lambda loss, _: self.engine.backward(loss, is_last_micro_batch=False),
-                scale=self.config.refine_loss_coef * share, ar_scale=0.0, is_last=False,
+                scale=self.config.refine_loss_coef * share, ar_scale=0.0, is_last=False, read=read,
             )  # fmt: skip
+        if read is not None:
+            read.cache.return_gradients()
         return {"actor/refine_loss": sum(losses.rounds).item() * share}
+
+    def _packing(self, batch: TensorDict, rows: dict[str, torch.Tensor], layout: Layout) -> Packing:
+        """How the windows of `layout`, a flat row, attend to the policy's flat row and, after it, to themselves."""
+        responses = batch["response_mask"].shape[1]
+        policy = pack_batch(batch, responses, share_prompt=self.config.share_prompt_forward)
+        attended = batch["attention_mask"].bool().cpu()
+        flat = torch.full((attended.numel(),), -1)
+        flat[policy.tokens.cpu()] = torch.arange(policy.length)
+        flat, number = flat.view(attended.shape), torch.arange(len(attended))
+        has_prompt = flat[:, -responses - 1] >= 0  # the prompt's last token; it serves the rows after it too
+        serves = (number * has_prompt).cummax(0).values
+        flat[:, :-responses] = flat[serves, :-responses]
+        kept = self._kept(batch)
+        before = [row[mask] for row, mask in zip(flat[kept], attended[kept], strict=True)]
+        width, count = self.noise.block_length, layout.tail.ids.shape[1]
+        own = policy.length + torch.arange(len(before) * count).view(-1, count)
+        keys = torch.cat([part for pair in zip(before, own, strict=True) for part in pair])
+        lengths = rows["attention_mask"].sum(1)  # [B]
+        committed = layout.seen[:, :, : rows["input_ids"].shape[1]].sum(-1)  # [B, Q]: clean tokens that a query sees
+        column, query = torch.arange(int(lengths.max()) + count), torch.arange(count)
+        window = column - lengths[:, None, None]  # [B, 1, K]: number of the key among the row's window tokens
+        clean = column < committed[..., None]
+        same = (window // width == (query // width)[:, None]) & (window <= query[:, None]) & (window >= 0)
+        sizes = torch.stack([torch.full_like(lengths, count), lengths + count], 1)
+        none = torch.empty(0, dtype=torch.int64, device=self.engine.device)
+        tokens = torch.arange(len(before) * count, device=self.engine.device)
+        return Packing(tokens, none, none, sizes, keys, (clean | same).unsqueeze(1), in_one_part=True)
+
+    def _counts(self, batch: TensorDict) -> torch.Tensor:
+        """Which samples have labels: bool [b], on the CPU."""
+        generated = batch["response_mask"]  # [b, R], 1 = generated token
+        counts = generated.sum(-1) > 0
+        if self.config.refine_loss.samples == "positive":
+            counts = counts & ((batch["advantages"] * generated).sum(-1) > 0)
+        return counts.cpu()
+
+    def _kept(self, batch: TensorDict) -> torch.Tensor:
+        """Which samples have a row: bool [b], on the CPU, at least one."""
+        counts = self._counts(batch)
+        return counts if counts.any() else torch.arange(len(counts)) == 0
 
     def _rows(self, batch: TensorDict) -> dict[str, torch.Tensor]:
         """Left-padded prompts with responses [b, P+R] as the right-padded rows of `build_layout`, on the CPU.
 
-        Every token of a response is a label, those of tools too, unless its sample counts nowhere.
+        Every token of a response is a label, those of tools too. Samples without labels have no row; if there are no
+        others, the first one has a row, since each rank must make the same forwards.
         """
-        generated = batch["response_mask"]  # [b, R], 1 = generated token
-        counts = generated.sum(-1) > 0  # [b]
-        if self.config.refine_loss.samples == "positive":
-            counts = counts & ((batch["advantages"] * generated).sum(-1) > 0)
-        attended, ids = batch["attention_mask"].bool().cpu(), batch["input_ids"].cpu()
+        generated, counts, kept = batch["response_mask"], self._counts(batch), self._kept(batch)
+        attended, ids = batch["attention_mask"].bool().cpu()[kept], batch["input_ids"].cpu()[kept]
         answer = torch.arange(ids.shape[1]) >= ids.shape[1] - generated.shape[1]
-        answer = attended & answer & counts.cpu()[:, None]
+        answer = attended & answer & counts[kept][:, None]
         columns = {"input_ids": ids, "attention_mask": attended.long(), "response_mask": answer.long()}
         rows = {
-            name: pad_sequence([row[kept] for row, kept in zip(column, attended, strict=True)], batch_first=True)
+            name: pad_sequence([row[mask] for row, mask in zip(column, attended, strict=True)], batch_first=True)
             for name, column in columns.items()
         }
         positions = torch.arange(rows["input_ids"].shape[1])

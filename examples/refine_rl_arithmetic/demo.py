@@ -3,9 +3,10 @@
     python -m examples.refine_rl_arithmetic.demo [--seeds 0 1 2] [--steps 60] [--dllm DIR] [--out DIR]
 
 Starts from the refined model and the twin of `make demo-dllm` (--dllm). Per seed four runs from the refined model with
-the same prompts and draws (RUNS), two at a time, one thread each. Then a small student twice: distilled from the twin
-(opd), and trained by GRPO. Ends with the times of generation, the acceptance criteria (results.py), OUT/result.json
-and OUT/curves.png; OUT/seed0/refine_all/report.html has the curves, too.
+the same prompts and draws (RUNS), two at a time, one thread each. A small student twice: distilled from the twin (opd),
+and trained by GRPO. Ends with the times of generation, the acceptance criteria (results.py), OUT/result.json and
+OUT/curves.png; OUT/seed0/refine_all/report.html has the curves, too. A killed demo resumes: runs that have ended are
+kept, as long as their commands and models are the same; delete OUT to start over.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ import pandas as pd
 
 from examples.demo_runner import (
     ROOT,
+    Job,
     PhaseFailed,
     Phases,
     TrainingWatch,
     console,
     make_progress,
-    run_logged,
     run_side_by_side,
 )
 from examples.dllm_arithmetic.demo import trained_model
@@ -37,8 +38,9 @@ from examples.grpo_arithmetic.acceptance import lines
 from examples.grpo_arithmetic.demo import describe
 from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw_curves, same_steps, series, time_table
 from verl.report.page import write_report
+from verl.utils.fingerprint import model_dir_fingerprint
 
-BUDGET_S = {"set-up": 400.0, "student": 120.0, "GRPO": 2400.0, "distillation": 500.0, "generation": 300.0}
+BUDGET_S = {"set-up": 400.0, "student": 120.0, "GRPO": 1200.0, "distillation": 300.0, "generation": 300.0}
 STEPS, STUDENT_STEPS, VALIDATIONS = 60, 60, 6
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 STUDENT = {"steps": 400, "layers": 2, "bare": 0.35}  # it often answers without its work
@@ -98,16 +100,36 @@ def training_command(model: Path, data: Path, run: Path, steps: int, seed: int, 
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in settings.items())]
 
 
-def train(model: Path, data: Path, out: Path, steps: int, seed: int, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Train from scratch (older runs are removed), two runs at a time, one thread each, under progress bars."""
-    for pair in zip(*[iter(runs)] * 2, strict=True):
-        for name in pair:
-            shutil.rmtree(out / name, ignore_errors=True)
-        jobs = [(training_command(model, data, out / name, steps, seed, runs[name]), out / f"{name}.log")
-                for name in pair]  # fmt: skip
-        with make_progress() as progress:
-            watch = TrainingWatch(progress, {name: (out / name, steps) for name in pair}, describe)
-            run_side_by_side(jobs, watch, ONE_THREAD)
+def run_once(jobs: Sequence[Job], inputs: Sequence[Path], watch: Callable[[], None] | None = None) -> None:
+    """Run the jobs that have not ended before, two at a time, one thread each.
+
+    A job with the log NAME.log leaves NAME.done.json when it has ended: its command and hashes of the models in
+    `inputs`. If these differ now, it runs again. Before it starts, the folder NAME is removed.
+    """
+    models = {str(path): model_dir_fingerprint(path) for path in inputs}
+    records = {log: json.dumps({"command": command, "models": models}, indent=1) for command, log in jobs}
+    left = []
+    for command, log in jobs:
+        done = log.with_suffix(".done.json")
+        if not done.exists() or done.read_text() != records[log]:
+            done.unlink(missing_ok=True)
+            shutil.rmtree(log.with_suffix(""), ignore_errors=True)
+            left.append((command, log))
+    if len(left) < len(jobs):
+        console.print(f"  {len(jobs) - len(left)} of {len(jobs)} kept from an earlier run of the demo")
+    run_side_by_side(left, watch, ONE_THREAD, at_once=2,
+                     ended=lambda job: job[1].with_suffix(".done.json").write_text(records[job[1]]))  # fmt: skip
+
+
+def train(
+    model: Path, data: Path, runs: Mapping[Path, tuple[int, Mapping[str, Any]]], steps: int, *inputs: Path
+) -> None:
+    """Train each run, a folder with its seed and settings, under progress bars; `inputs`: models that it needs too."""
+    jobs = [(training_command(model, data, run, steps, *settings), run.with_suffix(".log"))
+            for run, settings in runs.items()]  # fmt: skip
+    with make_progress() as progress:
+        names = {f"{run.parent.name} {run.name}": (run, steps) for run in runs}
+        run_once(jobs, [model, *inputs], TrainingWatch(progress, names, describe))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -136,35 +158,35 @@ def main(argv: list[str] | None = None) -> int:
     write_questions(tables, out / "data")
     make = [sys.executable, "-m", "examples.dllm_arithmetic.make_base", "--out", str(out / "student"),
             *(part for name, value in STUDENT.items() for part in (f"--{name}", str(value)))]  # fmt: skip
+    students = {out / "students" / name: (args.seeds[0], more) for name, more in students_of(teacher).items()}
+    trained = {out / f"seed{seed}" / name: (seed, more) for seed in args.seeds for name, more in RUNS.items()}
 
     def generation() -> None:
         draft = trained_model(out / "students" / "opd", "actor")
-        run_logged([sys.executable, "-m", "examples.refine_rl_arithmetic.generation", "--model", str(refined),
-                    "--draft", str(draft), "--questions", str(tables / "test.parquet"), "--out",
-                    str(out / "generation.json")], out / "generation.log", env=ONE_THREAD)  # fmt: skip
+        command = [sys.executable, "-m", "examples.refine_rl_arithmetic.generation", "--model", str(refined),
+                   "--draft", str(draft), "--questions", str(tables / "test.parquet"), "--out",
+                   str(out / "generation.json")]  # fmt: skip
+        run_once([(command, out / "generation.log")], [refined, draft])
 
     try:
-        phases.run("student", lambda: run_logged(make, out / "student.log"))
+        phases.run("student", lambda: run_once([(make, out / "student.log")], []))
         phases.run("distillation", lambda: train(
-            out / "student" / "model", out / "data", out / "students", args.student_steps, args.seeds[0],
-            students_of(teacher),
+            out / "student" / "model", out / "data", students, args.student_steps, teacher
         ))  # fmt: skip
         phases.run("generation", generation)
-        phases.run("GRPO", lambda: [
-            train(refined, out / "data", out / f"seed{seed}", args.steps, seed, RUNS) for seed in args.seeds
-        ])  # fmt: skip
+        phases.run("GRPO", lambda: train(refined, out / "data", trained, args.steps))
     except PhaseFailed as failure:
         console.print(str(failure), style="red", markup=False)  # a log may contain brackets
         return 1
     runs = {name: [series(out / f"seed{seed}" / name) for seed in args.seeds] for name in RUNS}
-    students = {name: series(out / "students" / name) for name in students_of(teacher)}
+    taught = {run.name: series(run) for run in students}
     same = [same_steps(out / f"seed{seed}" / "plain", out / f"seed{seed}" / "refine") for seed in args.seeds]
     times = json.loads((out / "generation.json").read_text())
-    criteria = criteria_of(runs, students, same, times)
-    result = {"seeds": args.seeds, "runs": runs, "students": students, "same_steps": same, "generation": times,
+    criteria = criteria_of(runs, taught, same, times)
+    result = {"seeds": args.seeds, "runs": runs, "students": taught, "same_steps": same, "generation": times,
               "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
     (out / "result.json").write_text(json.dumps(result, indent=1))
-    draw_curves(runs, students, out / "curves.png")
+    draw_curves(runs, taught, out / "curves.png")
     shown = out / f"seed{args.seeds[0]}" / "refine_all"
     shutil.copy(out / "curves.png", shown / "curves.png")
     console.print(time_table(times), phases.table())

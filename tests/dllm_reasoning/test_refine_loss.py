@@ -11,7 +11,11 @@ from dllm_reasoning.losses.refine_loss import RefineLoss, seeds_of
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning.models import tiny
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
+from tests.helpers.ranks import run_ranks
 from verl.config.actor import RefineLossConfig
+from verl.workers.actor import DataParallelPPOActor
+from verl.workers.config import FSDPActorConfig
+from verl.workers.policy import get_policy
 
 WINDOW, NOISE, WINDOWS = 4, 3, 2
 
@@ -92,6 +96,63 @@ def test_cuts_do_not_change_the_update(model_path):
         changed = weights_of(pieces.engine)
         for name, weight in weights_of(whole.engine).items():
             np.testing.assert_allclose(changed[name], weight, atol=2e-4)
+
+
+def changes(path, data, *, apart, shared, **more):
+    """Metrics of an update, and what it subtracts from the weights at learning rate 1; `apart`: windows read again what
+    the policy has read."""
+    engine = make_engine(path, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e6})
+    policy = get_policy("causal_lm")
+    policy.set_forward(remove_padding=True, share_prompt=shared)
+    config = FSDPActorConfig(
+        ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=4, rollout_n=4, grad_clip=1e6, refine_loss_coef=0.5,
+        refine_loss=RefineLossConfig(windows_per_sample=WINDOWS, **more), share_prompt_forward=shared,
+    )  # fmt: skip
+    actor = DataParallelPPOActor(config, engine, policy)
+    (loss,) = actor.auxiliary_losses
+    assert loss.needs_cache
+    loss.needs_cache = not apart
+    before = weights_of(engine)
+    metrics = actor.update_policy(data)
+    return metrics, {name: before[name] - weight for name, weight in weights_of(engine).items()}
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("samples", ["all", "positive"])
+def test_windows_that_attend_to_the_policys_forward_have_the_same_gradient(model_path, rounds, shared, samples):
+    """Losses and gradients are those of windows whose clean text is read again, with packing and shared prompts."""
+    data = batch()
+    columns = data.batch
+    columns["group_index"] = torch.arange(8) // 4
+    for name in ("input_ids", "attention_mask", "position_ids"):  # four samples of each prompt
+        columns[name][:, :4] = columns[name][torch.arange(8) // 4 * 4 + 1, :4]
+    columns["position_ids"] = (columns["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    more = {"shared": shared, "num_iterations": rounds, "samples": samples}
+    expected, gradients = changes(model_path, data, apart=True, **more)
+    metrics, same = changes(model_path, data, apart=False, **more)
+    for name in ("actor/refine_loss", "actor/pg_loss", "actor/grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
+    assert expected["actor/refine_loss"][0] > 0.1 < max(abs(gradient).max() for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(same[name], gradient, atol=1e-5, err_msg=name)
+
+
+def on_ranks(rank, world_size, path):
+    rows = slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)
+    data = batch()[rows]
+    data.batch["group_index"] = torch.arange(len(data))
+    return changes(path, data, apart=False, shared=True, num_iterations=2, samples="positive")[1]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ranks_that_share_a_batch_have_its_gradient(model_path):
+    """Also if samples with labels are not spread evenly; each rank has half of the mini-batch's rows."""
+    (whole,), parts = run_ranks(on_ranks, 1, model_path), run_ranks(on_ranks, 2, model_path)
+    for part in parts:
+        for name, gradient in whole.items():
+            np.testing.assert_allclose(part[name], gradient, atol=1e-5, err_msg=name)
 
 
 def test_a_model_without_a_window_is_refused(tiny_llama):

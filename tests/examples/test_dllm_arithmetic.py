@@ -112,6 +112,15 @@ def test_parallel_commands_report_their_cpu_seconds_and_stop_together(tmp_path):
     assert time.monotonic() - begun < 40
 
 
+def test_no_more_commands_run_at_once_than_asked_for(tmp_path):
+    code = "import pathlib, sys, time; f = pathlib.Path(sys.argv[1]); f.mkdir(); time.sleep(0.2); "
+    code += "assert len(list(f.parent.glob('lock*'))) <= 2; f.rmdir()"
+    jobs = [([sys.executable, "-c", code, str(tmp_path / f"lock{i}")], tmp_path / f"{i}.log") for i in range(5)]
+    ended = []
+    assert len(run_side_by_side(jobs, at_once=2, ended=ended.append)) == 5
+    assert sorted(ended, key=jobs.index) == jobs
+
+
 @pytest.mark.benchmark
 def test_the_benchmark_measures_what_it_names(monkeypatch, small):
     sizes = {"INSTRUCTION": 24, "RESPONSE": 6, "ROWS": 2, "REPETITIONS": 1, "NEW_TOKENS": 12, "WALL_PROMPTS": 2}

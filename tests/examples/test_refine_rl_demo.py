@@ -4,6 +4,8 @@ Not covered: the trained figures (`make demo-refine-rl` and `make bench BENCH=sp
 """
 
 import json
+import shutil
+import sys
 
 import pandas as pd
 import pytest
@@ -11,6 +13,7 @@ from omegaconf import OmegaConf
 
 from benchmarks import speculative, time_to_reward, trl_steps
 from benchmarks.run import WANTED
+from examples.demo_runner import PhaseFailed
 from examples.dllm_arithmetic.corpus import compute_score
 from examples.refine_rl_arithmetic import demo, generation, results
 from tests.examples.test_grpo_demo import trained_config
@@ -47,6 +50,30 @@ def test_a_student_is_taught_by_the_teacher_or_by_rewards(tmp_path):
     assert made["opd"].algorithm.adv_estimator == "opd"
     assert made["opd"].actor_rollout_ref.ref.model_path == str(tmp_path / "teacher")
     assert made["grpo"].algorithm.adv_estimator == "grpo" and made["grpo"].actor_rollout_ref.ref.model_path is None
+
+
+def test_jobs_that_have_ended_are_not_run_again(tmp_path, tiny_llama):
+    def job(name, code):
+        mark = f"import pathlib; f = pathlib.Path({str(tmp_path / name)!r} + '.runs'); "
+        mark += "f.write_text((f.read_text() if f.exists() else '') + 'x'); "
+        return [sys.executable, "-c", mark + code], tmp_path / f"{name}.log"
+
+    def runs(*names):
+        return [(tmp_path / f"{name}.runs").read_text() for name in names]
+
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    (tmp_path / "b").mkdir()  # what a killed run left
+    jobs = [job("a", ""), job("b", f"assert not pathlib.Path({str(tmp_path / 'b')!r}).exists()")]
+    demo.run_once(jobs, [model])
+    with pytest.raises(PhaseFailed, match="ended with 1"):
+        demo.run_once([*jobs, job("c", "1 / 0")], [model])
+    assert runs("a", "b", "c") == ["x", "x", "x"]
+    demo.run_once([*jobs, job("c", "")], [model])
+    assert runs("a", "b", "c") == ["x", "x", "xx"]
+    (model / "generation_config.json").write_text("{}")  # another model
+    demo.run_once(jobs, [model])
+    assert runs("a", "b", "c") == ["xx", "xx", "xx"]
 
 
 def test_questions_in_the_rl_format(tmp_path):

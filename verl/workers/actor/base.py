@@ -31,11 +31,19 @@ class BasePPOActor(ABC):
 class AuxiliaryLoss(ABC):
     """A loss that every update of the actor adds to the policy loss, with a forward and backward of its own."""
 
+    #: whether `backward` runs between the policy's forward, whose keys and values it needs, and the policy's backward
+    needs_cache = False
+
     @abstractmethod
     def __init__(self, config: ActorConfig, engine: Any) -> None: ...
 
     def begin(self, mini: DataProto) -> None:  # noqa: B027
         """Called by all ranks with their rows of a mini-batch, before these are cut into micro-batches."""
+
+    def new_cache(self) -> Any:
+        """What the policy's forward on the next micro-batch stores its keys and values in, if `needs_cache`: a
+        transformers cache."""
+        return None
 
     @abstractmethod
     def backward(self, batch: TensorDict) -> dict[str, float]:

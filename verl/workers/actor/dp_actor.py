@@ -36,9 +36,9 @@ class DataParallelPPOActor(BasePPOActor):
         self.policy = policy
         self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
         shared = config.share_prompt_forward
-        self.auxiliary_losses = auxiliary_losses(config, engine)
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         policy.bind(engine.module)
+        self.auxiliary_losses = auxiliary_losses(config, engine)
 
     def compute_log_prob(
         self, data: DataProto, calculate_entropy: bool = False
@@ -127,11 +127,16 @@ class DataParallelPPOActor(BasePPOActor):
         config = replace(self.config, global_batch_info=info | chosen)
         mask = batch["response_mask"]
         wants_entropy = config.entropy_coeff != 0 or config.calculate_entropy
-        additive = {name: value for loss in self.auxiliary_losses for name, value in loss.backward(batch).items()}
+        caching = next((loss for loss in self.auxiliary_losses if loss.needs_cache), None)
+        additive = {name: value for auxiliary in self.auxiliary_losses if auxiliary is not caching
+                    for name, value in auxiliary.backward(batch).items()}  # fmt: skip
+        options = {} if caching is None else {"cache": caching.new_cache()}
         with self.engine.autocast():
             log_prob, entropy = self.policy.log_probs(
-                self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy
+                self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy, **options
             )
+        if caching is not None:
+            additive |= caching.backward(batch)
         old = batch["old_log_probs"] if "old_log_probs" in batch.keys() else log_prob.detach()
         result = self.loss_fn(
             old_log_prob=old,

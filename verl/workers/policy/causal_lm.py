@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
@@ -46,18 +47,20 @@ class CausalLMPolicy(Policy):
             self.remove_padding = self.share_prompt = False
 
     def log_probs(
-        self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool,
+        cache: Cache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """input_ids, attention_mask, position_ids [B, P+R], responses [B, R] -> log-probs and entropy [B, R] float32.
 
         Padded response positions hold 0; so do those where `counted` [B, R] is 0, if the batch has that column: logits
-        are computed for the others only.
+        are computed for the others only. A flat row's keys and values are also stored in `cache`.
         """
         self.bind(model)
         inputs: dict[str, Any] = {key: micro_batch[key] for key in type(self).required_keys}
         if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
             responses = inputs["responses"].shape[1]
             inputs["packing"] = pack_batch(micro_batch, responses, share_prompt=self.share_prompt)
+            inputs["cache"] = cache
         inputs["counted"] = micro_batch["counted"] if "counted" in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
         inputs["compiled"] = self.compiled
@@ -68,7 +71,7 @@ class CausalLMPolicy(Policy):
 def response_log_probs(
     model: nn.Module, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
     responses: torch.Tensor, temperature: float, with_entropy: bool, chunk_tokens: int, packing: Packing | None = None,
-    counted: torch.Tensor | None = None, compiled: bool = False,
+    counted: torch.Tensor | None = None, cache: Cache | None = None, compiled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Log-probs [B, R] and entropy [B, R] (zeros unless requested) of the response tokens, float32; 0 at padding.
 
@@ -78,7 +81,8 @@ def response_log_probs(
     head, final = causal.get_output_embeddings(), FinalLogits.of(causal.config, temperature)
     options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens, "compiled": compiled}
     if packing is not None:
-        states = causal.get_decoder()(**packing.model_inputs(input_ids, position_ids)).last_hidden_state[0]  # [T, H]
+        inputs = packing.model_inputs(input_ids, position_ids, cache)
+        states = causal.get_decoder()(**inputs).last_hidden_state[0]  # [T, H]
         labels = responses.flatten()[packing.answers]
         output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
         return tuple(packing.answered(x.float(), responses.shape) for x in (output.log_probs, output.entropy))

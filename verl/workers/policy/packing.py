@@ -44,7 +44,7 @@ class Packing:
     answers: torch.Tensor  # int64 [N]: index of that response token in the flattened responses [B * R]
     lengths: torch.Tensor  # int64 [S, 2] on the host: number of queries and of keys
     keys: torch.Tensor | None  # int64 [K] on the host: flat positions of the segments' keys; None: those of its queries
-    seen: torch.Tensor | None = None  # bool [S, 1, Q, Q] in place of causal attention, rows padded to the longest
+    seen: torch.Tensor | None = None  # bool [S, 1, Q, K] in place of causal attention, rows padded to the longest
     in_one_part: bool = False
     group: dist.ProcessGroup | None = None
 
@@ -121,12 +121,16 @@ class Packing:
         placed = values.new_zeros(shape).index_put(place, values)
         return placed if self.group is None else _SumOfParts.apply(placed, self.group)
 
-    def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
-        """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L]."""
+    def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Any = None) -> dict[str, Any]:
+        """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L].
+
+        `cache`, of transformers, takes the flat row's keys and values; `keys` then count from the first ones in it.
+        """
         # A mask with four dimensions: transformers then builds none of its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
-        return {"input_ids": self.flat(input_ids), "position_ids": self.flat(position_ids), "attention_mask": mask,
-                "packing": self, "use_cache": False}  # fmt: skip
+        inputs = {"input_ids": self.flat(input_ids), "position_ids": self.flat(position_ids), "attention_mask": mask,
+                  "packing": self, "use_cache": cache is not None}  # fmt: skip
+        return inputs if cache is None else inputs | {"past_key_values": cache}
 
 
 def moved(batch: TensorDict, device: torch.device) -> TensorDict:
