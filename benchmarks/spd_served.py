@@ -28,7 +28,8 @@ DEMO = Path(os.environ.get("SPD_DEMO", ROOT / "outputs" / "spd_arithmetic"))  # 
 REFINED = Path(os.environ.get("DLLM_MODEL", ROOT / "outputs" / "dllm" / "refined"))  # what `make demo-dllm` leaves
 GAMMAS, GAMMA = (4, 6, 8), 8  # draft tokens of a forward: of the speeds, and of everything else
 THRESHOLDS = (-1.0, 0.0, 1.0)
-CANDIDATES = tuple(-1 + 0.25 * k for k in range(13))
+CANDIDATES = tuple(0.25 * k for k in range(9))
+CHOSEN_AT = (1, 3, 5)  # offsets of the first block at which validation questions choose among them
 REPETITIONS = 5
 ALONE, TOGETHER = 8, 48  # questions of a repetition, one at a time and 16 at a time
 OFFSETS = range(6)
@@ -160,11 +161,13 @@ def accuracy_rows() -> list[Row]:
             made = engines[f"scorer{gamma}"].generate(prompts, 16, max_tokens=LIMIT, **xargs).tokens
             return accuracy(target, asked, [a + b for a, b in zip(begun, made, strict=True)])
 
-        nothing = [[] for _ in validation]
-        threshold = choose_threshold(
-            right(validation, nothing, spd=0),
-            {t: right(validation, nothing, spd_threshold=t) for t in CANDIDATES},
-        )
+        own = plain.generate([q.prompt_ids for q in validation], 16, max_tokens=LIMIT).tokens
+
+        def mean_right(**xargs: float) -> float:
+            begun = [[ids[: offset - 1] for ids in own] for offset in CHOSEN_AT]
+            return statistics.fmean(right(validation, ids, **xargs) for ids in begun)
+
+        threshold = choose_threshold(mean_right(spd=0), {t: mean_right(spd_threshold=t) for t in CANDIDATES})
         own = plain.generate([q.prompt_ids for q in test], 16, max_tokens=LIMIT).tokens
         base = accuracy(target, test, own)
         drops = [
