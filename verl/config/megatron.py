@@ -39,7 +39,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Virtual stages.", fixed=SHARDED)
     context_parallel_size: int = setting(1, "Ranks that share one sequence.", fixed="each rank keeps full sequences")
     sequence_parallel: bool = setting(
-        False, "Split activations among tensor parallel ranks.", fixed="each keeps the activations between layers"
+        True, "Split activations among tensor parallel ranks.", unused="each rank keeps the activations between layers"
     )
     use_distributed_optimizer: bool = setting(
         True, "Shard the optimizer's state.", always="FSDP2 shards it"

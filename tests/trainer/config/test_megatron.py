@@ -66,7 +66,6 @@ def test_the_larger_timeout_of_the_roles_of_a_process_is_that_of_its_group(overr
     [
         ("actor.megatron.expert_model_parallel_size=2", "FSDP2 shards every layer, with all its experts"),
         ("actor.megatron.pipeline_model_parallel_size=4", "Set it to 1"),
-        ("actor.megatron.sequence_parallel=true", "each keeps the activations between layers"),
         ("rollout.pipeline_model_parallel_size=2", "the ranks of an engine split each layer"),
         ("ref.megatron.context_parallel_size=2", "each rank keeps full sequences"),
         ("actor.megatron.dist_checkpointing_path=/x", "weights come from the model's folder"),
