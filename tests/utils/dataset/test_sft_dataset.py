@@ -99,7 +99,8 @@ CONVERSATION = [
 
 def test_every_assistant_turn_is_learned_with_its_end(tmp_path):
     file = rows_of(tmp_path, [{"messages": CONVERSATION}], "rows.parquet")
-    ids, mask = kept(MultiTurnSFTDataset(file, make_tokenizer(), config(max_length=20))[0])
+    settings = config(max_length=20, multiturn={"enable": True})  # its other keys are the defaults
+    ids, mask = kept(MultiTurnSFTDataset(file, make_tokenizer(), settings)[0])
     assert ids == [Q, COLON, ONE, A, COLON, TWO, EOS, Q, COLON, THREE, A, COLON, ONE, PLUS, TWO, EOS]
     assert mask == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1]
 

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, is_dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,12 @@ def no_chat_template(tokenizer: Any) -> str:
 
 
 def data_setting(config: Mapping[str, Any], name: str, section: type = DataConfig) -> Any:
-    """A setting of the `data` section as plain Python; the dataclass's default when the section lacks it."""
-    value = config[name] if name in config else getattr(section(), name)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    """A setting of the `data` section as plain Python; the dataclass's default for what the section lacks."""
+    if name not in config:
+        return getattr(section(), name)
+    value, default = config[name], getattr(section(), name, None)
+    value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return {**asdict(default), **value} if is_dataclass(default) and isinstance(value, Mapping) else value
 
 
 def collate_fn(data_list: list[dict]) -> dict:
