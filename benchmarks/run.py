@@ -55,6 +55,7 @@ WANTED: dict[str, Bound] = {
     "weight_sync_speedup": ("at least", 1.5),
     "sequence_parallel_gradient_difference": ("at most", 1e-5),
     "tensor_parallel_gradient_difference": ("at most", 1e-5),
+    "planner_error_max": ("at most", 0.10),
     "rotary_cosine_error": ("at most", 4e-3),
     "served_scorer_over_greedy": ("at least", 2.8),
     "served_scorer_over_exact": ("at least", 1.5),

@@ -1,5 +1,6 @@
-"""What ranks keep, load and send, and what sharing sequences or layers costs: gloo ranks on one machine."""
+"""What ranks keep, load and send, what sharing sequences or layers costs, planned memory: gloo ranks on one machine."""
 
+import gc
 import os
 import tempfile
 import time
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, exact_peaks, ratios, resident_bytes, restart_peak, row, say
 from tests.helpers.ranks import run_ranks
@@ -18,16 +19,29 @@ from verl.utils.fsdp_utils import full_tensor, local_tensor
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
+from verl.workers.engine.memory_trace import MicroBatch, trace_update
 from verl.workers.policy import get_policy
 
 WIDE: dict[str, int] = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, vocab_size=8192)
 DEEP: dict[str, int] = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=1024)
+SMALL: dict[str, int] = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=1024)
 REPETITIONS = 5
 SEQUENCE = 4096
 #: settings of an engine whose ranks each have a row of their own, or share two rows in pairs
 SHARING: dict[str, dict[str, int]] = {
     "nothing": {}, "sequences": {"ulysses_sequence_parallel_size": 2}, "layers": {"tensor_parallel_size": 2},
 }  # fmt: skip
+#: ranks, model settings and engine settings whose update's peak memory is predicted and measured
+PLANNED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "1_rank": (1, {}, {}),
+    "2_ranks_checkpointing": (2, {"enable_gradient_checkpointing": True}, {}),
+    "4_ranks": (4, {}, {}),
+    "2_ranks_lora": (2, {"lora_rank": 16}, {}),
+    "2_ranks_offload": (2, {"enable_activation_offload": True}, {"param_offload": True, "optimizer_offload": True}),
+    "4_ranks_sequence_parallel": (4, {"enable_gradient_checkpointing": True}, {"ulysses_sequence_parallel_size": 2}),
+}
+MODERATE: dict[str, int] = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, vocab_size=8192)
+PLANNED_ROWS, PLANNED_TOKENS = 2, 256  # of a micro-batch, half of the tokens are the response
 FAR = (1_000, 8_191, 32_767)  # positions
 
 
@@ -140,6 +154,68 @@ def on_rank_sharing(
     return seconds, dict(zip(list(engines)[1:], errors, strict=True))
 
 
+def update(engine: FSDPEngine, micro_batches: int, rows: int, length: int) -> None:
+    """An optimizer step on random rows without padding."""
+    policy = get_policy("causal_lm")
+    policy.set_forward(remove_padding=True, share_prompt=False)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        for number in range(micro_batches):
+            ids = torch.randint(5, 1000, (rows, length))
+            mask = torch.ones_like(ids)
+            columns = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
+            batch = TensorDict({**columns, "responses": ids[:, length // 2 :]}, batch_size=rows)
+            with engine.autocast():
+                log_probs, _ = policy.log_probs(engine.module, batch, temperature=1.0, with_entropy=False)
+            engine.backward(-log_probs.mean(), is_last_micro_batch=number == micro_batches - 1)
+        engine.optimizer_step()
+
+
+def on_rank_memory(
+    rank: int, world_size: int, warm_up: str, path: str, model: dict[str, Any], settings: dict[str, Any]
+) -> float:
+    """Bytes by which this rank grew above what the imports hold, at the peak of its second update."""
+    made = [FSDPEngine(HFModelConfig(path=p, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model}),
+                       FSDPEngineConfig(dtype="float32", **settings), FSDPOptimizerConfig(lr=1e-4), CheckpointConfig(),
+                       device="cpu") for p in (warm_up, path)]  # fmt: skip
+    small, engine = made
+    small.initialize()
+    update(small, 2, 1, 32)
+    del small, made[0]
+    gc.collect()
+    with exact_peaks():
+        restart_peak()
+        before = resident_bytes()
+        engine.initialize()
+        update(engine, 1, PLANNED_ROWS, PLANNED_TOKENS)
+        restart_peak()
+        update(engine, 2, PLANNED_ROWS, PLANNED_TOKENS)
+        return resident_bytes(peak=True) - before
+
+
+def predicted(path: str, ranks: int, model: dict[str, Any], settings: dict[str, Any]) -> int:
+    """Bytes that a dry run predicts for such an update."""
+    config = HFModelConfig(path=path, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model})
+    engine = FSDPEngineConfig(dtype="float32", **settings)
+    micro = MicroBatch(PLANNED_ROWS, PLANNED_TOKENS // 2, PLANNED_TOKENS - PLANNED_TOKENS // 2)
+    hf_config = AutoConfig.from_pretrained(path)
+    return sum(trace_update(hf_config, vars(config), vars(engine), FSDPOptimizerConfig(lr=1e-4), micro, ranks).values())
+
+
+def planner_rows(folder: Path) -> list[Row]:
+    """Peak memory of updates on ranks against what the planner predicted of them."""
+    paths = [save_model(folder / name, sizes, torch.float32) for name, sizes in (("small", SMALL), ("mid", MODERATE))]
+    rows, errors = [], []
+    for name, (ranks, model, settings) in PLANNED.items():
+        say(f"memory of an update: {name.replace('_', ' ')}")
+        expected = predicted(paths[1], ranks, model, settings)
+        measured = run_ranks(on_rank_memory, ranks, *paths, model, settings)
+        errors.append(max(abs(expected / m - 1) for m in measured))
+        rows += [row(f"memory_{name}", [m / 2**20 for m in measured], f"MiB, predicted {expected / 2**20:,.0f}")]
+    unit = "of the measured peak, largest"
+    return [Row("planner_error_max", max(errors), unit, min(errors), max(errors), len(errors)), *rows]
+
+
 def rotary_error() -> tuple[float, float]:
     """Largest error of cosines at FAR positions with an engine's buffers, and with buffers cast to bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +233,7 @@ def rotary_error() -> tuple[float, float]:
 
 
 def run() -> list[Row]:
-    """Gradient bytes, loading peaks, weight sync, sequence and tensor parallelism on 2 and 4 ranks."""
+    """Gradient bytes, loading peaks, weight sync, sequence and tensor parallelism, planned memory on 1 to 4 ranks."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         wide = save_model(Path(folder) / "wide", WIDE, torch.bfloat16)
@@ -170,6 +246,7 @@ def run() -> list[Row]:
         sync = run_ranks(on_rank_sync, 2, wide, REPETITIONS)[0]
         say(f"sequences of {SEQUENCE} on 4 ranks")
         shared = run_ranks(on_rank_sharing, 4, deep, SEQUENCE, max(1, REPETITIONS // 2))
+        planned = planner_rows(Path(folder))
     kept, cast = rotary_error()
     seconds = shared[0][0]
     return [
@@ -189,6 +266,7 @@ def run() -> list[Row]:
         row("tensor_parallel_step", seconds["layers"], "s"),
         row("sequence_parallel_gradient_difference", [errors["sequences"] for _, errors in shared], "relative"),
         row("tensor_parallel_gradient_difference", [errors["layers"] for _, errors in shared], "relative"),
+        *planned,
         row("rotary_cosine_error", [kept], f"at most, at position {max(FAR):,}"),
         row("rotary_cosine_error_bfloat16", [cast], f"at most, at position {max(FAR):,}"),
     ]  # fmt: skip

@@ -87,7 +87,7 @@ def test_the_memory_estimate_knows_what_of_a_scorer_trains(tiny_llama, backbone,
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert exact and size.trainable == trained
     assert size.parameters == sum(p.numel() for p in model.parameters())
-    parts = estimate_memory(size, config, ranks=1, micro=64, samples=64)
+    parts = estimate_memory(size, config, ranks=1, micro=64, samples=64)["update"]
     frozen = 2 if backbone == "target" else 4  # bytes: a frozen target is held in bfloat16
     assert parts["weights"] == 4 * trained + frozen * (size.parameters - trained)
     # 64 samples of n = 16 are 4 forwards of 92 + 8 tokens; a frozen target keeps one layer, the own one both.

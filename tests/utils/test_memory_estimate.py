@@ -12,7 +12,7 @@ def logits_of(model, tmp_path, micro, response, **policy):
     config = OmegaConf.to_container(compose_run(tmp_path, model, data__max_response_length=response), resolve=True)
     config["actor_rollout_ref"]["model"]["policy"]["kwargs"] |= policy
     size = measure_model(AutoConfig.from_pretrained(model))
-    parts = estimate_memory(size, config, ranks=1, micro=micro, samples=micro)
+    parts = estimate_memory(size, config, ranks=1, micro=micro, samples=micro)["update"]
     return parts["logits of a micro-batch"] / (size.vocabulary * 4 * 3)
 
 

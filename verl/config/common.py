@@ -163,6 +163,12 @@ class TrainerConfig(RunConfig):
     watchdog: WatchdogConfig = setting(
         WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."
     )
+    calibrate: bool = setting(
+        False, "With dry_run: train three small steps on these ranks, for the seconds of a step; nothing is kept."
+    )
+    gpu_memory_gib: float | None = setting(
+        None, "Memory of a GPU that a dry run plans for; null: that of this machine's, 80 without one.", above=0
+    )
     balance_batch: bool = setting(True, "Distribute samples so that ranks get equal numbers of tokens.")
     critic_warmup: int = setting(0, "Steps in which only the critic is trained.", low=0)
     val_before_train: bool = setting(True, "Validate the untrained model first.")

@@ -73,13 +73,17 @@ class Entry:
         return 0
 
 
-def memory_table(size: ModelSize, parts: Mapping[str, int]) -> Table:
-    """A table of the parts of one rank's memory, in bytes."""
-    table = Table(title=f"Memory of one rank, roughly ({size.parameters:,} parameters, {size.trainable:,} trained)")
+def memory_table(size: ModelSize, phases: Mapping[str, Mapping[str, int]], traced: bool) -> Table:
+    """A table of the parts of one rank's memory, in bytes, with a column for each phase of a step."""
+    how = "traced" if traced else "roughly"
+    table = Table(title=f"Memory of one rank, {how} ({size.parameters:,} parameters, {size.trainable:,} trained)")
     table.add_column("part")
-    table.add_column("MiB", justify="right")
-    for name, count in parts.items():
-        table.add_row(name, f"{count / 2**20:,.1f}")
+    for phase in phases:
+        table.add_column(f"{phase}, MiB", justify="right")
+    for name in dict.fromkeys(name for parts in phases.values() for name in parts):
+        cells = (f"{parts[name] / 2**20:,.1f}" if name in parts else "" for parts in phases.values())
+        table.add_row(name, *cells)
+    table.add_row("together", *(f"{sum(parts.values()) / 2**20:,.1f}" for parts in phases.values()), style="bold")
     return table
 
 

@@ -1,4 +1,4 @@
-"""A rough estimate of one rank's memory, from a model's config alone."""
+"""One rank's memory in the phases of a step, from configs alone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -99,28 +99,58 @@ def training_memory(
     }
 
 
-def estimate_memory(size: ModelSize, config: Mapping[str, Any], ranks: int, micro: int, samples: int) -> dict[str, int]:
-    """Bytes on one rank by part: weights, gradients, optimizer, activations and logits of a micro-batch of `micro`
-    full-length samples, reference, rollout weights, KV cache of `samples` full-length sequences at most."""
+def estimate_memory(
+    size: ModelSize, config: Mapping[str, Any], ranks: int, micro: int, samples: int,
+    update: Mapping[str, int] | None = None, gpu_bytes: float | None = None,
+) -> dict[str, dict[str, int]]:  # fmt: skip
+    """Bytes on one rank by part, "update" and "generation" apart: a rank needs the larger sum.
+
+    `update`: the actor's own part of an update with micro-batches of `micro` full-length samples, where it was traced;
+    else `training_memory` says it. Around it are reference, critic, rollout weights and the KV cache of `samples`
+    full-length sequences at most. `gpu_bytes` of a GPU (None: ranks on CPUs, where nothing is offloaded) give a vLLM or
+    SGLang engine its share.
+    """
     roles, data = config["actor_rollout_ref"], config["data"]
-    engine, rollout = roles["actor"]["fsdp_config"], roles["rollout"]
-    shards = ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
+    engine, rollout, reference = roles["actor"]["fsdp_config"], roles["rollout"], roles["ref"]["fsdp_config"]
+    on_gpu, shards = gpu_bytes is not None, ranks if engine["fsdp_size"] in (-1, ranks) else engine["fsdp_size"]
     compute = BYTES[engine["dtype"]]
     length = data["max_prompt_length"] + data["max_response_length"]
-    tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
-    tokens = -(-tokens // engine["ulysses_sequence_parallel_size"])
-    chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
-    logits = min(micro * data["max_response_length"], chunk)
-    checkpointed = roles["model"]["enable_gradient_checkpointing"]
-    deferred = engine["defer_gradient_sync"]
-    parts = training_memory(size, engine, shards, tokens, logits, checkpointed, deferred)
-    if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
-        parts["reference weights"] = size.parameters * BYTES[roles["ref"]["fsdp_config"]["model_dtype"]] // shards
+    if update is None:
+        tokens = (-(-micro // rollout["n"]) if size.group_forward else micro) * length
+        tokens = -(-tokens // engine["ulysses_sequence_parallel_size"])
+        chunk = roles["model"]["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK)
+        logits = min(micro * data["max_response_length"], chunk)
+        checkpointed = roles["model"]["enable_gradient_checkpointing"]
+        update = training_memory(size, engine, shards, tokens, logits, checkpointed, engine["defer_gradient_sync"])
+    phases = {"update": dict(update), "generation": {}}
     shares = rollout["name"] in ROLLOUTS_OF_THE_ACTOR
-    split, kept_as = (1, compute) if shares else (rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]])
-    if not shares:
-        parts["rollout weights"] = size.parameters * kept_as // split
-    sequence = 2 * size.layers * size.kv_heads * size.head_dim * kept_as * length
-    if sequence:
-        parts["KV cache of the rollout"] = min(samples, rollout["max_num_seqs"]) * sequence // split
-    return parts
+    if shares or not (on_gpu and (engine["param_offload"] or engine["offload_policy"])):
+        phases["generation"]["weights"] = update["weights"]
+    if not (on_gpu and (engine["optimizer_offload"] or engine["offload_policy"])):
+        phases["generation"]["optimizer (two moments)"] = update["optimizer (two moments)"]
+    around = {}
+    if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
+        if not (on_gpu and (reference["param_offload"] or reference["offload_policy"])):
+            around["reference weights"] = size.parameters * BYTES[reference["model_dtype"]] // shards
+    critic, has_critic = config["critic"], config["critic"]["enable"]
+    if config["algorithm"]["adv_estimator"] == "gae" if has_critic is None else has_critic:
+        held = critic["model"]["fsdp_config"]
+        copies = 1 if not (on_gpu and held["param_offload"]) else 0
+        copies += 2 if not (on_gpu and held["optimizer_offload"]) else 0
+        if copies and not (on_gpu and held["offload_policy"]):
+            around["critic: weights and moments"] = copies * size.parameters * BYTES[held["model_dtype"]] // shards
+    sequence = 2 * size.layers * size.kv_heads * size.head_dim * length * min(samples, rollout["max_num_seqs"])
+    engine_parts: dict[str, int] = {}
+    if shares:
+        if shards > 1:
+            phases["generation"]["gathered weights"] = size.parameters * compute
+        phases["generation"]["KV cache of the rollout"] = sequence * compute
+    elif gpu_bytes is not None:
+        engine_parts["rollout engine"] = int(rollout["gpu_memory_utilization"] * gpu_bytes)
+    else:
+        split, kept_as = rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]]
+        engine_parts["rollout weights"] = size.parameters * kept_as // split
+        engine_parts["KV cache of the rollout"] = sequence * kept_as // split
+    phases["generation"] |= around | engine_parts
+    phases["update"] |= around | ({} if on_gpu and rollout["free_cache_engine"] else engine_parts)
+    return {phase: {name: count for name, count in parts.items() if count} for phase, parts in phases.items()}

@@ -52,7 +52,11 @@ def run_ppo(
     if config.trainer.dry_run:
         from verl.trainer.ppo.plan import dry_run
 
-        sys.exit(dry_run(config, known=known))
+        if (code := dry_run(config, known=known)) == 0 and config.trainer.calibrate:
+            from verl.trainer.ppo.calibration import print_step_time
+
+            print_step_time(config, lambda small: run_ppo(small, task_runner_class, known=known, services=services))
+        sys.exit(code)
     from verl.trainer.ppo.plan import refuse_bad_input
 
     problems: list[Problem] = []

@@ -6,11 +6,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.table import Table
 
 import verl.experimental.agent_loop.checks  # noqa: F401  (registers its checks)
 from verl.config.ppo import PPOConfig
-from verl.planning.batch_arithmetic import BatchPlan, plan_batches, steps_in_all
+from verl.planning.batch_arithmetic import plan_batches, steps_in_all
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -25,8 +24,7 @@ from verl.planning.checks import (
     check_tensor_parallel,
 )
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
-from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.memory_estimate import estimate_memory, measure_loaded
+from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
@@ -164,10 +162,12 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
             "steps in all": count_text(steps),
         },
     )
-    if plan is not None and findings.hf_config is not None:
-        console.print(_memory_table(config, findings, plan))
+    if plan is not None and findings.hf_config is not None and not any(p.kind == WRONG for p in findings.problems):
+        from verl.trainer.ppo.memory_plan import print_memory  # imports what a run's driver does not need
+
+        print_memory(console, config, findings.hf_config)
     else:
-        console.print("No memory estimate: it needs the model's config and batch sizes without problems.")
+        console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
 
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
@@ -184,17 +184,6 @@ def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
         return {}
     tools = ", with the schemas of the tools" if "tools" in prompts.template_kwargs else ""
     return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
-
-
-def _memory_table(config: DictConfig, findings: Findings, plan: BatchPlan) -> Table:
-    plain = OmegaConf.to_container(config, resolve=True)
-    size, exact = measure_loaded(findings.hf_config, plain)
-    parts = estimate_memory(size, plain, plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
-    table = memory_table(size, parts)
-    if not exact:
-        loader = config.actor_rollout_ref.model.loader.name
-        table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
-    return table
 
 
 ENTRY = Entry(PPOConfig, (rl_problems,), _plan, plans_wrong_configs=True)

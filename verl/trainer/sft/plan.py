@@ -61,7 +61,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
 
         if check_splits(data, findings, ROWS_CHECKED, lambda: get_sft_dataset_class(data), make, _missing_columns):
             check_fills_a_batch(findings, data.train_batch_size, "samples")
-        _print_plan(console, config, findings)
+        _print_plan(console, config, findings, trainer_class)
         return [*findings.problems, *check_machine(config)]
 
     return Entry(trainer_class.config_type, (checks,), plan)
@@ -126,7 +126,9 @@ def dry_run(config: DictConfig, trainer_class: type[FSDPSFTTrainer], *, known: D
     return entry_of(trainer_class).dry_run(config, known)
 
 
-def _print_plan(console: Console, config: DictConfig, findings: Findings) -> None:
+def _print_plan(
+    console: Console, config: DictConfig, findings: Findings, trainer_class: type[FSDPSFTTrainer]
+) -> None:
     console.rule("Plan")
     plain = OmegaConf.to_container(config, resolve=True)
     data, run, ranks = plain["data"], plain["trainer"], ranks_of(plain)
@@ -152,10 +154,20 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
     if findings.hf_config is None:
         console.print("No memory estimate: it needs the model's config.")
         return
-    model = plain["model"]
-    measured, engine = measure_model(findings.hf_config, model["lora_rank"]), model["fsdp_config"]
-    shards = ranks if engine["fsdp_size"] == -1 else engine["fsdp_size"]
-    checkpointed = model["enable_gradient_checkpointing"]
-    parts = training_memory(measured, engine, shards, budget, min(budget, LOGITS_CHUNK), checkpointed)
-    console.print(memory_table(measured, parts))
+    from verl.trainer.sft import trainer  # imports this module
+    from verl.workers.engine.memory_trace import MicroBatch, traced_update  # slow
 
+    model = plain["model"]
+    measured = measure_model(findings.hf_config, model["lora_rank"])
+    of_model, of_engine, optimizer, _ = engine_parts(config, None, steps or 1)
+    engine, several = vars(of_engine), data["packing"] or size // ranks > micro
+    batch = MicroBatch(micro, 1, data["max_length"] - 1, several=several)
+    on_gpu = run["device"] == "cuda"
+    parts = traced = None
+    if trainer_class.backward is trainer.FSDPSFTTrainer.backward:
+        parts = traced = traced_update(findings.hf_config, vars(of_model), engine, optimizer, batch, ranks, on_gpu)
+    if parts is None:
+        shards = ranks if engine["fsdp_size"] == -1 else engine["fsdp_size"]
+        checkpointed = model["enable_gradient_checkpointing"]
+        parts = training_memory(measured, engine, shards, budget, min(budget, LOGITS_CHUNK), checkpointed)
+    console.print(memory_table(measured, {"update": parts}, traced is not None))

@@ -30,25 +30,30 @@ class Part(NamedTuple):
     valid: torch.Tensor  # bool [S, Q], True = not padding
 
 
-@dataclass(frozen=True)
 class Packing:
     """A batch [B, L] as one flat row of T tokens in S segments, and the positions that predict its N response tokens.
 
     A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
     query to all of them. With a `group` of ranks that share the row, `tokens`, `predicted_from` and `answers` are those
     of this rank's part of it, and positions are counted from its start; the segments are those of the full row.
+
+    tokens: int64 [T], index of each flat token in the flattened batch [B * L]. predicted_from: int64 [N], flat position
+    before each counted response token, row by row. answers: int64 [N], index of that response token in the flattened
+    responses [B * R]. lengths: int64 [S, 2] on the host, number of queries and of keys. keys: int64 [K] on the host,
+    flat positions of the segments' keys; None: those of its queries. seen: bool [S, 1, Q, K] in place of causal
+    attention, rows padded to the longest.
     """
 
-    tokens: torch.Tensor  # int64 [T]: index of each flat token in the flattened batch [B * L]
-    predicted_from: torch.Tensor  # int64 [N]: flat position before each counted response token, row by row
-    answers: torch.Tensor  # int64 [N]: index of that response token in the flattened responses [B * R]
-    lengths: torch.Tensor  # int64 [S, 2] on the host: number of queries and of keys
-    keys: torch.Tensor | None  # int64 [K] on the host: flat positions of the segments' keys; None: those of its queries
-    seen: torch.Tensor | None = None  # bool [S, 1, Q, K] in place of causal attention, rows padded to the longest
-    in_one_part: bool = False
-    group: dist.ProcessGroup | None = None
+    # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.
+    def __init__(
+        self, tokens: torch.Tensor, predicted_from: torch.Tensor, answers: torch.Tensor, lengths: torch.Tensor,
+        keys: torch.Tensor | None, seen: torch.Tensor | None = None, in_one_part: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self.tokens, self.predicted_from, self.answers = tokens, predicted_from, answers
+        self.lengths, self.keys, self.seen, self.in_one_part, self.group = lengths, keys, seen, in_one_part, group
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Tokens of the full flat row."""
         return int(self.lengths[:, 0].sum())

@@ -1,0 +1,67 @@
+"""What does not fit a GPU is named, with settings that do; calibration gives the seconds of a step."""
+
+import io
+
+import pytest
+from rich.console import Console
+from transformers import LlamaConfig
+
+from tests.helpers.rl_run import compose_run
+from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.calibration import print_step_time
+from verl.trainer.ppo.memory_plan import print_memory
+
+CONFIG = LlamaConfig(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=3, vocab_size=512, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0,
+)  # fmt: skip
+GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 2, "actor_rollout_ref.rollout.name": "vllm",
+        "data.max_prompt_length": 100, "data.max_response_length": 100, "data.train_batch_size": 64,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32, "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16}  # fmt: skip
+
+
+def printed(tmp_path, **settings):
+    keys = {key.replace(".", "__"): value for key, value in {**GPUS, **settings}.items()}
+    console = Console(file=io.StringIO(), width=200)
+    print_memory(console, compose_run(tmp_path, "none", **keys), CONFIG)
+    return console.file.getvalue()
+
+
+def total(text):
+    """MiB of update and generation."""
+    line = next(line for line in text.splitlines() if " together " in line)
+    return [float(cell.replace(",", "")) for cell in line.split("│")[2:4]]
+
+
+def test_a_gpu_that_has_the_memory(tmp_path):
+    text = printed(tmp_path, **{"trainer.gpu_memory_gib": 10})
+    update, generation = total(text)
+    assert "A GPU of 10 GiB has this memory." in text
+    assert generation == pytest.approx(5120, abs=20)  # half of it is vLLM's, the rest weights and moments
+    assert 40 < update < 400
+
+
+def test_the_nearest_settings_that_fit_are_those_that_change_least(tmp_path):
+    update, _ = total(printed(tmp_path, **{"trainer.gpu_memory_gib": 10}))
+    text = printed(tmp_path, **{"trainer.gpu_memory_gib": 0.8 * update / 1024})
+    assert "update does not fit" in text
+    line = next(line for line in text.splitlines() if line.startswith("The nearest settings that fit: "))
+    changes = dict(change.split("=") for change in line.removeprefix("The nearest settings that fit: ").split())
+    assert changes.pop("actor_rollout_ref.model.enable_gradient_checkpointing", "true") == "true"
+    fits = printed(tmp_path, **{"trainer.gpu_memory_gib": 0.8 * update / 1024, **changes,
+                                "actor_rollout_ref.model.enable_gradient_checkpointing": "true"})  # fmt: skip
+    assert "has this memory" in fits
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_calibration_trains_small_steps_and_keeps_nothing(tiny_llama, tmp_path, capsys):
+    config = compose_run(tmp_path, tiny_llama, trainer__local="true", trainer__dry_run="true")
+    print_step_time(config, run_ppo)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    seconds = {name.strip(): float(value) for _, name, value, _ in (line.split("│") for line in lines)}
+    assert seconds["gen"] > 0 and seconds["update_actor"] > 0
+    assert seconds.pop("step") == pytest.approx(sum(seconds.values()), abs=0.01 * len(seconds))
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()

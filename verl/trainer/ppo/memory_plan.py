@@ -1,0 +1,157 @@
+"""What a rank of an RL run needs, whether a GPU has it, and the nearest settings with which it does."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from verl.planning.batch_arithmetic import batch_problems, plan_batches
+from verl.planning.dry_run import memory_table
+from verl.planning.memory_estimate import LOGITS_CHUNK, ModelSize, estimate_memory, measure_loaded
+from verl.trainer.ppo.utils import need_critic, uses_kl
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPOptimizerConfig
+from verl.workers.engine.memory_trace import MicroBatch, traced_update
+
+ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "model", "rollout"))
+GIB = 2**30
+GPU_GIB = 80.0  # planned for where neither trainer.gpu_memory_gib nor a GPU of this machine says it
+LEFT = 0.95  # of a GPU: the rest is the CUDA context, NCCL's buffers and what the allocator cannot use
+
+Phases = dict[str, dict[str, int]]
+
+
+def print_memory(console: Console, config: DictConfig, hf_config: Any) -> None:
+    """Print a rank's memory by part and phase; on GPUs also what does not fit, and settings that do."""
+    plain = OmegaConf.to_container(config, resolve=True)
+    size, exact = measure_loaded(hf_config, plain)
+    limit = _gpu_bytes(plain["trainer"])
+    phases, traced = _memory(plain, size, hf_config, limit)
+    table = memory_table(size, phases, traced)
+    if not exact:
+        loader = plain["actor_rollout_ref"]["model"]["loader"]["name"]
+        table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
+    console.print(table)
+    if limit is None:
+        return
+    over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > LEFT * limit}
+    if not over:
+        console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
+        return
+    for name, needed in over.items():
+        console.print(f"{name} does not fit: {needed / GIB:.1f} GiB of {LEFT * limit / GIB:.1f} GiB usable.")
+    if changes := _nearest(plain, size, hf_config, limit):
+        words = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+        console.print(f"The nearest settings that fit: {words}", highlight=False)
+    else:
+        console.print("No change of batches, offloading, parallel sizes or up to 8 times as many nodes makes it fit.")
+
+
+def _gpu_bytes(trainer: Mapping[str, Any]) -> float | None:
+    """Memory of a GPU, in bytes; None on CPU ranks."""
+    if trainer["device"] != "cuda":
+        return None
+    if trainer["gpu_memory_gib"] is not None:
+        return trainer["gpu_memory_gib"] * GIB
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_GIB * GIB
+
+
+def _memory(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float | None) -> tuple[Phases, bool]:
+    """Bytes by phase and part, and whether the update was traced."""
+    plan, roles, data = plan_batches(plain), plain["actor_rollout_ref"], plain["data"]
+    actor, model, update = roles["actor"], roles["model"], None
+    if (model["loader"]["name"], model["policy"]["name"]) == ("auto", "causal_lm"):
+        engine = actor["fsdp_config"]
+        sharing = engine["ulysses_sequence_parallel_size"] if actor["use_dynamic_bsz"] else 1  # budgets are per rank
+        samples = roles["rollout"]["n"] if actor["share_prompt_forward"] else 1
+        micro = MicroBatch(
+            plan.micro_batch_size * sharing, data["max_prompt_length"], data["max_response_length"], samples,
+            several=plan.samples_per_mini_batch > plan.micro_batch_size * plan.ranks,
+            chunk_tokens=model["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK),
+            with_entropy=actor["entropy_coeff"] != 0 or actor["calculate_entropy"],
+        )  # fmt: skip
+        optimizer = omega_conf_to_dataclass(actor["optim"], FSDPOptimizerConfig)
+        update = traced_update(hf_config, model, engine, optimizer, micro, plan.ranks, limit is not None)
+    sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)
+    return estimate_memory(size, plain, *sizes, update, limit), update is not None
+
+
+def _nearest(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float) -> dict[str, Any]:
+    """Few changes, of those that cost least, with which every phase fits; empty if there are none."""
+
+    def fits(changes: Mapping[str, Any]) -> bool:
+        phases, _ = _memory(_changed(plain, changes), size, hf_config, limit)
+        return all(sum(parts.values()) <= LEFT * limit for parts in phases.values())
+
+    changes: dict[str, Any] = {}
+    for key, value in _cheapest_first(plain, hf_config):
+        tried = changes | {key: value}
+        if not _is_sound(_changed(plain, tried)):
+            continue
+        changes = tried
+        if fits(changes):
+            for needless in list(changes):  # the last change may make earlier ones needless
+                fewer = {k: v for k, v in changes.items() if k != needless}
+                if fewer and _is_sound(_changed(plain, fewer)) and fits(fewer):
+                    changes = fewer
+            return changes
+    return {}
+
+
+def _cheapest_first(plain: dict[str, Any], hf_config: Any) -> Iterator[tuple[str, Any]]:
+    """(key, value) of changes that save memory, in the order of what they cost; results stay the same."""
+    roles, data, trainer = plain["actor_rollout_ref"], plain["data"], plain["trainer"]
+    actor, engine = roles["actor"], roles["actor"]["fsdp_config"]
+    if not roles["model"]["enable_gradient_checkpointing"]:
+        yield f"{MODEL}.enable_gradient_checkpointing", True
+    for name in ("optimizer_offload", "param_offload"):
+        if not engine[name]:
+            yield f"{ACTOR}.fsdp_config.{name}", True
+    if actor["use_dynamic_bsz"]:
+        tokens = actor["ppo_max_token_len_per_gpu"] // 2
+        while tokens >= data["max_prompt_length"] + data["max_response_length"]:
+            yield f"{ACTOR}.ppo_max_token_len_per_gpu", tokens
+            tokens //= 2
+    else:
+        rows = plan_batches(plain).micro_batch_size // 2
+        while rows >= 1:
+            yield f"{ACTOR}.ppo_micro_batch_size_per_gpu", rows
+            rows //= 2
+    share = roles["rollout"]["gpu_memory_utilization"]
+    for lower in (0.4, 0.3, 0.2):
+        if lower < share:
+            yield f"{ROLLOUT}.gpu_memory_utilization", lower
+    heads = hf_config.get_text_config().num_attention_heads
+    for ranks in (2, 4, 8):
+        if heads % ranks == 0 and ranks > engine["ulysses_sequence_parallel_size"]:
+            yield f"{ACTOR}.ulysses_sequence_parallel_size", ranks
+    if not engine["offload_policy"]:
+        yield f"{ACTOR}.fsdp_config.offload_policy", True
+    for factor in (2, 4, 8):
+        yield "trainer.nnodes", factor * trainer["nnodes"]
+
+
+def _changed(plain: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    changed = copy.deepcopy(plain)
+    for key, value in changes.items():
+        *path, name = key.split(".")
+        node = changed
+        for part in path:
+            node = node[part]
+        node[name] = value
+        if name == "ulysses_sequence_parallel_size":
+            node["fsdp_config"][name] = value
+        if name == "ppo_micro_batch_size_per_gpu":
+            node["ppo_micro_batch_size"] = None
+    return changed
+
+
+def _is_sound(plain: dict[str, Any]) -> bool:
+    """Whether the ranks can share these batches."""
+    config = OmegaConf.create(plain)
+    problems = batch_problems(plain, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
+    return not problems

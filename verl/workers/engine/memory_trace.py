@@ -1,0 +1,295 @@
+"""Peak memory of a rank's update, traced with tensors that have shapes but no storage: no weight is read or computed.
+
+The engine's own parts run: FSDP2 over imagined ranks (torch's process group "fake"), adapters, checkpointing, packing,
+the chunked head, the optimizer. So what they hold is counted rather than described a second time.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verl.planning.problems import one_line
+from verl.utils import fsdp_utils
+from verl.utils.model import torch_dtype_of
+from verl.utils.peft_weights import without_adapters
+from verl.workers.config import build_optimizer
+from verl.workers.engine import build
+from verl.workers.policy.attention import make_packable
+from verl.workers.policy.causal_lm import call_as_forward, response_log_probs
+from verl.workers.policy.packing import pack
+
+# Layers that are traced; each further one adds the same again. With fewer, what FSDP2 holds of neighbouring layers (the
+# next one's weights, the last one's gradients) is not there in full.
+LAYERS = (4, 5)
+GATHERED = "gathered weights, gradients in exchange"
+ACTIVATIONS = "activations of a micro-batch"
+LOGITS = "logits of a micro-batch"
+TEMPORARY = "temporary tensors of the optimizer's step"
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """`rows` sequences of `prompt` + `response` tokens each, without padding.
+
+    `samples`: rows that share one prompt's forward. `several`: other micro-batches have left gradients before it.
+    """
+
+    rows: int
+    prompt: int
+    response: int
+    samples: int = 1
+    several: bool = True
+    chunk_tokens: int = 896
+    with_entropy: bool = False
+
+
+def trace_update(
+    hf_config: Any, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any, micro: MicroBatch, ranks: int,
+    on_gpu: bool = False,
+) -> dict[str, int]:
+    """Bytes of one rank by part at the moment of an update in which it holds most; together they are its peak.
+
+    `model` and `engine` have the settings of HFModelConfig and FSDPEngineConfig, `optimizer` is an
+    FSDPOptimizerConfig. An update has weights and optimizer on its device whatever param_offload and optimizer_offload
+    say; `offload_policy` and offloaded activations leave a GPU, while on CPU ranks the former changes nothing and the
+    latter are copies. Raises whatever a model raises that
+    cannot run without numbers (mixtures of experts with a loop over their experts), and RuntimeError in a process that
+    has a process group.
+    """
+    whole, splitting = hf_config.get_text_config().num_hidden_layers, engine["tensor_parallel_size"]
+    counts = LAYERS if whole > LAYERS[-1] else (whole,)
+    # Ranks that split layers are as many fewer ranks with narrower layers: embeddings are whole on each.
+    with _imagined_ranks(ranks // splitting):
+        found = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
+    if len(found) > 1:
+        few, more = found
+        steps = (whole - counts[0]) // (counts[1] - counts[0])
+        found = [{name: few[name] + steps * (more[name] - few[name]) for name in few}]
+    parts = found[0]
+    if on_gpu and engine["offload_policy"]:
+        parts |= {"weights": 0, "gradients": 0, "optimizer (two moments)": 0, TEMPORARY: 0}
+    step = parts.pop(TEMPORARY)
+    moment = {name: parts[name] for name in (GATHERED, ACTIVATIONS, LOGITS)}
+    if step > sum(moment.values()) + parts["gradients"] * (not micro.several):
+        moment = {TEMPORARY: step}
+    elif not micro.several:
+        parts["gradients"] = 0  # those that exist at that moment are counted as in exchange
+    return {name: size for name, size in parts.items() if name not in (GATHERED, ACTIVATIONS, LOGITS)} | moment
+
+
+def traced_update(
+    hf_config: Any, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any, micro: MicroBatch, ranks: int,
+    on_gpu: bool,
+) -> dict[str, int] | None:
+    """`trace_update`, or None for a model that cannot be traced, with the reason in the log."""
+    try:
+        return trace_update(hf_config, model, engine, optimizer, micro, ranks, on_gpu)
+    except Exception as e:  # the model's code may raise anything
+        logger.info("the memory of {} cannot be traced: {!r}", type(hf_config).__name__, one_line(e))
+        return None
+
+
+@contextmanager
+def _imagined_ranks(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of `ranks`, whose collective calls move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("memory is traced before a process group is made, as dry runs do")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _part_of(hf_config: Any, layers: int, splitting: int) -> Any:
+    """The config of the first `layers` layers, each with one of `splitting` parts of its heads and its MLP."""
+    changed = copy.deepcopy(hf_config)
+    text = changed.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    if splitting > 1:
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if getattr(text, name, None):
+                setattr(text, name, getattr(text, name) // splitting)
+    return changed
+
+
+def _without_storage(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters, as `dtype`, and buffers of the meta device what the present mode makes of a CPU's tensors."""
+    made: dict[torch.Tensor, torch.Tensor] = {}  # weights may be tied
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in made:
+                    kind = dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+                    made[tensor] = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        made[tensor] = nn.Parameter(made[tensor], requires_grad=tensor.requires_grad)
+                if tensor is not None:
+                    tensors[name] = made[tensor]
+
+
+class _Live(TorchDispatchMode):
+    """The storages that exist, and those that existed when they were most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # storage -> shape, dtype at its first use
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        self.peak, self.at_peak = 0, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its local tensor comes here afterwards
+        out, known = func(*args, **(kwargs or {})), len(self.shapes)
+        for tensor in tree_leaves((out, args)):
+            if isinstance(tensor, torch.Tensor):
+                self.shapes.setdefault(tensor.untyped_storage(), (tuple(tensor.shape), tensor.dtype))
+        if len(self.shapes) <= known and func.namespace not in ("fsdp", "c10d"):
+            return out
+        # FSDP2 frees and fills storages by their sizes, which is no operation: all are asked again.
+        now = sum(storage.nbytes() for storage in self.shapes)
+        if now > self.peak:
+            self.peak = now
+            self.at_peak = [(storage.nbytes(), *what) for storage, what in self.shapes.items()]
+        return out
+
+
+def _trace(
+    hf_config: Any, model: Mapping[str, Any], engine: Mapping[str, Any], optimizer: Any, micro: MicroBatch, on_gpu: bool
+) -> dict[str, int]:
+    """The parts of a model with these layers; TEMPORARY is what the optimizer's step adds to the first three."""
+    from transformers import AutoModelForCausalLM
+
+    settings, options = SimpleNamespace(**engine), SimpleNamespace(**{**model, "lora_adapter_path": None})
+    sharing, shards = settings.ulysses_sequence_parallel_size, settings.fsdp_size
+    if shards > 0:
+        shards //= settings.tensor_parallel_size
+    mesh = fsdp_utils.create_device_mesh(dist.get_world_size(), shards, "cpu")
+    group = dist.new_group(list(range(sharing))) if sharing > 1 else None
+    batch = _batch(micro, group)
+    compute, live = torch_dtype_of(settings.dtype, "dtype"), _Live()
+    master = torch_dtype_of(settings.model_dtype, "model_dtype")
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(hf_config, dtype=master)
+        module = build.add_adapters(module, options, trains=True)
+    if not make_packable(without_adapters(module)):
+        raise ValueError(f"the attention of {type(module).__name__} cannot be replaced")
+    shapes = {tuple(p.shape) for p in module.parameters()}
+    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        _without_storage(module, master)
+        if options.enable_gradient_checkpointing:
+            without_adapters(module).gradient_checkpointing_enable({"use_reentrant": False})
+        module = fsdp_utils.apply_fsdp2(
+            module, mesh, wrap_policy=dict(settings.wrap_policy or {}), offload_policy=False,
+            reshard_after_forward=settings.reshard_after_forward, forward_prefetch=settings.forward_prefetch,
+            mp_policy=build.mixed_precision_policy(settings),
+        )  # fmt: skip
+        shapes |= {tuple(fsdp_utils.local_tensor(p).shape) for p in module.parameters()}
+        module.train()
+        made = build_optimizer(module.named_parameters(), optimizer)
+        trained = [p for p in module.parameters() if p.requires_grad]
+
+        for group_of in made.param_groups if on_gpu else ():
+            group_of["foreach"] = True  # what torch's optimizers choose there: temporary tensors of all weights
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        made.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
+        gc.collect()
+        live.reset()
+        made.step()
+        static = {
+            "weights": _nbytes(module.parameters()),
+            "gradients": _nbytes(p.grad for p in trained),
+            "optimizer (two moments)": _nbytes(x for s in made.state.values() for x in s.values()),
+        }
+        buffers = _nbytes(module.buffers())
+        step = live.peak - sum(static.values()) - buffers
+        if not micro.several:
+            made.zero_grad(set_to_none=True)
+        live.reset()
+        lower = torch.autocast("cpu", dtype=compute) if compute != torch.float32 else nullcontext()
+        away = torch.autograd.graph.saved_tensors_hooks(_forget, _remake) if on_gpu else fsdp_utils.activations_on_cpu()
+        offload = away if options.enable_activation_offload else nullcontext()
+        module.set_requires_gradient_sync(not settings.defer_gradient_sync)
+        for _ in range(1 + settings.defer_gradient_sync):  # deferred gradients of an earlier micro-batch are whole
+            with lower, offload:
+                log_probs, _ = call_as_forward(module, response_log_probs, temperature=1.0, **batch)
+            (-log_probs.mean()).backward()
+            del log_probs
+    kept = sum(static.values()) - (0 if micro.several else static["gradients"])
+    logits, gathered = _shares(live.at_peak, shapes, hf_config.get_text_config().vocab_size, micro)
+    return static | {
+        GATHERED: gathered - kept,
+        ACTIVATIONS: live.peak - gathered - logits,
+        LOGITS: logits,
+        TEMPORARY: step,
+    }
+
+
+def _forget(tensor: torch.Tensor) -> Any:
+    """What `fsdp_utils.activations_on_cpu` leaves of a tensor on the GPU: nothing but its shape, of weights all."""
+    weight = isinstance(tensor._base if tensor._is_view() else tensor, nn.Parameter)
+    return tensor if weight else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _remake(saved: Any) -> torch.Tensor:
+    return saved if isinstance(saved, torch.Tensor) else torch.empty_strided(saved[0], saved[1], dtype=saved[2])
+
+
+def _shares(
+    at_peak: list[tuple[int, tuple[int, ...], torch.dtype]], weights: set[tuple[int, ...]], vocabulary: int,
+    micro: MicroBatch,
+) -> tuple[int, int]:  # fmt: skip
+    """(bytes of logits, bytes of weights and gradients, this rank's own and gathered ones) among the storages."""
+    logits = gathered = 0
+    tokens = micro.rows * (micro.prompt + micro.response)
+    for nbytes, shape, dtype in at_peak:
+        if len(shape) == 2 and shape[1] == vocabulary and shape[0] <= micro.chunk_tokens and shape not in weights:
+            logits += nbytes
+        elif shape in weights or (dtype.is_floating_point and len(shape) == 1 and shape[0] > tokens):
+            gathered += nbytes
+    return logits, gathered
+
+
+def _batch(micro: MicroBatch, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Arguments of `response_log_probs` for full rows; their layout is computed here, where numbers are real."""
+    width = micro.prompt + micro.response
+    ids = torch.zeros(micro.rows, width, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    groups = torch.arange(micro.rows) // micro.samples if micro.samples > 1 else None
+    packing = pack(mask, micro.response, groups, group=group)
+    packing.parts, packing.restore, packing.length  # noqa: B018 - computed now and kept
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
+            "responses": ids[:, micro.prompt :].contiguous(), "packing": packing, "with_entropy": micro.with_entropy,
+            "chunk_tokens": micro.chunk_tokens}  # fmt: skip
+
+
+def _nbytes(tensors: Any) -> int:
+    """Bytes of this rank's parts."""
+    local = (fsdp_utils.local_tensor(t) for t in tensors if isinstance(t, torch.Tensor))
+    return sum(math.prod(t.shape) * t.element_size() for t in local)
