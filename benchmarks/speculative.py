@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+from benchmarks import lossless
 from benchmarks.harness import Row, ratios, row, say
 from examples.demo_runner import ROOT
 from examples.refine_rl_arithmetic.results import EDGES, WALL, batch_ratio, forwards_ratio, values
@@ -44,4 +45,4 @@ def run() -> list[Row]:
     rows.append(row("refine_same_steps", leading, "leading steps of GRPO with the same samples"))
     accuracy = values(result["students"]["opd"], "accuracy")
     rows.append(row("opd_gain_points", [100 * (accuracy[-1] - accuracy[0])], "points over the student's start"))
-    return rows
+    return rows + lossless.run()

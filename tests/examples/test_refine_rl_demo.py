@@ -9,9 +9,10 @@ import sys
 
 import pandas as pd
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from benchmarks import speculative, time_to_reward, trl_steps
+from benchmarks import lossless, speculative, time_to_reward, trl_steps
 from benchmarks.run import WANTED
 from examples.demo_runner import PhaseFailed
 from examples.dllm_arithmetic.corpus import compute_score
@@ -138,10 +139,28 @@ def test_the_benchmark_has_a_row_per_bound(tmp_path, monkeypatch):
     result = {"runs": runs, "students": students, "same_steps": same, "generation": times}
     (tmp_path / "result.json").write_text(json.dumps(result))
     monkeypatch.setenv("REFINE_RL", str(tmp_path))
+    monkeypatch.setattr(lossless, "run", list)
     rows = {row.name: row for row in speculative.run()}
     assert rows["refine_wall_16"].value == 3.0 and rows["opd_gain_points"].value == pytest.approx(20)
     assert rows["refine_forwards_ratio_end"].value == pytest.approx(60 / 13)
     assert {name for name in WANTED if name.startswith(("refine_", "opd_"))} <= rows.keys()
+
+
+def test_the_distribution_test_sees_samples_that_are_not_the_policys(monkeypatch):
+    chosen = {name: settings for name, settings in lossless.rollouts(None).items() if settings["name"] == "refine"}
+    monkeypatch.setattr(lossless, "rollouts", lambda draft: chosen)
+    monkeypatch.setattr(lossless, "SAMPLES", 1500)
+    rows = {row.name: row.value for row in lossless.run()}
+    assert min(rows["p_value_refine_slide"], rows["p_value_refine_verify"]) >= 0.001 > rows["p_value_lenient"]
+    assert all(rows[f"toy_tokens_per_forward_{name}"] > 1 for name in chosen)
+    assert {name for name in WANTED if name.startswith("p_value_refine") or name == "p_value_lenient"} <= rows.keys()
+
+
+def test_p_value_by_hand():
+    log_probs = torch.tensor([[1 / 2], [1 / 6], [1 / 6], [1 / 6]]).log()
+    numbers = torch.tensor([0] * 1230 + [1] * 390 + [2] * 390 + [3] * 390)
+    # 30^2 / 1200 + 3 * 10^2 / 400 = 1.5, of 3 degrees of freedom
+    assert lossless.p_value(numbers, log_probs) == pytest.approx(0.68227, abs=1e-4)
 
 
 def test_a_tail_leaves_answers_of_different_length(tiny_llama, monkeypatch):
