@@ -78,11 +78,11 @@ def scorer_options(target: str, gamma: int = GAMMA, threshold: float = 1.0, **mo
     )
 
 
-def all_options(target: str, **scorer: Any) -> dict[str, dict[str, Any]]:
+def all_options(target: str, **more: Any) -> dict[str, dict[str, Any]]:
     """Plain decoding, and exact and judged acceptance with each of GAMMAS, at the threshold chosen for accuracy."""
-    scorer["threshold"] = next(r.value for r in measure("accuracy") if r.name == "served_threshold")
+    more["threshold"] = next(r.value for r in measure("accuracy") if r.name == "served_threshold")
     exact = {f"exact{g}": exact_options(target, g) for g in GAMMAS}
-    judged = {f"scorer{g}": scorer_options(target, g, **scorer) for g in GAMMAS}
+    judged = {f"scorer{g}": scorer_options(target, g, **more) for g in GAMMAS}
     return {"greedy": {"model": target}, **exact, **judged}
 
 

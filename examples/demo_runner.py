@@ -132,7 +132,8 @@ class TrainingWatch:
                 if text := self.describe(row["data"]):
                     text = f"{name}: step {row['step']}  {text}"
                     self.progress.update(self.tasks[name], completed=row["step"], description=text)
-                    texts += [text] * (row["step"] < steps)
+                    if row["step"] < steps:
+                        texts.append(text)
                     break
         if texts:
             self.log("; ".join(texts))

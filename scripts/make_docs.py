@@ -122,7 +122,7 @@ def config_page() -> str:
     printing = "This prints the resolved configuration of a command (`--config-name=sft_trainer`: of another tree):"
     lines = ["# Configuration", "", source, "", printing, ""]
     lines += ["```bash", "python scripts/print_cfg.py trainer.seed=3", "```", ""]
-    lines += ["*always*: what the key asks for holds whether it is set or not, and turning it off is reported."]
+    lines += ["*always*: what the key asks for holds whether it is set or not; setting it to `false` is reported."]
     lines += ["*no effect*: the key is accepted for scripts that set it, and setting it is reported.", ""]
     for title, (file, owner) in TREES.items():
         lines += [f"## {title}", ""]

@@ -92,7 +92,7 @@ class IterativeConfig(BaseConfig, section="iterative"):
 
 @dataclass
 class PairsConfig(SFTMultiturnConfig):
-    """No conversations."""
+    """Conversations, which refinement does not train on."""
 
     enable: bool = setting(False, fixed="a row is an instruction and its response")
 

@@ -137,7 +137,7 @@ def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys
     changes = ["trainer.device=cpu", "actor_rollout_ref.model.use_liger=true", "trainer.default_hdfs_dir=hdfs://a"]
     code, text = plan([*overrides, *changes], capsys)
     assert code == 0 and "trainer.default_hdfs_dir=hdfs://a: the `hdfs` command is not on PATH" in text
-    message = "actor_rollout_ref.model.use_liger=true has no effect in this version: Liger's Triton kernels need a"
+    message = "actor_rollout_ref.model.use_liger=true has no effect in this version: the model's own layers"
     assert message in text.partition("Set, but without effect: 1")[2]
 
 
@@ -169,19 +169,11 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
 
 
-def test_what_reads_the_chat_needs_it(overrides, tiny_llama, capsys):
-    key = "data.return_raw_chat=false"
-    served = ["reward_model.enable=true", f"reward_model.model.path={tiny_llama}", "reward_model.rollout.name=vllm"]
-    _, text = plan([*overrides, *served, "reward_model.micro_batch_size_per_gpu=1", key], capsys)
-    assert f"{key}: the reward model needs the column raw_prompt" in " ".join(text.replace("│", " ").split())
-    assert "column raw_prompt" not in plan([*overrides, key], capsys)[1]
-
-
 def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "sgl_kernel" else real(name, *a))
     options = ["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.mode=async", "trainer.device=cpu"]
-    _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.multi_turn.journal_tool_calls=false"], capsys)
+    _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.lora_as_adapter=true"], capsys)
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
-    assert "journal_tool_calls=false has no effect in this version: its sampling can be repeated on a GPU" in flat
+    assert "lora_as_adapter=true has no effect in this version: merged weights are sent" in flat

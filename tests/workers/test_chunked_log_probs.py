@@ -75,6 +75,7 @@ def test_gradients_are_those_of_finite_differences(config, with_entropy, bias):
 def test_a_compiled_chunk_gives_the_same():
     head, hidden, labels = problem()
     final = FinalLogits.of(PretrainedConfig(**CONFIGS["all"]), temperature=1.3)
+    torch._dynamo.utils.counters.clear()
     compiled = log_probs_of(head, final, hidden, labels, with_entropy=True, chunk_tokens=4, compiled=True)
     expected = by_autograd(head, CONFIGS["all"], 1.3, hidden, labels)
     torch.testing.assert_close(compiled, expected)

@@ -318,10 +318,13 @@ def test_experts_and_quantization_reach_the_engine(wide_llama, monkeypatch):
 
     monkeypatch.setattr("verl.workers.rollout.vllm_rollout.vllm_rollout.start_engine", start)
     engine = make_engine(wide_llama)
-    config = RolloutConfig(name="vllm", quantization="torchao", quantization_config_file="q.json")
-    with pytest.raises(InterruptedError):
-        get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
-    assert given["hf_overrides"] == {"quantization_config_file": "q.json"} and not given["enable_expert_parallel"]
+    for experts in (1, 2):
+        config = RolloutConfig(name="vllm", quantization="torchao", quantization_config_file="q.json",
+                               data_parallel_size=2, expert_parallel_size=experts)  # fmt: skip
+        with pytest.raises(InterruptedError):
+            get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
+        assert given["enable_expert_parallel"] == (experts == 2)
+    assert given["hf_overrides"] == {"quantization_config_file": "q.json"}
     leave_group()
 
 

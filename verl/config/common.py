@@ -32,7 +32,7 @@ def entropy_recomputed() -> Any:
 
 def torch_compile() -> Any:
     """The setting use_torch_compile."""
-    return setting(False, "Compile log-probs and entropy by torch.compile, which takes time at their first use.")
+    return setting(False, "Compile log-probs and entropy with torch.compile, which takes time at their first use.")
 
 
 def fused_kernels() -> Any:
@@ -152,7 +152,7 @@ class RunConfig(BaseConfig, section="trainer"):
         None, "Folder (hdfs://... or a path) that published checkpoints are copied to; null for none."
     )
     use_legacy_worker_impl: str = setting(
-        "auto", "For compatibility.", choices=("auto", "enable", "disable"), always="there is one worker implementation"
+        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
     )
 
 

@@ -30,7 +30,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     """Megatron's settings of a role, as far as FSDP2 has them."""
 
     strategy: str | None = setting("megatron", choices=("megatron",))
-    grad_offload: bool = setting(False, "Keep gradients on the CPU.", always="gradients are freed after each update")
+    grad_offload: bool = setting(False, "Keep gradients on the CPU.", unused="gradients lie with their parameters")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     tensor_model_parallel_size: int = tensor_parallel_size()
     expert_model_parallel_size: int = setting(1, "Ranks that share the experts.", fixed=SHARDED)
@@ -58,7 +58,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     )  # fmt: skip
     override_mcore_model_config: dict[str, Any] = setting(dict, "Settings of Megatron's models; any key.", fixed=MODELS)
     use_mbridge: bool = setting(True, "Convert weights by mbridge.", always=WEIGHTS)
-    vanilla_mbridge: bool = setting(True, "Which mbridge.", always=WEIGHTS)
+    vanilla_mbridge: bool = setting(True, "Take the version of mbridge of its own repository.", always=WEIGHTS)
 
 
 @dataclass

@@ -65,10 +65,10 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     exclude_modules: Any = setting(None, "Names of layers without LoRA: a list, or a regular expression, as in peft.")
     lora: dict[str, Any] = setting(dict)
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
-    use_liger: bool = setting(False, "Use Liger's kernels.", unused="Liger's Triton kernels need a GPU")
+    use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")
     use_fused_kernels: bool = fused_kernels()
     fused_kernel_options: dict[str, Any] = setting(
-        lambda: {"impl_backend": None}, "Backend of use_fused_kernels.", unused="it is PyTorch; Triton needs a GPU"
+        lambda: {"impl_backend": None}, "Backend of use_fused_kernels.", unused="it is always PyTorch"
     )
     architectures: list[str] | None = None
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")

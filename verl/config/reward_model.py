@@ -48,7 +48,7 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
         None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
     free_cache_engine: bool = setting(
-        True, "Free the KV cache between scorings.", unused="vLLM's server sleeps on GPUs only; here it never does"
+        True, "Free the KV cache between scorings.", unused="the server of a reward model never sleeps"
     )
     data_parallel_size: int = setting(
         1, "Servers that split the requests.", low=1,

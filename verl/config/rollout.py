@@ -68,7 +68,6 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     journal_tool_calls: bool = setting(
         True,
         "Keep results of tool calls in tool_journal/ of the run, so that a killed run does not repeat them.",
-        unused={"sglang": "its sampling can be repeated on a GPU only"},
     )
 
 
@@ -242,7 +241,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     speculative: SpeculativeConfig = setting(
         SpeculativeConfig,
         "Speculative decoding.",
-        unused=NO_ENGINE | {"sglang": "SGLang's needs a GPU; engine_kwargs.sglang takes its settings"},
+        unused=NO_ENGINE | {"sglang": "engine_kwargs.sglang takes its speculative_* settings"},
     )
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
     agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
@@ -295,8 +294,9 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.expert_parallel_size not in (1, size := self.tensor_model_parallel_size):
+        size = self.tensor_model_parallel_size
+        if self.expert_parallel_size not in (1, size, size * self.data_parallel_size):
             raise ValueError(
                 f"rollout.expert_parallel_size={self.expert_parallel_size} must be 1, or the ranks of an engine: "
-                f"rollout.tensor_model_parallel_size={size}."
+                f"rollout.tensor_model_parallel_size={size} (times rollout.data_parallel_size)."
             )

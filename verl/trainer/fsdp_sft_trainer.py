@@ -35,10 +35,6 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
     once), or 1 with an error message. `trainer_class`: a subclass of FSDPSFTTrainer.
     """
     first = int(os.environ.get("RANK", "0")) == 0
-    if (rows := config.data.micro_batch_size) is not None:
-        if first:
-            logger.warning("data.micro_batch_size is an old name; it sets data.micro_batch_size_per_gpu={}", rows)
-        config.data.micro_batch_size_per_gpu = rows
     if config.trainer.dry_run:
         sys.exit(dry_run(config, trainer_class) if first else 0)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -51,8 +47,8 @@ def run_sft(config: DictConfig, trainer_class: type[FSDPSFTTrainer] = FSDPSFTTra
         OmegaConf.resolve(config)
         tokenizer = trainer_class.build_tokenizer(config)
         datasets = [_dataset(config, trainer_class, tokenizer, split) for split in ("train", "val")]
-    except (ValueError, OSError) as e:  # every rank reads the same files; one of them reports
-        _fail(str(e) if first else "the same message as rank 0", shown=first)
+    except (ValueError, OSError) as e:  # as a rule every rank has the same one
+        _fail(str(e), shown=first)
     try:
         if "RANK" in os.environ:
             initialize_global_process_group()

@@ -70,8 +70,6 @@ def test_a_row_is_templated_and_left_padded(tmp_path, suffix):
     assert sample["reward_model"] == {"style": "rule", "ground_truth": "3"}
     assert (sample["index"], sample["sample_index"], sample["tools_kwargs"]) == (5, 0, {})
     assert "prompt" not in sample
-    without = RLHFDataset(dataset.data_files, TOKENIZER, config(max_prompt_length=9, return_raw_chat=False))[0]
-    assert set(sample) - set(without) == {"raw_prompt"}
 
 
 def test_several_files_follow_each_other(tmp_path):

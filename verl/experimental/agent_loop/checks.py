@@ -25,12 +25,6 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     """Files load, names are known, tools answer their example call, the template allows for added messages."""
     rollout = config.actor_rollout_ref.rollout
     settings, serves = rollout.multi_turn, RolloutReplicaRegistry.serves(rollout)
-    reward = config.reward_model
-    reads_chats = serves or (reward.enable and (reward.rollout.name or reward.model.input_tokenizer))
-    if reads_chats and not config.data.return_raw_chat:
-        key = "data.return_raw_chat"
-        reader = "agent loops need" if serves else "the reward model needs"
-        yield wrong(key, f"{key}=false: {reader} the column raw_prompt. Set it to true.")
     rows = getattr(findings.datasets.get("data.train_files"), "rows", None)
     needs = {
         f"{MULTI_TURN}.enable": settings.enable, f"{MULTI_TURN}.tool_config_path": settings.tool_config_path,

@@ -278,7 +278,7 @@ class RLHFDataset(FileRows):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "raw_prompt_ids": ids,
-            **({"raw_prompt": messages} if data_setting(self.config, "return_raw_chat") else {}),
+            "raw_prompt": messages,
             "index": extra["index"] if extra.get("index") is not None else item,
             "sample_index": np.int64(item),
             "tools_kwargs": extra.get("tools_kwargs") or {},

@@ -129,7 +129,7 @@ class Packing:
     def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Any = None) -> dict[str, Any]:
         """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L].
 
-        `cache`, of transformers, takes the flat row's keys and values; `keys` then count from the first ones in it.
+        `cache`, of transformers, takes the flat row's keys and values; indices in `keys` then start at its first token.
         """
         # A mask with four dimensions: transformers then builds none of its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)

@@ -144,7 +144,7 @@ class ActorRolloutRefWorker(ModelWorker):
         outdated = self.rollout_version != self.weights_version
         if outdated:
             with self.engine.eval_mode():
-                if self.config.rollout.lora_as_adapter and self.engine.has_adapters:
+                if self.rollout.takes_adapters and self.engine.has_adapters:
                     adapter, tensors = self.engine.get_adapter(check_finite=True)
                     finished(self.rollout.update_weights(iter(tensors.items()), peft_config=adapter))
                 else:

@@ -72,7 +72,8 @@ class RewardModelWorker(ModelWorker):
             if not self.packs:
                 values = self.engine.module(**dict(batch.items()), use_cache=False).logits[..., 0].float()
                 return [values.gather(1, last).squeeze(1)]
-            # Rows end with their last token, and with one more, in front of which a packing finds the value.
+            # Turn each row so that it ends with its last token, and append a token that counts as its response: the
+            # packing's `predicted_from` is then the last token.
             turned = (positions + last + 1) % mask.shape[1]
             names = ("input_ids", "position_ids", "attention_mask")
             ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in names}

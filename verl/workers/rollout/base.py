@@ -26,6 +26,8 @@ class BaseRollout(ABC):
     be `async def`. Every method but `generate_sequences` does nothing by default.
     """
 
+    #: whether `update_weights` takes a LoRA adapter alone (rollout.lora_as_adapter)
+    takes_adapters: bool = False
     #: whether the weights outlast `release`, so that they need not be sent again before they change
     keeps_weights: bool = False
     #: the version of the weights that it holds, a global step; the worker sets it
@@ -42,7 +44,8 @@ class BaseRollout(ABC):
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:  # noqa: B027
         """Take the actor's weights as a stream of (Hugging Face name, full tensor of the shape in its checkpoint).
 
-        With `peft_config` (rollout.lora_as_adapter) they are a LoRA adapter's, under their names in peft's files.
+        A rollout whose `takes_adapters` is True gets `peft_config` too, and then the weights of a LoRA adapter, under
+        their names in peft's files.
         """
 
     def resume(self, tags: list[str]) -> None:  # noqa: B027

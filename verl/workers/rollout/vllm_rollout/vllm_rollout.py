@@ -105,6 +105,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if config.lora_as_adapter:
             path = model_config.lora_adapter_path
             self.adapter_rank = get_lora_rank_from_adapter(path) if path else model_config.lora_rank
+        self.takes_adapters = self.adapter_rank > 0
         self.adapter: Any = None  # vLLM's LoRARequest of every generation
         if not self.on_cuda and config.free_cache_engine:
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
@@ -145,7 +146,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             "disable_custom_all_reduce": True, "enable_expert_parallel": config.expert_parallel_size > 1,
         }  # fmt: skip
         if config.quantization_config_file is not None:
-            given["hf_overrides"] = {"quantization_config_file": config.quantization_config_file}
+            file = os.path.expanduser(config.quantization_config_file)
+            given["hf_overrides"] = {"quantization_config_file": file}
         if config.tensor_model_parallel_size > 1:
             given["distributed_executor_backend"] = "external_launcher"  # takes LOCAL_RANK's device
         elif self.on_cuda:
@@ -155,8 +157,13 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if self.adapter_rank:  # the model's own weights are not sent: they come from its files
             from vllm.config.lora import MaxLoRARanks
 
-            size = min(size for size in get_args(MaxLoRARanks) if size >= self.adapter_rank)
-            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "load_format": "auto"}
+            sizes = [size for size in get_args(MaxLoRARanks) if size >= self.adapter_rank]
+            if not sizes:
+                raise ValueError(
+                    f"{KEY}.lora_as_adapter=true: vLLM applies adapters up to rank {max(get_args(MaxLoRARanks))}, and "
+                    f"actor_rollout_ref.model.lora_rank is {self.adapter_rank}. Set it to false."
+                )
+            given |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": sizes[0], "load_format": "auto"}
         if config.speculative.method is not None:
             given |= self._speculative_arguments(given)
         if not self.on_cuda:
@@ -234,7 +241,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.forget_prefixes()
             # Level 2 discards all weights; those of a draft model, or under an adapter, would not come back.
             self.llm.sleep(level=1 if self.config.speculative.draft_path or self.adapter_rank else 2)
-            self.has_weights = False  # this level of sleep throws them away
+            self.has_weights = False
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
