@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoConfig, LlamaConfig
 
-from tests.helpers.engines import make_actor, make_engine, rl_batch
+from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -18,6 +18,13 @@ CONFIG = LlamaConfig(
 # q and o, k and v, the MLP and two norms in each layer; embedding, head and the last norm.
 LAYER, AROUND = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64, 2 * 320 * 64 + 64
 STATIC = ("weights", "gradients", "optimizer (two moments)")
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    leave_group()
+    yield
+    leave_group()
 
 
 def trace(ranks, micro=None, layers=2, on_gpu=False, model=None, **engine):
@@ -88,7 +95,7 @@ def on_rank(rank, world_size, path, model, settings):
     ],
 )
 def test_ranks_hold_what_was_traced(model, engine, tmp_path):
-    path = save_tiny_llama(tmp_path, hidden=96, layers=6)
+    path = save_tiny_llama(tmp_path, hidden=128, layers=6)
     config = HFModelConfig(path=path, load_tokenizer=False, **{"enable_gradient_checkpointing": False, **model})
     settings = vars(FSDPEngineConfig(dtype="float32", **engine))
     parts = vars(config), settings, FSDPOptimizerConfig(), MicroBatch(4, 4, 6)

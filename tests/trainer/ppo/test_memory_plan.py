@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
+from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.calibration import print_step_time
@@ -20,6 +21,14 @@ GPUS = {"trainer.device": "cuda", "trainer.n_gpus_per_node": 2, "actor_rollout_r
         "actor_rollout_ref.actor.ppo_mini_batch_size": 32, "actor_rollout_ref.rollout.n": 4,
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    leave_group()
+    yield
+    leave_group()
+
 
 
 def printed(tmp_path, **settings):
@@ -57,10 +66,10 @@ def test_the_nearest_settings_that_fit_are_those_that_change_least(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_calibration_trains_small_steps_and_keeps_nothing(tiny_llama, tmp_path, capsys):
+def test_calibration_trains_small_steps_and_keeps_nothing(tiny_llama, tmp_path, capfd):
     config = compose_run(tmp_path, tiny_llama, trainer__local="true", trainer__dry_run="true")
     print_step_time(config, run_ppo)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    lines = [line for line in capfd.readouterr().out.splitlines() if "│" in line]
     seconds = {name.strip(): float(value) for _, name, value, _ in (line.split("│") for line in lines)}
     assert seconds["gen"] > 0 and seconds["update_actor"] > 0
     assert seconds.pop("step") == pytest.approx(sum(seconds.values()), abs=0.01 * len(seconds))
