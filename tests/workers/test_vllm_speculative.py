@@ -1,4 +1,4 @@
-"""Drafts in vLLM's rollout: samples keep the model's distribution, weights are handed over, the draft model's stay."""
+"""Drafts in vLLM's rollout: samples keep the model's distribution; weights are handed over; draft models learn."""
 
 from types import SimpleNamespace
 
@@ -7,71 +7,47 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.lossless import LENGTH, WORDS, answer_log_probs, numbers_of, p_value, request, save_toy
 from tests.helpers.engines import leave_group, rl_batch
-from tests.helpers.models import save_tiny_llama
-from tests.workers.test_vllm_rollout import Hybrid, difference, prompts
+from tests.workers.test_vllm_rollout import Hybrid, difference
 from verl.config.rollout import SpeculativeConfig
+from verl.workers.rollout.vllm_rollout.drafter import Drafter
 from verl.workers.rollout.vllm_rollout.vllm_rollout import check_drafter
 
-WORDS, LENGTH = 8, 3  # so that all answers can be enumerated
+
+def hybrid_of(folder, method, **more):
+    """A rollout with drafts of 2 tokens; the draft model is another model."""
+    draft = save_toy(folder / "draft", 1) if method == "draft_model" else None
+    settings = SpeculativeConfig(method=method, draft_path=draft, num_tokens=2, **more)
+    rollout = {"speculative": settings, "response_length": LENGTH, "ignore_eos": True}
+    made = Hybrid(save_toy(folder / "model", 0), rollout)
+    made.draft = draft
+    return made
 
 
-def save(folder, seed):
-    """A model of 8 words with uneven probabilities."""
-    path = save_tiny_llama(folder, vocab_size=WORDS, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() == 2:
-                weight.mul_(4.0)
-    model.save_pretrained(path)
-    return path
+def held_by_the_draft_model(hybrid):
+    runner = hybrid.rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return dict(runner.drafter.model.named_parameters())
 
 
 @pytest.fixture(scope="module", params=["draft_model", "ngram"])
 def speculative(request, tmp_path_factory):
-    """A rollout with drafts of 2 tokens; the draft model is another model."""
-    folder = tmp_path_factory.mktemp(request.param)
-    draft = save(folder / "draft", 1) if request.param == "draft_model" else None
-    settings = SpeculativeConfig(method=request.param, draft_path=draft, num_tokens=2)
-    made = Hybrid(save(folder / "model", 0), {"speculative": settings, "response_length": LENGTH, "ignore_eos": True})
-    made.draft = draft
+    made = hybrid_of(tmp_path_factory.mktemp(request.param), request.param)
     yield made
     made.rollout.close()
     leave_group()
 
 
-def asked(**meta):
-    batch = prompts(eos_token_id=None, **meta)[:1]
-    batch.batch["input_ids"] = torch.tensor([[5, 6, 7, 5, 6, 7]])
-    return batch
-
-
-def exact(hybrid, prompt, temperature):
-    """log-probs [8^3, 3] of the tokens of every answer, numbered in base 8."""
-    answers = torch.cartesian_prod(*[torch.arange(WORDS)] * LENGTH)
-    with torch.no_grad(), hybrid.engine.eval_mode():
-        rows = torch.cat([prompt.expand(len(answers), -1), answers], 1)
-        logits = hybrid.engine.module(input_ids=rows).logits[:, -LENGTH - 1 : -1].float()
-    return (logits / temperature).log_softmax(-1).gather(-1, answers.unsqueeze(-1)).squeeze(-1)
-
-
 @pytest.mark.process
 def test_answers_have_the_models_distribution_before_and_after_a_hand_over(speculative):
-    n, temperature = 2000, 0.7
-    batch = asked(n=n, temperature=temperature)
+    temperature = 0.7
+    batch = request(2000, temperature=temperature)
     for step in range(2):
         output = speculative.generate(batch)
-        log_probs = exact(speculative, batch.batch["input_ids"], temperature)
-        number = output.batch["responses"] @ torch.tensor([WORDS**2, WORDS, 1])
+        log_probs = answer_log_probs(speculative.engine, temperature)
+        number = numbers_of(output.batch["responses"])
         assert (output.batch["rollout_log_probs"] - log_probs[number]).abs().max() < 1e-3
-        expected, seen = n * log_probs.sum(-1).exp(), torch.bincount(number, minlength=WORDS**LENGTH)
-        common = expected >= 5
-        expected = torch.cat([expected[common], expected[~common].sum()[None]])
-        seen = torch.cat([seen[common], seen[~common].sum()[None]])
-        cells = len(expected) - 1
-        assert cells > 20
-        assert ((seen - expected) ** 2 / expected).sum() < cells + 4 * (2 * cells) ** 0.5
+        assert p_value(number, log_probs) > 1e-4
         metrics = output.meta_info["metrics"]
         assert 0 < metrics["rollout/draft_acceptance"][0] < 1
         assert 1 < metrics["rollout/tokens_per_forward"][0] < 3
@@ -84,18 +60,60 @@ def test_answers_have_the_models_distribution_before_and_after_a_hand_over(specu
 
 @pytest.mark.process
 def test_greedy_answers_are_those_without_drafts_and_the_draft_model_keeps_its_weights(speculative):
-    output = speculative.generate(asked(n=1, validate=True, do_sample=False))
+    output = speculative.generate(request(1, validate=True, do_sample=False))
     with torch.no_grad(), speculative.engine.eval_mode():
         inputs = {key: output.batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
         best = speculative.engine.module(**inputs).logits.argmax(-1)[:, -LENGTH - 1 : -1]
     assert torch.equal(best, output.batch["responses"])
     if speculative.draft is not None:
-        runner = speculative.rollout.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        held = dict(runner.drafter.model.named_parameters())["lm_head.weight"][:WORDS]
+        held = held_by_the_draft_model(speculative)["lm_head.weight"][:WORDS]
         assert torch.equal(held, AutoModelForCausalLM.from_pretrained(speculative.draft).lm_head.weight)
 
 
+@pytest.mark.process
+def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp_path):
+    hybrid = hybrid_of(tmp_path, "draft_model", refresh_every=2, refresh_lr=3e-3)
+    start = AutoModelForCausalLM.from_pretrained(hybrid.draft)
+    accepted = []
+    for step in range(4):
+        output = hybrid.generate(request(1000, temperature=0.7, global_steps=step))
+        accepted.append(output.meta_info["metrics"]["rollout/draft_acceptance"][0])
+        hybrid.generate(request(10, validate=True), sync=False)  # not trained on
+        trained, held = hybrid.rollout.drafter.model, held_by_the_draft_model(hybrid)
+        torch.testing.assert_close(held["lm_head.weight"][:WORDS], trained.lm_head.weight, rtol=0, atol=0)
+        query = trained.model.layers[1].self_attn.q_proj.weight
+        fused = held["model.layers.1.self_attn.qkv_proj.weight"]
+        torch.testing.assert_close(fused[: len(query)], query, rtol=0, atol=0)
+    numbers = numbers_of(output.batch["responses"])
+    assert p_value(numbers, answer_log_probs(hybrid.engine, 0.7)) > 1e-4
+    assert (trained.lm_head.weight - start.lm_head.weight).abs().max() > 1e-3
+    assert max(accepted[:2]) < 0.2 < min(accepted[2:])
+    assert sum(len(kept) for kept in hybrid.rollout.drafter.samples) == 2000
+    hybrid.rollout.close()
+    leave_group()
+
+
+def test_a_refresh_is_a_step_on_the_cross_entropy_of_the_sampled_tokens(tmp_path):
+    path = save_toy(tmp_path, 1)
+    drafter, data = Drafter(path, 1e-2, torch.device("cpu")), rl_batch(vocab=WORDS)
+    with torch.no_grad():
+        drafter.keep(data[:3])
+        drafter.keep(data[3:])
+        made = dict(drafter.refresh())
+    assert drafter.samples == []
+    model, columns = AutoModelForCausalLM.from_pretrained(path), data.batch
+    inputs = {key: columns[key] for key in ("input_ids", "attention_mask", "position_ids")}
+    log_probs = model(**inputs).logits[:, 3:-1].log_softmax(-1)
+    chosen = log_probs.gather(-1, columns["responses"][..., None])[..., 0]
+    (-chosen[columns["response_mask"].bool()].mean()).backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0).step()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(made[name], weight.detach(), rtol=1e-3, atol=1e-4)
+
+
 def test_settings_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="refresh_every=3 needs rollout.speculative.method=draft_model, not ngram"):
+        SpeculativeConfig(method="ngram", refresh_every=3)
     with pytest.raises(ValueError, match="draft_model needs the folder of a draft model"):
         SpeculativeConfig(method="draft_model")
     with pytest.raises(ValueError, match="method=ngram with rollout.speculative.draft_path=x"):
@@ -103,13 +121,16 @@ def test_settings_that_do_not_fit_are_named():
 
 
 def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
-    def problems(path):
-        rollout = {"name": "vllm", "speculative": {"method": "draft_model", "draft_path": str(path)}}
+    def problems(path, every=0):
+        drafts = {"method": "draft_model", "draft_path": str(path), "refresh_every": every}
+        rollout = {"name": "vllm", "mode": "async", "speculative": drafts}
         findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), to_start=False)
         return list(check_drafter(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}), findings))
 
     assert problems(tiny_llama) == []
+    (served,) = problems(tiny_llama, every=5)
+    assert "refresh_every=5 needs actor_rollout_ref.rollout.mode=sync, not async" in served.message
     (missing,) = problems(tmp_path / "none")
     assert missing.kind == "absent" and "has no config.json that can be read" in missing.message
-    (unlike,) = problems(save(tmp_path / "draft", 1))
+    (unlike,) = problems(save_toy(tmp_path / "draft", 1))
     assert unlike.kind == "wrong" and "has 8 tokens in its vocabulary, the model 64" in unlike.message

@@ -143,8 +143,12 @@ class SpeculativeConfig(BaseConfig, section="rollout.speculative"):
         "ngram (tokens that followed the same tokens before), draft_model, or null for none.",
         choices=("ngram", "draft_model"),
     )
-    draft_path: str | None = setting(None, "Folder of the draft model, whose weights stay as they are.")
+    draft_path: str | None = setting(None, "Folder of the draft model.")
     num_tokens: int = setting(4, "Draft tokens per forward of the model.", low=1)
+    refresh_every: int = setting(
+        0, "Train the draft model on the samples of every so many weight updates (mode=sync); 0: never.", low=0
+    )
+    refresh_lr: float = setting(1e-4, "Learning rate of that training.", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,6 +156,11 @@ class SpeculativeConfig(BaseConfig, section="rollout.speculative"):
             raise ValueError(
                 f"rollout.speculative.method={self.method} with rollout.speculative.draft_path={self.draft_path}: "
                 "draft_model needs the folder of a draft model, the other methods have none."
+            )
+        if self.refresh_every and self.method != "draft_model":
+            raise ValueError(
+                f"rollout.speculative.refresh_every={self.refresh_every} needs rollout.speculative.method=draft_model, "
+                f"not {self.method}: set that, or refresh_every=0."
             )
 
 

@@ -1,8 +1,11 @@
 """vLLM's own worker class of this machine, to derive a `--worker-cls` from."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
@@ -20,6 +23,15 @@ class PlatformWorker(VllmWorker):
         if current_platform.is_cpu():
             repair_expand_kernel()  # before numba is loaded, on whose modules vLLM's registration of kernels fails
         super().__init__(*args, **kwargs)
+
+    def reload_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the draft model's weights in place, as `reload_weights` replaces the model's."""
+        runner = self.model_runner
+        model = (runner.speculator if self.use_v2_model_runner else runner.drafter).model
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            model.load_weights(weights)
+            finalize_layerwise_reload(model, self.vllm_config.speculative_config.draft_model_config)
 
 
 def repair_expand_kernel() -> None:

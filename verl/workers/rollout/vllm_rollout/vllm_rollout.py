@@ -64,6 +64,10 @@ def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
     path = rollout.speculative.draft_path
     if rollout.name != "vllm" or path is None:
         return
+    if rollout.speculative.refresh_every and rollout.mode != "sync":
+        every = f"{KEY}.speculative.refresh_every"
+        rule = f"{every}={rollout.speculative.refresh_every} needs {KEY}.mode=sync, not {rollout.mode}"
+        yield wrong(every, f"{rule}: the draft model is trained on the batches that its own rank generates.")
     from transformers import AutoConfig
 
     try:
@@ -118,6 +122,12 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             for segment in Path("/dev/shm").glob(f"{name}-*"):
                 segment.unlink(missing_ok=True)
         self.has_weights = config.load_format != "dummy"
+        self.drafter, self.draft_age = None, 0  # weight updates since the draft model's last training
+        if config.speculative.refresh_every:
+            from verl.workers.rollout.vllm_rollout.drafter import Drafter
+
+            device = torch.device("cuda", torch.cuda.current_device()) if self.on_cuda else torch.device("cpu")
+            self.drafter = Drafter(config.speculative.draft_path, config.speculative.refresh_lr, device)
         # The first batch of an engine takes seconds more than the next ones; better here than in a step.
         logger.debug("vLLM answers one prompt to warm up")
         params = self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, (), limit=2)
@@ -213,6 +223,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         else:
             self._load_adapter(dict(weights), peft_config)
+        if self.drafter is not None and self.drafter.samples:
+            self.draft_age += 1
+            if self.draft_age % self.config.speculative.refresh_every == 0:
+                self.llm.collective_rpc("reload_draft_weights", kwargs={"weights": self.drafter.refresh()})
         self.forget_prefixes()  # they were computed by the weights before
         self.has_weights = True
 
@@ -268,9 +282,6 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             made = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
             metrics = {"rollout/draft_acceptance": [accepted / max(1, drafted)],
                        "rollout/tokens_per_forward": [made / max(1, made - accepted)]}  # fmt: skip
-        if self.tp_group is not None:
-            rank = dist.get_rank(self.tp_group)
-            outputs = outputs[rank * len(prompts) : (rank + 1) * len(prompts)]
         answers = [answer for output in outputs for answer in output.outputs]
         tokens, length = [list(answer.token_ids) for answer in answers], self.config.response_length
         responses = right_padded(tokens, length, request.pad_id, torch.int64)
@@ -281,7 +292,13 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
             log_probs = right_padded([answer.logprobs.logprobs for answer in answers], length, 0.0, torch.float32)
         meta = {"metrics": metrics} if metrics else {}
-        return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs), meta_info=meta)
+        samples = DataProto.from_dict(answered(gathered, request.n, responses, mask, log_probs), meta_info=meta)
+        if self.drafter is not None and not gathered.meta_info.get("validate"):
+            self.drafter.keep(samples)  # the same ones on every rank of the engine, whose parts must stay one model
+        if self.tp_group is None:
+            return samples
+        rank, rows = dist.get_rank(self.tp_group), len(prompts) * request.n
+        return samples[rank * rows : (rank + 1) * rows]
 
     def _generate(self, request: GenerationRequest) -> list:
         """vLLM's output for each prompt of the request."""
