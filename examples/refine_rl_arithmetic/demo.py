@@ -40,10 +40,10 @@ from examples.refine_rl_arithmetic.results import DATA_SOURCE, criteria_of, draw
 from verl.report.page import write_report
 from verl.utils.fingerprint import model_dir_fingerprint
 
-BUDGET_S = {"set-up": 400.0, "student": 120.0, "GRPO": 1200.0, "distillation": 300.0, "generation": 300.0}
+BUDGET_S = {"set-up": 400.0, "student": 240.0, "GRPO": 1200.0, "distillation": 300.0, "generation": 300.0}
 STEPS, STUDENT_STEPS, VALIDATIONS = 60, 60, 6
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
-STUDENT = {"steps": 400, "layers": 2, "bare": 0.35}  # it often answers without its work
+STUDENT = {"steps": 1000, "layers": 2, "bare": 0.35}  # it often answers without its work
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 SELF_DRAFT = {f"{ROLLOUT}.name": "refine", f"+{ROLLOUT}.custom.mode": "verify"}
 KEEP = {
