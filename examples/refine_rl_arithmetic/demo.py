@@ -60,7 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def students_of(teacher: Path) -> dict[str, dict[str, Any]]:
     """Settings of the student's two runs."""
-    plain = {f"{ROLLOUT}.name": "hf", f"{ACTOR}.optim.lr": "2e-4"}
+    plain = {f"{ROLLOUT}.name": "hf", f"{ACTOR}.optim.lr": "2e-4", "trainer.test_freq": 2}
     taught = {"algorithm.adv_estimator": "opd", "actor_rollout_ref.ref.model_path": teacher,
               "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 64}  # fmt: skip
     return {"opd": plain | taught, "grpo": plain}
