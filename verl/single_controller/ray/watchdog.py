@@ -20,7 +20,7 @@ METHODS = {
     "save": ("save_checkpoint", "load_checkpoint"),
 }
 PHASE_OF = {method: phase for phase, methods in METHODS.items() for method in methods}
-REMOTE_S = 20.0  # for the tasks on other nodes, which may have to start a process first
+REMOTE_S = 60.0  # for the tasks on other nodes, which may have to start a process first
 STACKS_S = 3.0  # until those lines have come through Ray's log to the driver
 
 
