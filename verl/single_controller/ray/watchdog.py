@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import psutil
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.single_controller.base.worker import STACK_SIGNAL
 
@@ -18,6 +20,7 @@ METHODS = {
     "save": ("save_checkpoint", "load_checkpoint"),
 }
 PHASE_OF = {method: phase for phase, methods in METHODS.items() for method in methods}
+REMOTE_S = 60.0  # for the tasks on other nodes, which may have to start a process first
 STACKS_S = 3.0  # until those lines have come through Ray's log to the driver
 
 
@@ -39,9 +42,9 @@ def hanging(
     """
     _, waiting = ray.wait(list(dict.fromkeys(refs)), num_returns=len(set(refs)), timeout=0)
     late = [i for i, ref in enumerate(refs) if ref in waiting]
-    states = {i: ask_for_stacks(actors[i]) for i in late}
+    states = dict(zip(late, ask_for_stacks([actors[i] for i in late]), strict=True))
     time.sleep(STACKS_S)
-    stopped = [i for i in late if states[i] == psutil.STATUS_STOPPED]
+    stopped = [i for i in late if states[i].startswith(psutil.STATUS_STOPPED)]
     named = ", ".join(f"{labels[i]} ({states[i]})" for i in stopped or late)
     phase = next((phase for name, phase in PHASE_OF.items() if method.endswith(name)), method)
     return PhaseTimeout(
@@ -51,16 +54,39 @@ def hanging(
     )
 
 
-def ask_for_stacks(actor: ActorHandle) -> str:
-    """Have an actor's process write its Python stacks; its state: stopped, running, sleeping, or on another node."""
+def ask_for_stacks(actors: list[ActorHandle]) -> list[str]:
+    """Have actors' processes write their Python stacks; the state of each: stopped, running, sleeping, gone.
+
+    A process is signalled by a task on its own node. Of a node that does not run one, the address is given.
+    """
     from ray._private.state import state
 
-    entry = state.actor_table(actor._actor_id.hex())
-    if entry["Address"]["NodeID"] != ray.get_runtime_context().get_node_id():
-        return f"on node {entry['Address']['IPAddress']}"
+    asked = []
+    for actor in actors:
+        entry = state.actor_table(actor._actor_id.hex())
+        place, pid = entry["Address"], entry["Pid"]
+        there = NodeAffinitySchedulingStrategy(node_id=place["NodeID"], soft=False)
+        if place["NodeID"] == ray.get_runtime_context().get_node_id():
+            asked.append(signalled(pid))
+        else:
+            task = ray.remote(num_cpus=0, max_retries=0)(signalled).options(scheduling_strategy=there).remote(pid)
+            asked.append((task, place["IPAddress"]))
+    deadline = time.monotonic() + REMOTE_S
+    return [answer if isinstance(answer, str) else _answer(*answer, deadline) for answer in asked]
+
+
+def _answer(task: ray.ObjectRef, address: str, deadline: float) -> str:
     try:
-        status = psutil.Process(entry["Pid"]).status()
-        os.kill(entry["Pid"], STACK_SIGNAL)
+        return f"{ray.get(task, timeout=max(0.0, deadline - time.monotonic()))} on node {address}"
+    except RayError:  # the node is gone, or does not answer in time
+        return f"no answer from node {address}"
+
+
+def signalled(pid: int) -> str:
+    """Have a process of this node write its stacks; its state."""
+    try:
+        status = psutil.Process(pid).status()
+        os.kill(pid, STACK_SIGNAL)
     except (psutil.NoSuchProcess, ProcessLookupError):
         return "gone"
     return status

@@ -16,6 +16,7 @@ import psutil
 import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.trainer.run.failure import failure_message
 from verl.utils.stop_signals import StopSignals
@@ -174,7 +175,8 @@ def run_until_done(runner: Any, config: DictConfig) -> int:
     The first signal requests a stop after the current step, a second one ends the process.
     """
     try:
-        stop = StopFlag.remote()
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        stop = StopFlag.options(scheduling_strategy=here).remote()  # no other node can end the run with it
         with StopSignals() as signals:
             running = runner.run.remote(config, lambda: ray.get(stop.is_set.remote()))
             while not ray.wait([running], timeout=0.5)[0]:
@@ -185,4 +187,3 @@ def run_until_done(runner: Any, config: DictConfig) -> int:
     except Exception as e:
         sys.stderr.write(failure_message(e, config) + "\n")
         return 1
-

@@ -1,0 +1,119 @@
+"""GRPO on a Ray cluster of two raylets: a rank that hangs on the other node, a node that is lost, a resume without it.
+
+The raylets share this machine and its address, so a real network is not covered.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.rl_run import overrides
+from tests.helpers.watched_runs import wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.chaos, pytest.mark.slow]
+RANKS = 2  # of each node
+
+
+def raylet(*arguments, cpus, folder):
+    """Start the processes of a node, with a folder of its own for their files; those processes."""
+    command = [Path(sys.executable).with_name("ray"), "start", *arguments, f"--num-cpus={cpus}", "--num-gpus=0",
+               f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--disable-usage-stats",
+               "--include-dashboard=false"]  # fmt: skip
+    if "--head" not in arguments:
+        command.remove("--include-dashboard=false")
+    before = set(psutil.pids())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    own = (p for p in psutil.process_iter(["cmdline"]) if p.pid not in before)
+    return [p for p in own if folder in " ".join(p.info["cmdline"] or ())]
+
+
+def end(processes):
+    """Kill processes with everything that they started."""
+    members = [c for p in processes if p.is_running() for c in [p, *p.children(recursive=True)]]
+    for process in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(members, timeout=10)
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """(address, processes of the head, processes of the other node)"""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    with socket.socket() as s, tempfile.TemporaryDirectory(prefix="n1") as one, tempfile.TemporaryDirectory() as two:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+        s.close()
+        started = []
+        try:
+            # One CPU more on the head: for the actor that runs the loop.
+            started.append(raylet("--head", f"--port={port}", cpus=RANKS + 1, folder=one))
+            started.append(raylet(f"--address=127.0.0.1:{port}", cpus=RANKS, folder=two))
+            yield f"127.0.0.1:{port}", *started
+        finally:
+            for processes in started:
+                end(processes)
+
+
+def start(directory, model, address, log, **more):
+    keys = {"trainer__nnodes": 2, "trainer__n_gpus_per_node": RANKS, "trainer__save_freq": 1, **more}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(directory, model, **keys)]
+    environment = {**os.environ, "RAY_ADDRESS": address, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    return subprocess.Popen(command, stdout=open(log, "w"), stderr=subprocess.STDOUT, env=environment)
+
+
+def steps(directory):
+    file = Path(directory) / "out" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def ranks_of(processes):
+    """Processes of ranks below the raylet of a node."""
+    below = [c for p in processes if p.is_running() for c in p.children(recursive=True)]
+    return [p for p in below if p.is_running() and "ActorRolloutRefWorker" in " ".join(p.cmdline() or [p.name()])]
+
+
+def test_a_run_over_two_nodes_names_what_hangs_and_goes_on_without_a_lost_node(tiny_llama, tmp_path, nodes):
+    address, head, other = nodes
+    log = tmp_path / "log"
+    limits = {f"trainer__watchdog__{phase}": 30 for phase in ("update", "generate", "log_prob", "save")}
+    run = start(tmp_path, tiny_llama, address, log, trainer__total_training_steps=40, **limits)
+    wait_until(lambda: len(steps(tmp_path)) >= 1, run, log)
+    assert len(ranks_of(head)) == len(ranks_of(other)) == RANKS, "ranks are not packed by node"
+    stopped, neighbour = ranks_of(other)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert run.wait(timeout=240) == 1
+    text = log.read_text()
+    assert re.search(r"\(stopped on node [0-9.]+\) did not finish", text) and "trainer.watchdog." in text, text[-3000:]
+    stacks = [line for line in text.splitlines() if f"pid={neighbour.pid}" in line and ", line " in line]
+    assert any("verl/" in line for line in stacks), text[-3000:]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        stopped.kill()
+
+    log, done = tmp_path / "log2", steps(tmp_path)[-1]
+    run = start(tmp_path, tiny_llama, address, log, trainer__total_training_steps=40)
+    wait_until(lambda: max(steps(tmp_path), default=0) > done, run, log)
+    end(other)  # the raylet, with its ranks
+    assert run.wait(timeout=240) == 1, log.read_text()[-3000:]
+    assert re.search(r"rank [23] \(", log.read_text()), log.read_text()[-3000:]
+    kept = steps(tmp_path)[-1]
+
+    log = tmp_path / "log3"
+    left = {"trainer__nnodes": 1, "trainer__total_training_steps": kept + 2}
+    run = start(tmp_path, tiny_llama, address, log, **left)
+    assert run.wait(timeout=240) == 0, log.read_text()[-3000:]
+    numbers = steps(tmp_path)
+    assert numbers == list(range(1, kept + 3))
