@@ -177,3 +177,25 @@ def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypa
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
     assert "lora_as_adapter=true has no effect in this version: merged weights are sent" in flat
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}t{{ tools | length }} {% endif %}"
+    "{% for m in messages %}{{ m.role }} {{ m.content }} {{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("renders", [True, False])
+def test_a_template_that_leaves_out_the_tools_is_named(overrides, capsys, tmp_path, renders):
+    (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    template = TOOL_TEMPLATE if renders else TOOL_TEMPLATE.partition("{% endif %}")[2]
+    rollout = "actor_rollout_ref.rollout"
+    key = f"{rollout}.multi_turn.function_tool_path"
+    served = [
+        *overrides, "trainer.device=cpu", "data.max_prompt_length=64", f"{rollout}.name=vllm", f"{rollout}.mode=async",
+        f"{key}={tmp_path}/tools.py", f"{rollout}.agent.default_agent_loop=tool_agent",
+        f'actor_rollout_ref.model.custom_chat_template="{template}"',
+    ]  # fmt: skip
+    _, text = plan(served, capsys)
+    assert (f"{key}={tmp_path}/tools.py: the chat template leaves out the schemas of the tools." in text) is not renders
+    assert ("with the schemas" in text) is renders

@@ -74,7 +74,9 @@ class BaseModelConfig(BaseConfig, section="model"):
     tokenizer_path: str | None = setting(None, "Folder of the tokenizer; null takes the model's.")
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
     external_lib: str | None = setting(
-        None, "Dotted name of a Python module to import first, such as my_parts (no path; its folder on PYTHONPATH)."
+        None,
+        "Dotted name of one module to import first, such as my_parts (no path; its folder on PYTHONPATH); it may "
+        "import others.",
     )
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora: dict[str, Any] = setting(dict)
@@ -138,7 +140,7 @@ class RunConfig(BaseConfig, section="trainer"):
     dry_run: bool = setting(False, "Print plan and all problems of the settings, and start nothing.")
     report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
     nonfinite_steps_max: int = setting(5, "Skipped updates (NaN or Inf) in a row after which the run stops.", low=1)
-    test_freq: int = setting(-1, "Steps between validations; -1 for none.", low=-1)
+    test_freq: int = setting(-1, "Steps between validations; the last step has one too. -1 for none at all.", low=-1)
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     resume_mode: str = setting(
         "auto",

@@ -53,7 +53,8 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     custom_chat_template: str | None = setting(None, "Chat template to use in place of the tokenizer's.")
     external_lib: str | None = setting(
         None,
-        "Dotted name of a module that registers your parts, such as my_parts (no path; its folder on PYTHONPATH).",
+        "Dotted name of one module that registers your parts, such as my_parts (no path; its folder on PYTHONPATH). It "
+        "may import others.",
     )
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")

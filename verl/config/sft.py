@@ -90,7 +90,8 @@ class SFTModelConfig(BaseConfig, section="model"):
     fsdp_config: SFTEngineConfig = setting(SFTEngineConfig, "How weights are sharded over the ranks.")
     external_lib: str | None = setting(
         None,
-        "Dotted name of a module to import first, such as my_parts (no path; its folder on PYTHONPATH).",
+        "Dotted name of one module to import first, such as my_parts (no path; its folder on PYTHONPATH); it may "
+        "import others.",
     )
     enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
@@ -130,7 +131,7 @@ class SFTTrainerConfig(RunConfig):
     experiment_name: str = "test"
     total_epochs: int = 4
     seed: int = setting(1, "Seed of data order, new weights and dropout.", low=0)
-    test_freq: int = setting(-1, "Steps between validations; -1 for one at the end only.", low=-1)
+    test_freq: int = setting(-1, "Steps between validations; the last step has one always, also with -1.", low=-1)
     nnodes: int = setting(1, "Machines, for the plan of a dry run; torchrun decides.", low=1)
     n_gpus_per_node: int = setting(8, "Ranks on each machine, for the plan of a dry run; torchrun decides.", low=1)
     max_ckpt_to_keep: int | None = setting(None, "Newest checkpoints to keep; null keeps all.", low=1)

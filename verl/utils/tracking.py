@@ -48,7 +48,10 @@ class Tracking:
         for name in names:
             refuse_unknown_backend(name)
         if "wandb" in names and importlib.util.find_spec("wandb") is None:
-            log.warning("trainer.logger names wandb, which is not installed (pip install wandb): console only")
+            log.warning(
+                "trainer.logger names wandb, which is not installed (pip install wandb): the console replaces it; "
+                "metrics.jsonl has all metrics"
+            )
             names[names.index("wandb")] = "console"
         self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in dict.fromkeys(names)}
 

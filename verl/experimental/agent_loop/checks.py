@@ -10,10 +10,10 @@ from verl.experimental.agent_loop.base import _agent_loop_registry, stop_ids
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.planning.problems import Problem, one_line, register_check, wrong
+from verl.planning.problems import UNUSED, Problem, one_line, register_check, wrong
 from verl.tools.runner import ToolRunner
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
-from verl.workers.rollout.message_encoder import MessageEncoder
+from verl.workers.rollout.message_encoder import USER, MessageEncoder
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -67,7 +67,13 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         stops = stop_ids(findings.tokenizer) + (parser.stop_token_ids if parser else [])
         encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
-        checked("actor_rollout_ref.model.path", encoder.check, roles, tool_schemas(tools))
+        schemas = tool_schemas(tools)
+        checked("actor_rollout_ref.model.path", encoder.check, roles, schemas)
+        if tools and not problems and encoder.prompt([USER], schemas) == encoder.prompt([USER]):
+            key = f"{MULTI_TURN}.{'tool_config_path' if settings.tool_config_path else 'function_tool_path'}"
+            what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"
+            how = "set actor_rollout_ref.model.custom_chat_template to one that renders `tools`"
+            yield Problem(UNUSED, key, f"{what}. Unless the prompts describe the tools, {how}.")
     unused = rollout.agent.default_agent_loop == "single_turn_agent" and rows and "agent_name" not in rows[0]
     if (tools or interactions) and unused:
         key = f"{ROLLOUT}.agent.default_agent_loop"

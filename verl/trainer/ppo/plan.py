@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -25,7 +26,7 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
-from verl.planning.problems import ABSENT, CHECKS, WRONG, ConfigError, Problem, absent, wrong
+from verl.planning.problems import ABSENT, CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
@@ -58,6 +59,9 @@ def refuse_bad_input(config: DictConfig) -> None:
     check_data(config, findings, rows=ROWS_AT_START)
     for check in CHECKS:
         findings.problems += check(config, findings)
+    for problem in findings.problems:
+        if problem.kind == UNUSED:
+            logger.warning("{}", problem.message)
     if fatal := list(dict.fromkeys(p for p in findings.problems if p.kind in (WRONG, ABSENT))):
         raise ConfigError(fatal)
 
@@ -182,7 +186,8 @@ def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
         longest = max(len(prompts.prompt_ids(i)) for i in first)
     except DatasetError:  # one of the problems
         return {}
-    tools = ", with the schemas of the tools" if "tools" in prompts.template_kwargs else ""
+    rendered = "tools" in prompts.template_kwargs and not any(p.kind == UNUSED for p in findings.problems)
+    tools = ", with the schemas of the tools" if rendered else ""
     return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
 
 

@@ -116,6 +116,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         arguments = self._engine_arguments()
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
             logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
+        if getattr(model_config.hf_config, "tie_word_embeddings", False):
+            _silence(*TIED_HEAD)
         self.llm = start_engine(arguments, self.on_cuda)
         if name := arguments.get("additional_config", {}).get("shared_memory_name"):
             dist.barrier()  # every rank has mapped the segments: without names they end with their processes
@@ -342,6 +344,13 @@ HARMLESS = (
     ("vllm.v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
     ("vllm.v1.worker.cpu_worker", "CPU backend doesn't allow to use `torch.set_num_threads`"),
 )
+# With tie_word_embeddings only: such a head is the embedding, whose weights are sent once.
+TIED_HEAD = ("vllm.model_executor.model_loader.reload.layerwise", "ParallelLMHead: Failed to load weights")
+
+
+def _silence(name: str, text: str) -> None:
+    """Drop the warnings of a logger that contain the text. Filters outlast vLLM's set-up of logging, levels do not."""
+    logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR or text not in record.getMessage())
 
 
 def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
@@ -351,10 +360,8 @@ def start_engine(arguments: dict[str, Any], on_cuda: bool) -> Any:
     if not on_cuda:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the actor's threads are the engine's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    for name, text in HARMLESS:  # filters outlast vLLM's set-up of logging, levels do not
-        logging.getLogger(name).addFilter(
-            lambda record, text=text: record.levelno >= logging.ERROR or text not in record.getMessage()
-        )
+    for name, text in HARMLESS:
+        _silence(name, text)
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated", FutureWarning)
     from vllm import LLM
 
