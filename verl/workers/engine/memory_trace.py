@@ -77,12 +77,12 @@ def trace_update(
     counts = LAYERS if whole > LAYERS[-1] else (whole,)
     # Ranks that split layers are as many fewer ranks with narrower layers: embeddings are whole on each.
     with _imagined_ranks(ranks // splitting):
-        found = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
-    if len(found) > 1:
-        few, more = found
+        traces = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
+    if len(traces) > 1:
+        few, more = traces
         steps = (whole - counts[0]) // (counts[1] - counts[0])
-        found = [{name: few[name] + steps * (more[name] - few[name]) for name in few}]
-    parts = found[0]
+        traces = [{name: few[name] + steps * (more[name] - few[name]) for name in few}]
+    parts = traces[0]
     if on_gpu and engine["offload_policy"]:
         parts |= {"weights": 0, "gradients": 0, "optimizer (two moments)": 0, TEMPORARY: 0}
     step = parts.pop(TEMPORARY)
