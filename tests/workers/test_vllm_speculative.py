@@ -30,6 +30,29 @@ def held_by_the_draft_model(hybrid):
     return dict(runner.drafter.model.named_parameters())
 
 
+@pytest.mark.process
+def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp_path):
+    """First in this file: drafts by n-grams load numba, after which vLLM starts no other engine in the process."""
+    hybrid = hybrid_of(tmp_path, "draft_model", refresh_every=2, refresh_lr=3e-3)
+    start = AutoModelForCausalLM.from_pretrained(hybrid.draft)
+    accepted = []
+    for step in range(4):
+        output = hybrid.generate(request(600, temperature=0.7, global_steps=step))
+        accepted.append(output.meta_info["metrics"]["rollout/draft_acceptance"][0])
+        hybrid.generate(request(1, validate=True, do_sample=False), sync=False)  # not trained on
+        trained, held = hybrid.rollout.drafter.model, held_by_the_draft_model(hybrid)
+        assert torch.equal(held["lm_head.weight"][:WORDS], trained.lm_head.weight)
+        norm = "model.layers.1.input_layernorm.weight"  # matrices are in the kernels' own layout
+        assert torch.equal(held[norm], trained.get_parameter(norm))
+    numbers = numbers_of(output.batch["responses"])
+    assert p_value(numbers, answer_log_probs(hybrid.engine, 0.7)) > 1e-4
+    assert (trained.lm_head.weight - start.lm_head.weight).abs().max() > 1e-3
+    assert 2 * max(accepted[:2]) < min(accepted[2:])
+    assert sum(len(kept) for kept in hybrid.rollout.drafter.samples) == 1200
+    hybrid.rollout.close()
+    leave_group()
+
+
 @pytest.fixture(scope="module", params=["draft_model", "ngram"])
 def speculative(request, tmp_path_factory):
     made = hybrid_of(tmp_path_factory.mktemp(request.param), request.param)
@@ -68,29 +91,6 @@ def test_greedy_answers_are_those_without_drafts_and_the_draft_model_keeps_its_w
     if speculative.draft is not None:
         held = held_by_the_draft_model(speculative)["lm_head.weight"][:WORDS]
         assert torch.equal(held, AutoModelForCausalLM.from_pretrained(speculative.draft).lm_head.weight)
-
-
-@pytest.mark.process
-def test_a_draft_model_that_is_trained_on_the_samples_is_accepted_more_often(tmp_path):
-    hybrid = hybrid_of(tmp_path, "draft_model", refresh_every=2, refresh_lr=3e-3)
-    start = AutoModelForCausalLM.from_pretrained(hybrid.draft)
-    accepted = []
-    for step in range(4):
-        output = hybrid.generate(request(1000, temperature=0.7, global_steps=step))
-        accepted.append(output.meta_info["metrics"]["rollout/draft_acceptance"][0])
-        hybrid.generate(request(10, validate=True), sync=False)  # not trained on
-        trained, held = hybrid.rollout.drafter.model, held_by_the_draft_model(hybrid)
-        torch.testing.assert_close(held["lm_head.weight"][:WORDS], trained.lm_head.weight, rtol=0, atol=0)
-        query = trained.model.layers[1].self_attn.q_proj.weight
-        fused = held["model.layers.1.self_attn.qkv_proj.weight"]
-        torch.testing.assert_close(fused[: len(query)], query, rtol=0, atol=0)
-    numbers = numbers_of(output.batch["responses"])
-    assert p_value(numbers, answer_log_probs(hybrid.engine, 0.7)) > 1e-4
-    assert (trained.lm_head.weight - start.lm_head.weight).abs().max() > 1e-3
-    assert max(accepted[:2]) < 0.2 < min(accepted[2:])
-    assert sum(len(kept) for kept in hybrid.rollout.drafter.samples) == 2000
-    hybrid.rollout.close()
-    leave_group()
 
 
 def test_a_refresh_is_a_step_on_the_cross_entropy_of_the_sampled_tokens(tmp_path):
