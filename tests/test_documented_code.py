@@ -120,28 +120,30 @@ def test_the_smallest_tool_is_found_by_its_entry(tmp_path, monkeypatch):
 
 
 def test_the_pairs_and_chats_are_rows_of_sft(tmp_path, tiny_llama):
-    folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("pairs", "chats")]
+    folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("sft_train", "sft_val", "chats")]
     names_after("docs/quickstart.md", 1, replaced=folder)
     tokenizer, learned = hf_tokenizer(tiny_llama), []
-    for name, several_turns in (("pairs", "false"), ("chats", "true")):
+    for name, several_turns, rows in (("sft_train", "false", 352), ("sft_val", "false", 48), ("chats", "true", 400)):
         options = {"data__max_length": 64, "data__multiturn__enable": several_turns}
         settings = compose_sft(tmp_path, tiny_llama, **options).data
         data = get_sft_dataset_class(settings)(f"{tmp_path}/{name}.parquet", tokenizer, settings)
-        row = data[57]
-        learned.append(row["input_ids"][row["loss_mask"].bool()].tolist())
-        assert len(data) == 100
-    answer = tokenizer("12", add_special_tokens=False)["input_ids"]
-    assert learned[0] == learned[1] == [*answer, tokenizer.eos_token_id]
+        assert len(data) == rows
+        learned += [row["input_ids"][row["loss_mask"].bool()].tolist() for row in (data[i] for i in range(rows))]
+    sums = [tokenizer(f"{a + b}", add_special_tokens=False)["input_ids"] for a in range(20) for b in range(20)]
+    expected = [[*ids, tokenizer.eos_token_id] for ids in sums]
+    assert sorted(learned[:400]) == sorted(expected) and learned[400:] == expected
 
 
 def test_the_data_are_rows_of_the_data_set(tmp_path, tiny_llama):
-    names_after("docs/quickstart.md", replaced=[('"train.parquet"', f'"{tmp_path}/train.parquet"')])
+    folder = [(f'"{name}.parquet"', f'"{tmp_path}/{name}.parquet"') for name in ("train", "val")]
+    names_after("docs/quickstart.md", replaced=folder)
     tokenizer = hf_tokenizer(tiny_llama)
     settings = {"max_prompt_length": 64, "prompt_key": "prompt"}
     data = RLHFDataset(f"{tmp_path}/train.parquet", tokenizer, OmegaConf.create(settings))
     row = data[57]
-    assert len(data) == 100 and row["input_ids"].shape == (64,)
-    assert row["reward_model"]["ground_truth"] == "12" and row["data_source"] == "openai/gsm8k" and row["index"] == 57
+    a, b = divmod(row["index"], 20)
+    assert len(data) == 352 and row["input_ids"].shape == (64,)
+    assert row["reward_model"]["ground_truth"] == str(a + b) and row["data_source"] == "openai/gsm8k"
 
 
 def test_generation_in_blocks(tiny_llama):

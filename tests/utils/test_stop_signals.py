@@ -52,14 +52,15 @@ def test_an_exit_of_the_programs_own_keeps_its_code():
 
 @pytest.mark.process
 def test_a_loader_process_obeys_its_parent_only():
+    others = set(psutil.Process().children())  # of tests before
     batches = iter(DataLoader(range(50), num_workers=1, prefetch_factor=1, worker_init_fn=obey_parent_only))
     assert next(batches).item() == 0
-    (worker,) = psutil.Process().children()
+    (worker,) = set(psutil.Process().children()) - others
     for number in (signal.SIGTERM, signal.SIGINT):
         subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)  # by another process
     assert [batch.item() for batch in batches] == [*range(1, 50)]
     batches = iter(DataLoader(range(50), num_workers=1, prefetch_factor=1, worker_init_fn=obey_parent_only))
     next(batches)
-    (worker,) = psutil.Process().children()
+    (worker,) = set(psutil.Process().children()) - others - {worker}
     worker.terminate()  # by this one
     assert worker.wait(timeout=10) == 0

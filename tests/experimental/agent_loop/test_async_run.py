@@ -31,8 +31,6 @@ def test_agent_loops_train_as_batches_do(ray_cluster, tmp_path, tiny_llama):
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
         assert other["num_turns/mean"] == 2 and other["training/rollout_probs_diff_max"] < 1e-4
         assert unknown_metrics([name for name in other if name != "step"]) == []
-    texts = [
-        [json.loads(line)["output"] for line in (tmp_path / mode / "samples" / "1.jsonl").read_text().splitlines()]
-        for mode in rows
-    ]
+    files = [tmp_path / mode / "samples" / "1.jsonl" for mode in rows]
+    texts = [sorted(json.loads(line)["output"] for line in file.read_text().splitlines()) for file in files]
     assert texts[0] == texts[1] and len(texts[0]) == 32

@@ -57,7 +57,7 @@ def test_the_seeds_that_differ_from_the_runs_are_named(tmp_path, logged):
     """Those of roles that are not in use follow trainer.seed and are not listed."""
     trainer_of(tmp_path, trainer__seed=3, data__seed=7).run_log.open(0)
     line = next(line for line in logged if "seeds: " in line)
-    assert line.strip().endswith("seeds: trainer.seed=3, data.seed=7 (all others have the value of trainer.seed)")
+    assert line.strip().endswith("seeds: trainer.seed=3, data.seed=7 (others that are set have this value)")
 
 
 def test_the_last_line_names_folder_report_and_checkpoint(tmp_path, capsys):

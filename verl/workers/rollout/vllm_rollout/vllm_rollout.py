@@ -91,6 +91,9 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
     (`bind_actor`) and unless load_format is dummy, the engine answers with the weights it was started with.
     """
 
+    adapter_rank = 0  # of the adapter that the actor sends
+    adapter: Any = None  # vLLM's LoRARequest of every generation
+
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         super().__init__(config, model_config, device_mesh)
         self.on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
@@ -105,12 +108,10 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.tp_group = groups[dist.get_rank() // size]
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
         self.keeps_weights = not self.can_sleep  # sleep of level 2 discards them
-        self.adapter_rank = 0  # of the adapter that the actor sends
         if config.lora_as_adapter:
             path = model_config.lora_adapter_path
             self.adapter_rank = get_lora_rank_from_adapter(path) if path else model_config.lora_rank
         self.takes_adapters = self.adapter_rank > 0
-        self.adapter: Any = None  # vLLM's LoRARequest of every generation
         if not self.on_cuda and config.free_cache_engine:
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
