@@ -33,8 +33,8 @@ def obey_parent_only(worker: int) -> None:
     """`worker_init_fn` of a DataLoader: its processes ignore Ctrl-C, and SIGTERM unless the parent process sends it.
 
     A terminal, `timeout` and `kill` of a job signal the complete process group. The step that the trainer finishes then
-    needs its data: PyTorch reports a loader process that is gone as a failure of the run. Programs that a
-    data set starts inherit the blocked signals: it must end them with `kill()`.
+    needs its data: PyTorch reports a loader process that is gone as a failure of the run. Programs that a data set
+    starts inherit the blocked signals: it must end them with `kill()`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # also of threads that start later
     parent = multiprocessing.parent_process().pid

@@ -69,9 +69,8 @@ def trace_update(
     `model` and `engine` have the settings of HFModelConfig and FSDPEngineConfig, `optimizer` is an
     FSDPOptimizerConfig. An update has weights and optimizer on its device whatever param_offload and optimizer_offload
     say; `offload_policy` and offloaded activations leave a GPU, while on CPU ranks the former changes nothing and the
-    latter are copies. Raises whatever a model raises that
-    cannot run without numbers (mixtures of experts with a loop over their experts), and RuntimeError in a process that
-    has a process group.
+    latter are copies. Raises whatever a model raises that cannot run without numbers (mixtures of experts with a loop
+    over their experts), and RuntimeError in a process that has a process group.
     """
     whole, splitting = hf_config.get_text_config().num_hidden_layers, engine["tensor_parallel_size"]
     counts = LAYERS if whole > LAYERS[-1] else (whole,)
