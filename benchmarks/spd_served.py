@@ -31,7 +31,7 @@ THRESHOLDS = (-1.0, 0.0, 1.0)
 CANDIDATES = tuple(0.25 * k for k in range(9))
 CHOSEN_AT = (1, 3, 5)  # offsets of the first block at which validation questions choose among them
 REPETITIONS = 5
-ALONE, TOGETHER = 8, 48  # questions of a repetition, one at a time and 16 at a time
+ALONE, TOGETHER = 24, 48  # questions of a repetition, one at a time and 16 at a time
 OFFSETS = range(6)
 FEW = 60  # questions of each set-up
 SAME = 200  # questions of the refined model's comparison
@@ -142,7 +142,7 @@ def speed_rows() -> list[Row]:
 def demo_rows() -> list[Row]:
     """The same on the demo's target as it is, which is hardly dearer than its draft; batch 1."""
     target = str(DEMO / "testbed" / "target")
-    asked = [q.prompt_ids for q in questions("test")[: 3 * ALONE]]
+    asked = [q.prompt_ids for q in questions("test")[:ALONE]]
     with Engines(all_options(target)) as engines:
         speed = speeds(alternating({name: lambda e=e: e.generate(asked, 1) for name, e in engines.items()}))
     return ratio_rows(speed, 1, "_demo")
@@ -273,7 +273,7 @@ def refined_rows() -> list[Row]:
     options = {"greedy": {"model": model}, **{mode: self_draft_options(model, mode=mode) for mode in modes}}
     rows = []
     with Engines(options) as engines:
-        for batch, count, suffix in ((1, 3 * ALONE, ""), (16, 2 * TOGETHER, "_16")):
+        for batch, count, suffix in ((1, ALONE, ""), (16, 2 * TOGETHER, "_16")):
             speed = speeds(alternating(
                 {name: lambda e=e, n=count, b=batch: e.generate(prompts[:n], b) for name, e in engines.items()}
             ))  # fmt: skip
