@@ -112,7 +112,7 @@ def ours(folder: Path, case: Case, turn: int) -> Steps:
         "trainer.default_local_dir": run, "trainer.logger": "[]", "trainer.report": "false",
         "ray_kwargs.timeline_json_file": timeline,
     }  # fmt: skip
-    start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())], folder)
+    start([sys.executable, "-m", "verl.trainer.main_ppo", *(f"{k}={v}" for k, v in settings.items())])
     lines = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "timing_s/step" in line]
     seconds, tokens = ([line[key] for line in steps] for key in ("timing_s/step", "response_length/mean"))
@@ -137,13 +137,15 @@ def trl(folder: Path, case: Case, turn: int) -> Steps:
     out = folder / f"trl{turn}.json"
     command = [sys.executable, "-m", "benchmarks.trl_steps", str(folder), "--out", str(out), "--steps", str(STEPS)]
     command += ["--prompts", str(PROMPTS), "--samples", str(SAMPLES), "--limit", str(case.limit)]
-    start([*command, *(["--to-the-limit"] if case.to_the_limit else [])], folder)
+    start([*command, *(["--to-the-limit"] if case.to_the_limit else [])])
     return Steps(**json.loads(out.read_text()))
 
 
-def start(command: list[str], folder: Path) -> None:
-    """Run to the end; its output is shown when it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+def start(command: list[str], core: int | None = None) -> None:
+    """Run to the end, on all cores or with one thread on one of them; its output is shown when it fails."""
+    threads = os.cpu_count() if core is None else 1
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = command if core is None else ["taskset", "--cpu-list", str(core), *command]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         tail = (done.stdout + done.stderr)[-3000:]

@@ -1,11 +1,16 @@
-"""Seconds until GRPO on word problems answers more than 80 % of the held-out questions, ours against TRL's, in turn."""
+"""Seconds until GRPO on word problems answers more than 80 % of the held-out questions, ours against TRL's.
+
+Both start at the same moment, each with one thread on a core of its own; the cores are exchanged between seeds.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -46,45 +51,57 @@ def seconds_to(seconds: list[float], accuracy: Mapping[int, float]) -> float:
     return [0.0, *accumulate(seconds)][reached]
 
 
-def ours(folder: Path, seed: int) -> tuple[list[float], dict[int, float]]:
+def ours(folder: Path, seed: int, core: int) -> tuple[list[float], dict[int, float]]:
     """Seconds of each step without its validation, and validation accuracies by step."""
     run = folder / "ours"
     start(training_command(folder, run, STEPS, seed, f"trainer.test_freq={EVERY}", "trainer.save_freq=-1",
-                           "trainer.report=false"), folder)  # fmt: skip
+                           "trainer.report=false"), core)  # fmt: skip
     testing = by_step(run, "timing_s/testing")
     steps = by_step(run, "timing_s/step")
     return [value - testing.get(step, 0.0) for step, value in steps.items()], by_step(run, ACCURACY)
 
 
-def trl(folder: Path, seed: int) -> tuple[list[float], dict[int, float]]:
+def trl(folder: Path, seed: int, core: int) -> tuple[list[float], dict[int, float]]:
     """The same of TRL's GRPOTrainer."""
     out = folder / "trl.json"
     options = {"out": out, "steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "lr": LR,
                "seed": seed, "validate-every": EVERY}  # fmt: skip
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    start([sys.executable, "-m", "benchmarks.trl_steps", str(folder), *given], folder)
+    start([sys.executable, "-m", "benchmarks.trl_steps", str(folder), *given], core)
     result = json.loads(out.read_text())
     return result["seconds"], {int(step): value for step, value in result["accuracy"].items()}
+
+
+def measured(train: Callable[[Path, int, int], tuple[list[float], dict[int, float]]], folder: Path, seed: int,
+             core: int) -> tuple[list[float], dict[int, float]]:  # fmt: skip
+    """What a training gives, now or in an earlier run."""
+    kept = folder / f"{train.__name__}_measured.json"
+    if kept.exists():
+        say(f"seed {seed}, {train.__name__}: measured before (delete {kept} to measure it again)")
+    else:
+        seconds, accuracy = train(folder, seed, core)
+        kept.write_text(json.dumps({"seconds": seconds, "accuracy": accuracy}))
+    record = json.loads(kept.read_text())
+    return record["seconds"], {int(step): value for step, value in record["accuracy"].items()}
 
 
 def run() -> list[Row]:
     """A value per seed; runs that were measured before are taken from the seed's folder, which is logged."""
     taken: dict[str, list[float]] = {"trl": [], "ours": []}
     per_step: dict[str, list[float]] = {"trl": [], "ours": []}
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise SystemExit("time_to_reward needs two cores: both trainings run at the same time, each on its own")
     for seed in SEEDS:
         folder = ROOT / "outputs" / "benchmarks" / f"time_to_reward{seed}"
         make(folder, seed)
-        for name, train in (("trl", trl), ("ours", ours)):
-            kept = folder / f"{name}_measured.json"
-            if kept.exists():
-                say(f"seed {seed}, {name}: measured before (delete {kept} to measure it again)")
-            else:
-                seconds, accuracy = train(folder, seed)
-                kept.write_text(json.dumps({"seconds": seconds, "accuracy": accuracy}))
-            measured = json.loads(kept.read_text())
-            accuracy = {int(step): value for step, value in measured["accuracy"].items()}
-            taken[name].append(seconds_to(measured["seconds"], accuracy))
-            per_step[name].append(sum(measured["seconds"]) / len(measured["seconds"]))
+        with ThreadPoolExecutor() as pool:
+            ends = [pool.submit(measured, train, folder, seed, cores[(place + seed) % 2])
+                    for place, train in enumerate((trl, ours))]  # fmt: skip
+        for name, end in zip(taken, ends, strict=True):
+            seconds, accuracy = end.result()
+            taken[name].append(seconds_to(seconds, accuracy))
+            per_step[name].append(sum(seconds) / len(seconds))
             say(f"seed {seed}, {name}: {taken[name][-1]:.0f} s, {per_step[name][-1]:.1f} s a step")
     return [
         row("time_to_reward_vs_trl", ratios(taken["trl"], taken["ours"]), "times, TRL / ours"),

@@ -6,6 +6,7 @@ command is read, not started), and the figures themselves.
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,18 +100,18 @@ def test_rollouts(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def run_of(command, folder):
+def run_of(command):
     """Leaves what the command of a trainer would, 3 steps of it: ours takes half of TRL's time."""
     steps = range(1, 4)
     if command[2] == "benchmarks.trl_steps":
         args = trl_steps.parse(command[3:])
-        assert (args.folder, args.steps, args.prompts, args.samples) == (folder, 3, 2, 2)
+        assert (args.steps, args.prompts, args.samples) == (3, 2, 2) and (args.folder / "prompts.parquet").exists()
         args.out.write_text(json.dumps({"seconds": [9.0, 4.0, 4.0], "tokens": [1.0, 60.0, 64.0]}))
         return
     assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
     config = compose_ppo(*command[3:])
     validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
-    run = folder / config.trainer.default_local_dir
+    run = Path(config.trainer.default_local_dir)
     run.mkdir()
     rows = [{"step": 0, "data": {"val/x": 1.0}}]
     rows += [{"step": s, "data": {"timing_s/step": 2.0, "response_length/mean": 63.0}} for s in steps]
@@ -145,8 +146,7 @@ def test_trl_steps_to_the_limit(tmp_path):
     sizes = ["--steps", "2", "--prompts", "2", "--samples", "2", "--limit", "4", "--to-the-limit"]
     sizes += ["--validate-every", "2"]
     out = tmp_path / "trl.json"
-    rl_whole_step.start([sys.executable, "-m", "benchmarks.trl_steps", str(tmp_path), "--out", str(out), *sizes],
-                        tmp_path)  # fmt: skip
+    rl_whole_step.start([sys.executable, "-m", "benchmarks.trl_steps", str(tmp_path), "--out", str(out), *sizes])
     written = json.loads(out.read_text())
     accuracy = written.pop("accuracy")  # of its reward, the share of words that differ
     assert accuracy.keys() == {"0", "2"} and all(0 < value < 1 for value in accuracy.values())

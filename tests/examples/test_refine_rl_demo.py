@@ -184,12 +184,14 @@ def test_time_until_accuracy_stays_above_the_bound():
 
 def test_both_trainers_get_the_same_settings(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(time_to_reward, "start", lambda command, folder: ran.append(command))
+    monkeypatch.setattr(time_to_reward, "start", lambda command, core: ran.append((core, command)))
     monkeypatch.setattr(time_to_reward, "by_step", lambda run, metric: {1: 5.0 if metric.endswith("step") else 2.0})
-    assert time_to_reward.ours(tmp_path, 1) == ([3.0], {1: 2.0})
+    assert time_to_reward.ours(tmp_path, 1, 0) == ([3.0], {1: 2.0})
     (tmp_path / "trl.json").write_text(json.dumps({"seconds": [1.0], "tokens": [1.0], "accuracy": {"0": 0.1}}))
-    assert time_to_reward.trl(tmp_path, 1) == ([1.0], {0: 0.1})
-    config, args = trained_config(ran[0]), trl_steps.parse(ran[1][3:])
+    assert time_to_reward.trl(tmp_path, 1, 3) == ([1.0], {0: 0.1})
+    (core, command), (other_core, other_command) = ran
+    assert (core, other_core) == (0, 3)
+    config, args = trained_config(command), trl_steps.parse(other_command[3:])
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     assert (args.prompts, args.samples) == (config.data.train_batch_size, rollout.n)
     assert args.limit == config.data.max_response_length
