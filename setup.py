@@ -1,4 +1,4 @@
-"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, wandb, debug, mcp, test."""
+"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, liger, wandb, debug, mcp, test."""
 
 import re
 from pathlib import Path
@@ -31,6 +31,7 @@ setup(
         "cuda": ["vllm==0.32.0"],
         "sglang": ["sglang==0.5.23"],
         "flash-attn": ["flash-attn"],
+        "liger": ["liger-kernel"],
         "wandb": ["wandb"],
         "debug": ["debugpy"],
         "mcp": ["mcp>=2"],

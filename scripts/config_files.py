@@ -25,7 +25,7 @@ from verl.config.algorithm import AlgoConfig, FilterGroupsConfig, RolloutCorrect
 from verl.config.common import BaseModelConfig, TrainerConfig  # noqa: E402
 from verl.config.data import DataConfig, SamplerConfig  # noqa: E402
 from verl.config.fields import field_metadata  # noqa: E402
-from verl.config.megatron import MegatronPPOConfig  # noqa: E402
+from verl.config.megatron import MegatronPPOConfig, TransformerOverrides  # noqa: E402
 from verl.config.offline import EvaluationConfig, GenerationConfig  # noqa: E402
 from verl.config.ppo import PPOConfig  # noqa: E402
 from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig  # noqa: E402
@@ -163,7 +163,8 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
             values |= {f"{role}.optim.optimizer": "adam", f"{role}.optim.lr_wsd_decay_steps": None}
     values["critic.nccl_timeout"] = "${actor_rollout_ref.nccl_timeout}"
     values[f"{ACTOR}.use_remove_padding"] = "${.megatron.use_remove_padding}"
-    inherited = ("param_offload", "seed", "dtype", "use_remove_padding", "override_transformer_config")
+    layers = (f"override_transformer_config.{field.name}" for field in dataclasses.fields(TransformerOverrides))
+    inherited = ("param_offload", "seed", "dtype", "use_remove_padding", *layers)
     ref = "actor_rollout_ref.ref.megatron"
     values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in inherited}
     values |= {f"{ref}.{name}": f"${{{ACTOR}.megatron.{name}}}" for name in SIZES} | {f"{ref}.forward_only": True}

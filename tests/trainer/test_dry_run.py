@@ -134,10 +134,11 @@ def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
 
 
 def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys):
-    changes = ["trainer.device=cpu", "actor_rollout_ref.model.use_liger=true", "trainer.default_hdfs_dir=hdfs://a"]
+    key = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+    changes = ["trainer.device=cpu", f"{key}=triton", "trainer.default_hdfs_dir=hdfs://a"]
     code, text = plan([*overrides, *changes], capsys)
     assert code == 0 and "trainer.default_hdfs_dir=hdfs://a: the `hdfs` command is not on PATH" in text
-    message = "actor_rollout_ref.model.use_liger=true has no effect in this version: the model's own layers"
+    message = f"{key}=triton has no effect in this version: PyTorch computes log-probs"
     assert message in text.partition("Set, but without effect: 1")[2]
 
 
@@ -176,7 +177,7 @@ def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypa
     _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.lora_as_adapter=true"], capsys)
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
-    assert "lora_as_adapter=true has no effect in this version: merged weights are sent" in flat
+    assert "rollout.lora_as_adapter=true does not work with rollout.name=sglang: it is sent merged weights" in flat
 
 
 TOOL_TEMPLATE = (

@@ -102,6 +102,21 @@ def test_a_trace_of_some_updates(tmp_path):
     assert "update_1" in events(file) and not {"update_0", "update_2"} & events(file)
 
 
+def test_stacks_in_a_memory_snapshot_are_cut_after_their_innermost_python_frames():
+    def stack(names):
+        return [{"filename": name, "line": 1, "name": "f"} for name in names.split()]
+
+    deep, short = stack("??  alloc.cpp a.py call.cpp b.py c.py"), stack("?? a.py")
+    block = {"size": 8, "frames": deep}
+    events = [{"action": "alloc", "frames": deep}, {"action": "free", "frames": short}]
+    snapshot = {"segments": [{"blocks": [block, {"size": 8}], "frames": deep}], "device_traces": [events, []]}
+    active.cut_stacks(snapshot, 2)
+    kept = stack("?? alloc.cpp a.py call.cpp b.py")
+    assert block["frames"] == snapshot["segments"][0]["frames"] == kept
+    assert [event["frames"] for event in events] == [kept, short]
+    assert snapshot["segments"][0]["blocks"][1] == {"size": 8} and len(deep) == 6
+
+
 @pytest.mark.parametrize(("discrete", "ranges"), [
     (False, "start a b b stop"), (True, "start a stop start b b stop"),
 ])  # fmt: skip

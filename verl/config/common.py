@@ -41,6 +41,11 @@ def fused_kernels() -> Any:
     return setting(False, "Compute log-probs without holding all logits.", always=always)
 
 
+def use_liger() -> Any:
+    """The setting use_liger."""
+    return setting(False, "Let kernels of the package liger-kernel compute norms, rotations and MLPs; needs a GPU.")
+
+
 @dataclass
 class CheckpointConfig(BaseConfig, section="checkpoint"):
     """What a checkpoint holds: model, optimizer, extra (scheduler, RNG), hf_model (Hugging Face safetensors)."""
@@ -154,8 +159,9 @@ class RunConfig(BaseConfig, section="trainer"):
         None, "Folder (hdfs://... or a path) that published checkpoints are copied to; null for none."
     )
     use_legacy_worker_impl: str = setting(
-        "auto", "For compatibility.", choices=("auto", "enable", "disable"), unused="there is one worker implementation"
-    )
+        "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable"),
+        always="there is one, which every value means",
+    )  # fmt: skip
 
 
 @dataclass

@@ -4,11 +4,14 @@ Mapped: offloading, seed, dtype, padding, tensor parallelism, the optimizer and 
 instead of sharing them out, so that the other parallel sizes must be 1.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.base_config import BaseConfig
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.common import tensor_parallel_size
 from verl.config.critic import FSDPCriticConfig
@@ -26,11 +29,48 @@ OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD"}
 
 
 @dataclass
+class TransformerOverrides(BaseConfig, section="megatron.override_transformer_config"):
+    """Megatron's settings of layers, as far as transformers' layers follow them."""
+
+    recompute_granularity: str | None = setting(
+        None,
+        "full: recompute layers; selective: recompute_modules; null: as the model's enable_gradient_checkpointing.",
+        choices=("full", "selective"),
+    )
+    recompute_modules: list[str] | None = setting(
+        lambda: ["core_attn"],
+        "Parts to recompute with selective: core_attn, which fused attention always does.",
+        each_of=("core_attn",),
+    )
+    recompute_method: str | None = setting(None, "uniform, or null: recompute every layer.", choices=("uniform",))
+    recompute_num_layers: int | None = setting(
+        None, "1, or null: recompute each layer by itself.", low=1, high=1, hint="Layers are recomputed one by one."
+    )
+    attention_backend: str = setting(
+        "flash",
+        "Each of flash, fused and auto is PyTorch's fused attention, which takes its fastest kernel.",
+        choices=("flash", "fused", "auto"),
+        hint="Set attn_implementation in the model's override_config for another one.",
+    )
+
+
+def _check_recomputation(engine: Mapping[str, Any], model: Mapping[str, Any], keys: tuple[str, str]) -> None:
+    """Raise ValueError where Megatron's key asks for another recomputation than the model's; `keys`: their sections."""
+    asked = TransformerOverrides(**engine["override_transformer_config"]).recompute_granularity
+    if asked is not None and model["enable_gradient_checkpointing"] != (asked == "full"):
+        rule = f"{keys[0]}.override_transformer_config.recompute_granularity={asked} contradicts"
+        key, value = f"{keys[1]}.enable_gradient_checkpointing", model["enable_gradient_checkpointing"]
+        raise ValueError(f"{rule} {key}={json.dumps(value)}. Set {key}={json.dumps(not value)}.")
+
+
+@dataclass
 class McoreEngineConfig(EngineConfig, section="megatron"):
     """Megatron's settings of a role, as far as FSDP2 has them."""
 
     strategy: str | None = setting("megatron", choices=("megatron",))
-    grad_offload: bool = setting(False, "Keep gradients on the CPU.", unused="gradients lie with their parameters")
+    grad_offload: bool = setting(
+        False, "Free the GPU of gradients between updates.", always="gradients are freed after each optimizer step"
+    )
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     tensor_model_parallel_size: int = tensor_parallel_size()
     expert_model_parallel_size: int = setting(1, "Ranks that share the experts.", fixed=SHARDED)
@@ -48,14 +88,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     dist_checkpointing_path: str | None = setting(None, "Folder of such a checkpoint.", fixed=WEIGHTS)
     dist_checkpointing_prefix: str = setting("", "Prefix of its keys.", fixed=WEIGHTS)
     override_ddp_config: dict[str, Any] = setting(dict, "Megatron's DDP settings; any key.", fixed="there is no DDP")
-    override_transformer_config: dict[str, Any] = setting(
-        lambda: {
-            "recompute_granularity": None, "recompute_modules": ["core_attn"], "recompute_method": None,
-            "recompute_num_layers": None, "attention_backend": "flash",
-        },
-        "Megatron's transformer settings; any key.",
-        unused="Megatron's layers are not here; enable_gradient_checkpointing and override_config of the model decide",
-    )  # fmt: skip
+    override_transformer_config: TransformerOverrides = setting(TransformerOverrides, "Megatron's layer settings.")
     override_mcore_model_config: dict[str, Any] = setting(dict, "Settings of Megatron's models; any key.", fixed=MODELS)
     use_mbridge: bool = setting(True, "Convert weights by mbridge.", always=WEIGHTS)
     vanilla_mbridge: bool = setting(True, "Take the version of mbridge of its own repository.", always=WEIGHTS)
@@ -120,6 +153,10 @@ class McoreCriticConfig(FSDPCriticConfig):
     megatron: McoreEngineConfig = setting(McoreEngineConfig, "The critic's engine.")
     optim: McoreOptimizerConfig = setting(lambda: McoreOptimizerConfig(lr=1e-5))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_recomputation(self.megatron, self.model, ("critic.megatron", "critic.model"))
+
 
 @dataclass
 class MegatronActorRolloutRefConfig(ActorRolloutRefConfig):
@@ -127,6 +164,11 @@ class MegatronActorRolloutRefConfig(ActorRolloutRefConfig):
 
     actor: McoreActorConfig = setting(McoreActorConfig)
     ref: McoreRefConfig = setting(McoreRefConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keys = ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.model")
+        _check_recomputation(self.actor["megatron"], self.model, keys)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
-from verl.config.common import fused_kernels
+from verl.config.common import fused_kernels, use_liger
 from verl.config.fields import setting
 
 FILLED = (
@@ -66,10 +66,12 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     exclude_modules: Any = setting(None, "Names of layers without LoRA: a list, or a regular expression, as in peft.")
     lora: dict[str, Any] = setting(dict)
     lora_adapter_path: str | None = setting(None, "LoRA adapter in peft's format to start from.")
-    use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")
+    use_liger: bool = use_liger()
     use_fused_kernels: bool = fused_kernels()
     fused_kernel_options: dict[str, Any] = setting(
-        lambda: {"impl_backend": None}, "Backend of use_fused_kernels.", unused="it is always PyTorch"
+        lambda: {"impl_backend": "torch"},
+        "impl_backend of use_fused_kernels: torch or triton.",
+        unused="PyTorch computes log-probs; triton would be a kernel for GPUs, which is not here",
     )
     architectures: list[str] | None = None
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")

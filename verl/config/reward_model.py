@@ -48,8 +48,9 @@ class RewardModelRolloutConfig(BaseConfig, section="reward_model.rollout"):
         None, "Batch sizes with CUDA graphs; null lets the engine choose."
     )
     free_cache_engine: bool = setting(
-        True, "Free the KV cache between scorings.", unused="the server of a reward model never sleeps"
-    )
+        False, "Free the KV cache between scorings.",
+        fixed="a reward model's server stays loaded; gpu_memory_utilization sets its share of the GPU",
+    )  # fmt: skip
     data_parallel_size: int = setting(
         1, "Servers that split the requests.", low=1,
         always="each tensor_model_parallel_size ranks have a server, and all servers split the requests",

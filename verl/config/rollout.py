@@ -219,8 +219,8 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     max_num_batched_tokens: int = setting(8192, "Tokens that the engine processes at a time.", low=1, unused=NO_ENGINE)
     logprobs_mode: str | None = setting(
         "processed_logprobs",
-        "Which log-probs the engine returns.",
-        unused=NO_ENGINE | {"sglang": "SGLang takes them after temperature, before top-k and top-p"},
+        "Which log-probs the engine returns; SGLang's are those after temperature, before top-k and top-p.",
+        unused=NO_ENGINE,
     )
     val_kwargs: SamplingConfig = setting(lambda: SamplingConfig(temperature=0, do_sample=False), "Validation sampling.")
     max_model_len: int | None = setting(
@@ -250,7 +250,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     speculative: SpeculativeConfig = setting(
         SpeculativeConfig,
         "Speculative decoding.",
-        unused=NO_ENGINE | {"sglang": "engine_kwargs.sglang takes its speculative_* settings"},
+        unused=NO_ENGINE,
     )
     calculate_log_probs: bool = setting(False, "Return the engine's log-probs and compare them with the actor's.")
     agent: AgentLoopConfig = setting(AgentLoopConfig, "Agent loop workers.", unused=NO_SERVER)
@@ -276,7 +276,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     lora_as_adapter: bool = setting(
         False,
         "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights.",
-        unused=NO_ENGINE | {"sglang": "merged weights are sent"},
+        unused=NO_ENGINE,
     )
     layered_summon: bool = setting(
         False,
@@ -309,3 +309,13 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
                 f"rollout.expert_parallel_size={self.expert_parallel_size} must be 1, or the ranks of an engine: "
                 f"rollout.tensor_model_parallel_size={size} (times rollout.data_parallel_size)."
             )
+        method, kind = self.speculative["method"], self.logprobs_mode
+        for key, is_set, instead in (
+            (f"logprobs_mode={kind}", kind not in (None, RolloutConfig.logprobs_mode),
+             "its log-probs are those after temperature, before top-k and top-p. Leave the key out"),
+            (f"speculative.method={method}", method is not None,
+             "set speculative_algorithm and SGLang's other options in rollout.engine_kwargs.sglang"),
+            ("lora_as_adapter=true", self.lora_as_adapter, "it is sent merged weights. Set the key to false"),
+        ):  # fmt: skip
+            if self.name == "sglang" and is_set:
+                raise ValueError(f"rollout.{key} does not work with rollout.name=sglang: {instead}.")

@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.config.common import CheckpointConfig, ModuleConfig, RunConfig, sequence_parallel_size, tensor_parallel_size
+from verl.config.common import (
+    CheckpointConfig,
+    ModuleConfig,
+    RunConfig,
+    sequence_parallel_size,
+    tensor_parallel_size,
+    use_liger,
+)
 from verl.config.fields import setting
 
 STRATEGIES = ("fsdp", "fsdp2")
@@ -28,8 +35,7 @@ class SFTDataConfig(BaseConfig, section="data"):
 
     train_batch_size: int = setting(256, "Samples per step, over all ranks.", low=1)
     micro_batch_size: int | None = setting(
-        None, "Deprecated: samples per forward over all ranks.", low=1,
-        unused="data.micro_batch_size_per_gpu decides"
+        None, "Deprecated: samples per forward over all ranks; replaces micro_batch_size_per_gpu.", low=1
     )
     micro_batch_size_per_gpu: int = setting(4, "Samples per forward on one rank, in validation too.", low=1)
     packing: bool = setting(False, "Pack samples without padding, up to micro_batch_size_per_gpu x max_length tokens.")
@@ -98,7 +104,7 @@ class SFTModelConfig(BaseConfig, section="model"):
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)
     target_modules: Any = setting("all-linear", "Layers that get LoRA: all-linear, or a list of names.")
-    use_liger: bool = setting(False, "Use Liger's kernels.", unused="the model's own layers run")
+    use_liger: bool = use_liger()
     strategy: str = setting(
         "fsdp2",
         "fsdp or fsdp2; both mean FSDP2.",

@@ -107,6 +107,20 @@ def check_tensor_parallel(config: DictConfig, findings: Findings, key: str) -> I
         yield wrong(key, f"{key}={size}: {reason}")
 
 
+def check_liger(config: DictConfig, key: str, size_key: str = "") -> Iterator[Problem]:
+    """What use_liger of the model under `key` needs: GPUs, the package, and whole layers (`size_key`: ranks of one)."""
+    key = f"{key}.use_liger"
+    if not OmegaConf.select(config, key):
+        return
+    if config.trainer.device == "cpu":
+        yield wrong(key, f"{key}=true needs GPUs for its kernels, and trainer.device=cpu. Set it to false.")
+    elif size_key and (size := OmegaConf.select(config, size_key)) > 1:
+        yield wrong(key, f"{key}=true does not work with {size_key}={size}: its kernels take whole layers. Set it to "
+                         "false.")  # fmt: skip
+    elif importlib.util.find_spec("liger_kernel") is None:
+        yield absent(key, f"{key}=true: the package liger-kernel is not installed here; pip install -e .[liger]")
+
+
 def _load(findings: Findings, key: str, path: str, load: Callable[[str], Any]) -> Any:
     """The result of `load` for a model folder or hub name; None if it fails, which is added to the problems."""
     try:

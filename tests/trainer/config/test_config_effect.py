@@ -8,6 +8,7 @@ from scripts.config_files import describe
 from tests.helpers.configs import SOUND, compose_ppo
 from verl.config.engine import FSDPEngineConfig
 from verl.config.ppo import PPOConfig
+from verl.planning.config_check import find_problems
 from verl.planning.config_effect import unused_settings
 from verl.utils.config import validate_config
 
@@ -18,12 +19,8 @@ def messages(*overrides):
 
 def test_defaults_and_followers_are_not_reported():
     assert messages() == []
-    key = "global_profiler.global_tool_config.torch_memory.stack_depth"  # roles follow it
-    assert messages(f"{key}=8") == [f"{key}=8 has no effect in this version: PyTorch keeps full stacks."]
-    key = "reward_model.rollout.free_cache_engine"
-    assert messages(f"{key}=false") == [
-        f"{key}=false has no effect in this version: the server of a reward model never sleeps."
-    ]
+    assert messages("actor_rollout_ref.rollout.max_model_len=${data.max_prompt_length}") == []
+    assert len(messages("actor_rollout_ref.rollout.max_model_len=64")) == 1
 
 
 def test_what_always_holds_is_reported_only_where_it_is_turned_off():
@@ -41,7 +38,6 @@ def test_what_always_holds_is_reported_only_where_it_is_turned_off():
     "override",
     [
         "actor_rollout_ref.rollout.mode=async",
-        "actor_rollout_ref.model.use_liger=true",
         "actor_rollout_ref.rollout.multi_turn.max_user_turns=3",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4",
@@ -51,6 +47,31 @@ def test_what_always_holds_is_reported_only_where_it_is_turned_off():
 def test_a_key_without_effect_is_reported_with_its_value(override):
     (message,) = messages(override)
     assert message.startswith(override.lstrip("+").partition("=")[0] + "=") and "has no effect" in message
+
+
+def test_what_has_one_meaning_only_is_not_reported():
+    key = "trainer.use_legacy_worker_impl"
+    assert messages("actor_rollout_ref.model.fused_kernel_options.impl_backend=torch", f"{key}=disable") == []
+    assert messages(f"{key}=enable") == []
+
+
+@pytest.mark.parametrize(("key", "value", "instead"), [
+    ("logprobs_mode", "raw_logprobs", "its log-probs are those after temperature, before top-k and top-p"),
+    ("speculative.method", "ngram", "in rollout.engine_kwargs.sglang"),
+    ("lora_as_adapter", "true", "it is sent merged weights"),
+])  # fmt: skip
+def test_what_sglang_does_not_read_is_refused_for_it_alone(key, value, instead):
+    override, name = f"actor_rollout_ref.rollout.{key}={value}", "actor_rollout_ref.rollout.name="
+    (problem,) = find_problems(compose_ppo(*SOUND, override, f"{name}sglang"))
+    assert f"rollout.{key}={value} does not work with rollout.name=sglang: " in problem.message
+    assert instead in problem.message
+    assert find_problems(compose_ppo(*SOUND, override, f"{name}vllm")) == []
+
+
+def test_a_served_reward_model_keeps_its_memory():
+    key = "reward_model.rollout.free_cache_engine"
+    (problem,) = find_problems(compose_ppo(*SOUND, f"{key}=true"))
+    assert problem.message.startswith(f"{key}=true does not work here: a reward model's server stays loaded")
 
 
 def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
@@ -64,11 +85,13 @@ def test_a_rollout_with_an_engine_of_its_own_reads_the_engine_keys():
 def test_they_are_reported_at_the_start_too():
     lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
-    config = compose_ppo(*SOUND, "actor_rollout_ref.model.use_liger=true")
+    key = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+    config = compose_ppo(*SOUND, f"{key}=triton")
     try:
         validate_config(config, use_reference_policy=False, use_critic=False)
     finally:
         logger.remove(sink)
     assert [line.strip() for line in lines if "has no effect" in line] == [
-        "actor_rollout_ref.model.use_liger=true has no effect in this version: the model's own layers run."
+        f"{key}=triton has no effect in this version: PyTorch computes log-probs; triton would be a kernel for GPUs, "
+        "which is not here."
     ]

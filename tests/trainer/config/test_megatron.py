@@ -3,6 +3,7 @@
 import pytest
 
 from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.rl_run import compose_run, metrics_rows
 from verl.config.ppo import PPOConfig
 from verl.planning.config_check import find_problems
@@ -74,15 +75,40 @@ def test_the_larger_timeout_of_the_roles_of_a_process_is_that_of_its_group(overr
         ("actor.optim.lr_decay_steps=10", "the decay covers all steps"),
         ("actor.optim.lr_decay_style=inverse-square-root", "Known: constant, linear, cosine, WSD"),
         ("actor.megatron.tensor_parallel=2", "is not a known key"),
+        ("actor.megatron.override_transformer_config.moe_router_dtype=fp32", "is not a known key"),
+        ("actor.megatron.override_transformer_config.attention_backend=unfused", "Known: flash, fused, auto. Set attn"),
+        ("actor.megatron.override_transformer_config.recompute_method=block", "Known: uniform"),
+        ("actor.megatron.override_transformer_config.recompute_num_layers=2", "Layers are recomputed one by one"),
+        ("actor.megatron.override_transformer_config.recompute_modules=[mlp]", "Known: core_attn"),
     ],
 )
 def test_what_fsdp2_cannot_express_is_refused_by_name(override, message):
     override = f"actor_rollout_ref.{override}"
     key = override.partition("=")[0]
-    added = "+" if "ddp" in key or key.endswith("tensor_parallel") else ""
+    added = "+" if "ddp" in key or key.endswith(("tensor_parallel", "moe_router_dtype")) else ""
     named = {p.key: p.message for p in find_problems(composed(f"{added}{override}"), known=composed())}
     messages = [text for at, text in named.items() if key.startswith(at)]
     assert any(message in text for text in messages), named
+
+
+@pytest.mark.parametrize(("role", "model"), [(ACTOR, "actor_rollout_ref.model"), ("critic", "critic.model")])
+def test_recomputation_is_that_of_the_model(role, model):
+    asked, switch = f"{role}.megatron.override_transformer_config.recompute_", f"{model}.enable_gradient_checkpointing"
+    full = (f"{asked}granularity=full", f"{asked}method=uniform", f"{asked}num_layers=1")
+    for overrides in (full, (f"{asked}granularity=selective", f"{switch}=false"), (f"{switch}=false",)):
+        assert find_problems(composed(*overrides), known=composed()) == []
+    for value, given in (("full", "false"), ("selective", "true")):
+        other = {"true": "false", "false": "true"}[given]
+        (problem,) = find_problems(composed(f"{asked}granularity={value}", f"{switch}={given}"), known=composed())
+        assert f"granularity={value} contradicts {switch}={given}. Set {switch}={other}." in problem.message
+
+
+def test_gradients_take_no_memory_between_updates(tiny_llama):
+    """So grad_offload holds whether it is set or not."""
+    engine = make_engine(tiny_llama)
+    make_actor(engine, mini=4).update_policy(rl_batch())
+    assert [p.grad for p in engine.module.parameters() if p.grad is not None] == []
+    leave_group()
 
 
 def test_the_tree_has_no_problem_of_its_own():

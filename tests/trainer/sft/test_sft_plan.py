@@ -1,6 +1,7 @@
 """The SFT tree: yaml and dataclass agree, keys stay, published command lines pass, mistakes get one sentence."""
 
 import dataclasses
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.trainer import fsdp_sft_trainer
@@ -84,10 +86,30 @@ def test_a_published_command_passes(published, tiny_llama, name, capsys):
     assert f"steps per epoch               │ {300 // batch}" in text and "Memory of one rank" in text
 
 
-def test_settings_without_effect_are_reported(published, tiny_llama, capsys):
-    text = planned(published, tiny_llama, PUBLISHED["liger"], capsys)[1].partition("Set, but without effect: 2")[2]
-    assert "model.use_liger=true has no effect in this version" in text
-    assert "data.micro_batch_size=4 has no effect in this version: data.micro_batch_size_per_gpu decides" in text
+def test_the_old_micro_batch_size_counts_the_samples_of_all_ranks(published, tiny_llama, capsys):
+    """8 ranks, of which two neighbours compute on the same rows: 4 groups."""
+    text = planned(published, tiny_llama, PUBLISHED["sp"], capsys)[1]
+    assert "32 of 1 samples" in text and "Set, but without effect: 0" in text
+    code, text = planned(published, tiny_llama, PUBLISHED["sp"] + " data.micro_batch_size=6", capsys)
+    said = "data.micro_batch_size=6 cannot be shared evenly by 4 groups of ranks. Set data.micro_batch_size_per_gpu=1"
+    assert code == 1 and said in text
+
+
+def test_kernels_of_liger_need_their_package_and_a_gpu(published, tiny_llama, capsys, monkeypatch):
+    real = importlib.util.find_spec
+    spec = lambda name, *a: None if name == "liger_kernel" else real(name, *a)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", spec)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: False)
+    code, text = planned(published, tiny_llama, PUBLISHED["liger"], capsys)
+    assert code == 0 and "model.use_liger=true: the package liger-kernel is not installed here" in text
+    code, text = planned(published, tiny_llama, PUBLISHED["liger"] + " trainer.device=cpu", capsys)
+    assert code == 1 and "model.use_liger=true needs GPUs for its kernels, and trainer.device=cpu" in text
+    more = " model.fsdp_config.tensor_parallel_size=2"
+    code, text = planned(published, tiny_llama, PUBLISHED["liger"] + more, capsys)
+    assert code == 1 and "model.use_liger=true does not work with model.fsdp_config.tensor_parallel_size=2" in text
+    with pytest.raises(ImportError, match="liger-kernel"):
+        make_engine(tiny_llama, use_liger=True)
+    leave_group()
 
 
 def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):

@@ -58,6 +58,11 @@ def test_neither_micro_batches_nor_packing_change_the_step(pairs, tiny_llama, ot
     assert max(abs(weights[name] - others[name]).max() for name in weights) < 1e-4
 
 
+def test_the_old_micro_batch_size_replaces_that_of_a_rank(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama, data__micro_batch_size=2)
+    assert [len(piece) for piece in cut(trainer._draw(), trainer.config.data)] == [2] * 4
+
+
 def test_packing_fills_micro_batches_by_tokens(pairs, tiny_llama):
     trainer = make_trainer(pairs, tiny_llama, data__packing="true", data__micro_batch_size_per_gpu=2)
     pieces = cut(trainer._draw(), trainer.config.data)

@@ -18,6 +18,7 @@ from verl.planning.checks import (
     check_fills_a_batch,
     check_gpus,
     check_length,
+    check_liger,
     check_machine,
     check_models,
     check_outputs,
@@ -54,6 +55,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+    findings.problems += check_liger(config, "actor_rollout_ref.model", TENSOR_PARALLEL)
     findings.problems += check_plugins(config)
     findings.problems += [*check_outputs(config), *check_gpus(config)]
     check_data(config, findings, rows=ROWS_AT_START)
@@ -131,6 +133,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+    findings.problems += check_liger(config, "actor_rollout_ref.model", TENSOR_PARALLEL)
     findings.problems += check_plugins(config)
     check_data(config, findings)
     findings.problems += check_machine(config)

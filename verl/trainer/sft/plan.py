@@ -15,6 +15,7 @@ from verl.planning.checks import (
     ROWS_CHECKED,
     Findings,
     check_fills_a_batch,
+    check_liger,
     check_machine,
     check_models,
     check_outputs,
@@ -26,7 +27,7 @@ from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
 from verl.planning.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
 from verl.planning.problems import ABSENT, WRONG, ConfigError, Problem, wrong
-from verl.trainer.sft.settings import engine_parts, model_settings
+from verl.trainer.sft.settings import engine_parts, model_settings, samples_per_forward
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.import_utils import import_external_libs
 
@@ -42,6 +43,12 @@ def ranks_of(config: Mapping[str, Any]) -> int:
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else rank_count(config)
 
 
+def groups_of(config: Mapping[str, Any], ranks: int) -> int:
+    """Groups of these ranks whose members compute on the same rows; at least 1, also for sizes that do not divide."""
+    shared = config["ulysses_sequence_parallel_size"] * config["model"]["fsdp_config"]["tensor_parallel_size"]
+    return max(1, ranks // shared)
+
+
 def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> Entry:
     """The dry run of a trainer; `ranks`: None takes those of `ranks_of`."""
 
@@ -52,6 +59,7 @@ def entry_of(trainer_class: type[FSDPSFTTrainer], ranks: int | None = None) -> E
         findings = Findings()
         check_models(model_settings(config), findings, "model", "model.partial_pretrain")
         findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+        findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
         findings.problems += trainer_class.problems(config, findings)
         data, tokenizer = config.data, findings.tokenizer
 
@@ -79,6 +87,10 @@ def _tree_problems(config: DictConfig, plain: Mapping[str, Any], ranks: int) -> 
     problems += splits_ranks("model.fsdp_config", plain["model"]["fsdp_config"], ranks, sequences)
     problems += resume_problems(plain["trainer"])
     try:
+        samples_per_forward(plain["data"], groups_of(plain, ranks))
+    except ValueError as e:
+        problems.append(wrong("data.micro_batch_size", str(e)))
+    try:
         import_external_libs(plain["model"]["external_lib"])
         engine_parts(config, None, 1)
     except ImportError as e:
@@ -99,6 +111,7 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
     findings = Findings(to_start=True)
     check_models(model_settings(config), findings, "model", "model.partial_pretrain")
     findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+    findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
     findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
     if config.trainer.device == "cuda":
         import torch
@@ -132,7 +145,8 @@ def _print_plan(
     console.rule("Plan")
     plain = OmegaConf.to_container(config, resolve=True)
     data, run, ranks = plain["data"], plain["trainer"], ranks_of(plain)
-    size, micro, samples = data["train_batch_size"], data["micro_batch_size_per_gpu"], findings.train_prompts
+    size, micro = data["train_batch_size"], samples_per_forward(data, groups_of(plain, ranks))
+    samples = findings.train_prompts
     epoch = samples // size if samples is not None and samples >= size else None
     steps = run["total_training_steps"] or (epoch and epoch * run["total_epochs"])
     budget = micro * data["max_length"]

@@ -1,5 +1,6 @@
 """From the SFT tree to the settings of the engine."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +16,8 @@ EngineParts = tuple[HFModelConfig, FSDPEngineConfig, FSDPOptimizerConfig, Checkp
 def model_settings(config: DictConfig, tokenizer: Any = None) -> HFModelConfig:
     """The `model` section as the engine's own."""
     model = OmegaConf.to_container(config.model, resolve=True)
-    same = ("external_lib", "enable_gradient_checkpointing", "trust_remote_code", "lora_rank", "lora_alpha")
+    same = ("external_lib", "enable_gradient_checkpointing", "trust_remote_code", "lora_rank", "lora_alpha",
+            "use_liger")  # fmt: skip
     return HFModelConfig(
         path=copy_to_local(model["partial_pretrain"], use_shm=model["use_shm"]),
         target_modules=model["target_modules"],
@@ -23,6 +25,22 @@ def model_settings(config: DictConfig, tokenizer: Any = None) -> HFModelConfig:
         tokenizer=tokenizer,
         **{name: model[name] for name in same},
     )
+
+
+def samples_per_forward(data: Mapping[str, Any], groups: int) -> int:
+    """Samples per forward of one of the `groups` of ranks that compute on the same rows.
+
+    data.micro_batch_size, the old name, counts those of all groups. Raises ValueError if they cannot share it.
+    """
+    together = data["micro_batch_size"]
+    if together is None:
+        return data["micro_batch_size_per_gpu"]
+    if together % groups:
+        raise ValueError(
+            f"data.micro_batch_size={together} cannot be shared evenly by {groups} groups of ranks. Set "
+            f"data.micro_batch_size_per_gpu={max(1, together // groups)} in its place."
+        )
+    return together // groups
 
 
 def engine_parts(config: DictConfig, tokenizer: Any, total_steps: int) -> EngineParts:

@@ -26,7 +26,7 @@ from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import any_rank, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
-from verl.trainer.sft.settings import engine_parts
+from verl.trainer.sft.settings import engine_parts, samples_per_forward
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.fs import copy_to_local
 from verl.utils.stop_signals import StopSignals
@@ -77,6 +77,7 @@ class FSDPSFTTrainer:
         self.policy.bind(self.engine.module)
         if config.data.packing and not self.policy.remove_padding:
             raise ValueError("data.packing=true: the attention of this model cannot be exchanged. Set it to false.")
+        config.data.micro_batch_size_per_gpu = samples_per_forward(config.data, self.engine.get_data_parallel_size())
         ranks, workers = self.engine.world_size, config.data.dataloader_num_workers
         if size % ranks:
             raise ValueError(

@@ -33,7 +33,7 @@ class TorchMemoryToolConfig(BaseConfig, section="torch_memory"):
     """PyTorch's CUDA memory history: one snapshot for each rank and profiled step (CUDA only)."""
 
     trace_alloc_max_entries: int = setting(100_000, "Number of allocations that are kept.", low=1)
-    stack_depth: int = setting(32, "Frames kept of each allocation.", low=1, unused="PyTorch keeps full stacks")
+    stack_depth: int = setting(32, "Python frames kept of each stack, the innermost ones.", low=1)
     context: str | None = setting("all", "Events whose stacks are kept.", choices=("all", "alloc", "state"))
     stacks: str = setting("all", "Stacks of Python and C++ (all), or of Python.", choices=("all", "python"))
     kw_args: dict[str, Any] = setting(dict, "Further arguments of PyTorch's memory history; any key.")

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -108,8 +109,25 @@ class TorchMemoryProfiler:
         if torch.cuda.is_available():
             folder = Path(self.config.save_path or "outputs/profile").expanduser()
             folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory_step{self.step_number}_rank{self.rank}.pickle"))
+            snapshot = torch.cuda.memory._snapshot()
+            cut_stacks(snapshot, self.tool_config.stack_depth)
+            with open(folder / f"memory_step{self.step_number}_rank{self.rank}.pickle", "wb") as file:
+                pickle.dump(snapshot, file)
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def cut_stacks(snapshot: dict[str, Any], depth: int) -> None:
+    """Keep of every stack in PyTorch's memory snapshot the `depth` innermost Python frames, and C++ frames up to them.
+
+    PyTorch records stacks of any depth; they make the file large.
+    """
+    segments = snapshot["segments"]
+    events = [event for trace in snapshot["device_traces"] for event in trace]
+    for entry in (*events, *segments, *(block for segment in segments for block in segment["blocks"])):
+        frames = entry.get("frames", [])  # innermost first
+        python = [i for i, frame in enumerate(frames) if frame["filename"].endswith(".py")]
+        if len(python) > depth:
+            entry["frames"] = frames[: python[depth]]
 
 
 class NsightProfiler:

@@ -32,6 +32,11 @@ def build_module(
     module, stored = load_without_weights(model_config, dtype) or (
         get_model_loader(model_config.loader.name)(model_config, dtype, **model_config.loader.kwargs), None
     )  # fmt: skip
+    if model_config.use_liger:
+        from transformers.integrations.liger import apply_liger_kernel  # names the package if it is not installed
+
+        for m in _outermost_pretrained(module):  # log-probs and losses are computed from hidden states
+            apply_liger_kernel(m, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     module = add_adapters(module, model_config, trains=trains)
     if trains and model_config.enable_gradient_checkpointing:
         for m in _outermost_pretrained(module):
