@@ -18,6 +18,7 @@ from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
+from verl.planning.problems import ConfigError
 from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
@@ -173,11 +174,27 @@ def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tiny_llama, pr
     with pytest.raises(ValueError, match="rollout.load_format=dummy would answer with random weights"):
         generate(prompts, tiny_llama, out, "rollout.name=vllm", "rollout.load_format=dummy")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="trainer.device=cuda, but no GPU is here"):
+        with pytest.raises(ValueError, match="with trainer.device=cuda: this machine has 0 GPUs"):
             generate(prompts, tiny_llama, out, "trainer.device=cuda")
     with pytest.raises(ValueError, match="row 0: the prompt has .* tokens"):
         generate(prompts, tiny_llama, out, "rollout.prompt_length=2")
     assert not out.exists()
+
+
+def test_all_mistakes_of_a_start_stand_in_one_message(tiny_llama, prompts, tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        generate(
+            prompts, tiny_llama, tmp_path / "out.parquet", "rollout.temperature=0", "data.prompt_key=question",
+            "+data.n_sample=1", "rollout.top_p=2", "trainer.n_gpus_per_node=9", "trainer.device=cuda",
+            "rollout.name=vllm", "rollout.load_format=dummy", "rollout.response_length=4096",
+        )  # fmt: skip
+    for said in ("7 problems in the config", "would be one text 5 times", "no column 'question'", "rollout.top_p=2",
+                 "data.n_sample is not a known key; did you mean data.n_samples?", "trainer.n_gpus_per_node=9 with",
+                 "load_format=dummy", "is 4108 tokens, but the model has 2048 positions"):  # fmt: skip
+        assert said in str(raised.value), said
+    with pytest.raises(ConfigError) as raised:
+        generate(tmp_path / "absent.jsonl", "/no/model", tmp_path / "out.parquet")
+    assert "absent.jsonl: file does not exist" in str(raised.value) and "model.path=/no/model" in str(raised.value)
 
 
 REWARD = """

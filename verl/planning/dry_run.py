@@ -13,7 +13,7 @@ from rich.table import Table
 from verl.planning.config_check import tree_problems
 from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import ModelSize
-from verl.planning.problems import TITLES, UNUSED, WRONG, Problem, raise_if_any
+from verl.planning.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
 from verl.utils.redact import redact_text
 
 Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Problem]]
@@ -43,10 +43,22 @@ class Entry:
             problems += unused_settings(config, self.config_type)
         return problems
 
-    def refuse_problems(self, config: DictConfig, warn: bool = True) -> None:
-        """Raise one ConfigError with everything that is wrong on every machine; warn of settings without effect."""
+    def refuse_problems(
+        self, config: DictConfig, warn: bool = True, inputs: Callable[[], Iterable[Problem]] = tuple
+    ) -> None:
+        """Raise one ConfigError with everything that is wrong or absent here; warn of settings without effect.
+
+        `inputs()` returns the problems of model, data and machine. Settings with problems may make it raise.
+        """
         problems = self.problems(config)
-        raise_if_any(problems)
+        try:
+            problems += inputs()
+        except Exception as error:
+            if not problems:
+                raise
+            logger.debug("the input cannot be checked with these settings: {}", error)
+        if fatal := [p for p in dict.fromkeys(problems) if p.kind != UNUSED]:
+            raise ConfigError(fatal)
         for problem in problems if warn else ():
             if problem.kind == UNUSED:
                 logger.warning("{}", problem.message)

@@ -6,13 +6,13 @@ Under torchrun the ranks take prompts from one queue.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
@@ -21,10 +21,9 @@ from torch.distributed import HashStore, Store, TCPStore
 
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
-from verl.planning.checks import Findings, check_length
-from verl.planning.problems import ConfigError
+from verl.planning.checks import Findings
 from verl.protocol import DataProto
-from verl.trainer.offline_plan import generation_entry
+from verl.trainer.offline_plan import check_inputs, generation_entry
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
 from verl.utils.distributed import (
@@ -44,33 +43,29 @@ if TYPE_CHECKING:
 
 @hydra_main(config_path="config", config_name="generation")
 def main(config: DictConfig) -> None:
-    entry = generation_entry(lambda tokenizer: read_prompts(config, tokenizer))
     if config.trainer.dry_run:
-        sys.exit(entry.dry_run(config))
+        sys.exit(generation_entry(functools.partial(read_prompts, config)).dry_run(config))
     try:
-        entry.refuse_problems(config)
         run_generation(config)
     except (ValueError, OSError, OmegaConfBaseException) as error:
         sys.exit(str(error))
 
 
 def run_generation(config: DictConfig) -> None:
-    """Answers every prompt of data.path, then writes data.output_path."""
-    if OmegaConf.is_missing(config.model, "path"):
-        raise ValueError("model.path is not set; name the folder of a Hugging Face model.")
+    """Answers every prompt of data.path, then writes data.output_path.
+
+    Raises one ConfigError with all problems of settings, model, prompts and machine before anything is loaded.
+    """
+    read = functools.partial(read_prompts, config)
+    generation_entry(read).refuse_problems(
+        config, warn=os.environ.get("RANK", "0") == "0",
+        inputs=lambda: check_inputs(config, read, Findings(to_start=True))[1],
+    )  # fmt: skip
     trainer = omega_conf_to_dataclass(config.trainer, GenerationTrainerConfig)
     data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
     rollout_config = omega_conf_to_dataclass(config.rollout, RolloutConfig)
-    greedy = not rollout_config.do_sample or rollout_config.temperature == 0
-    if greedy and data.n_samples > 1:
-        raise ValueError(
-            f"data.n_samples={data.n_samples} answers of rollout.temperature={rollout_config.temperature}, "
-            f"rollout.do_sample={rollout_config.do_sample} would be one text {data.n_samples} times; set n_samples=1."
-        )
     rows = read_rows(data.path)
     model = omega_conf_to_dataclass(config.model, HFModelConfig).load()
-    if too_long := list(check_length(rollout_config, Findings(hf_config=model.hf_config), "rollout")):
-        raise ConfigError(too_long)
     prompts = read_prompts(config, model.tokenizer)
     rank, ranks = _join(trainer)
     rollout = make_rollout(model, rollout_config, create_device_mesh(ranks, -1, trainer.device))
@@ -91,11 +86,9 @@ def run_generation(config: DictConfig) -> None:
 
 def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
     """The prompts of data.path; the first one is encoded, which shows a wrong column before an engine starts."""
-    data = omega_conf_to_dataclass(config.data, GenerationDataConfig)
-    limit = omega_conf_to_dataclass(config.rollout, RolloutConfig).prompt_length
-    settings = {name: data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
-    settings |= {"filter_overlong_prompts": False, "max_prompt_length": limit}
-    prompts = RLHFDataset(data.path, tokenizer, OmegaConf.create(settings))
+    settings = {name: config.data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
+    settings |= {"filter_overlong_prompts": False, "max_prompt_length": config.rollout.prompt_length}
+    prompts = RLHFDataset(config.data.path, tokenizer, OmegaConf.create(settings))
     if len(prompts) > 0:
         _ = prompts[0]
     return prompts
@@ -104,8 +97,6 @@ def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
 def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) -> BaseRollout:
     """A rollout that holds the weights of model.path."""
     own_module = config.name in ROLLOUTS_OF_THE_ACTOR
-    if not own_module and config.load_format == "dummy":
-        raise ValueError("rollout.load_format=dummy would answer with random weights; set rollout.load_format=auto.")
     if not own_module:
         config = dataclasses.replace(config, enable_sleep_mode=False)  # an engine that slept has lost its weights
     rollout = get_rollout_class(config.name, config.mode)(config, model, mesh)
@@ -174,8 +165,6 @@ def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:
 
     Without a job, but with trainer.n_gpus_per_node > 1, this process is replaced by torchrun.
     """
-    if trainer.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("trainer.device=cuda, but no GPU is here; set trainer.device=cpu and rollout.dtype=float32.")
     if "RANK" in os.environ:
         return initialize_global_process_group()[1:]
     if trainer.n_gpus_per_node > 1:

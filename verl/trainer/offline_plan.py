@@ -1,27 +1,25 @@
 """Dry runs of the entries that train nothing: main_generation, main_eval."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
 
 from verl.config.offline import EvaluationConfig, GenerationConfig
-from verl.planning.checks import Findings, check_gpus, check_length, check_models
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models
+from verl.planning.config_check import select, text
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.problems import Problem, one_line, wrong
+from verl.utils.dataset.rl_dataset import read_rows
 
 
 def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
     """main_generation; `read_prompts(tokenizer)` returns the data set."""
 
     def plan(console: Console, config: DictConfig) -> list[Problem]:
-        findings = Findings()
-        check_models(config.model, findings, "model", "model.path")
-        findings.problems += check_length(config.rollout, findings, "rollout")
-        prompts = None
-        if findings.tokenizer is not None:
-            prompts = _tried(findings.problems, "data.path", lambda: len(read_prompts(findings.tokenizer)))
+        prompts, problems = check_inputs(config, read_prompts, Findings())
         ranks, samples = config.trainer.n_gpus_per_node, config.data.n_samples
         console.rule("Plan")
         print_rows(console, {
@@ -29,9 +27,36 @@ def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
             "prompts a rank": count_text(prompts and -(-prompts // ranks)),
             "prompts at a time": count_text(config.data.batch_size),
         })  # fmt: skip
-        return [*findings.problems, *check_gpus(config)]
+        return problems
 
-    return Entry(GenerationConfig, (), plan)
+    return Entry(GenerationConfig, (_generation_rules,), plan)
+
+
+def _generation_rules(config: DictConfig, plain: Mapping[str, Any], problems: list[Problem]) -> Iterator[Problem]:
+    """Rules between keys of main_generation; `problems` of single keys are known already."""
+    keys = ("data.n_samples", "rollout.temperature", "rollout.do_sample")
+    samples, temperature, draws = values = [select(plain, key, None) for key in keys]
+    known = None not in values and not {p.key for p in problems} & {*keys}
+    if known and samples > 1 and (temperature == 0 or not draws):
+        what = f"data.n_samples={samples} answers of rollout.temperature={temperature}"
+        what += f", rollout.do_sample={text(draws)} would be one text {samples} times"
+        yield wrong("data.n_samples", f"{what}. Set data.n_samples=1.")
+    own_module = select(plain, "rollout.name", None) in ROLLOUTS_OF_THE_ACTOR
+    if not own_module and select(plain, "rollout.load_format", None) == "dummy":
+        what = "rollout.load_format=dummy would answer with random weights"
+        yield wrong("rollout.load_format", f"{what}. Set rollout.load_format=auto.")
+
+
+def check_inputs(
+    config: DictConfig, read_prompts: Callable[[Any], Any], findings: Findings
+) -> tuple[int | None, list[Problem]]:
+    """Number of prompts (None where they cannot be read), and the problems of model, prompts and machine."""
+    check_models(config.model, findings, "model", "model.path")
+    findings.problems += check_length(config.rollout, findings, "rollout")
+    findings.problems += [*check_liger(config, "model"), *check_gpus(config)]
+    read = read_prompts if findings.tokenizer is not None else lambda _: read_rows(config.data.path)
+    prompts = _tried(findings.problems, "data.path", lambda: len(read(findings.tokenizer)))
+    return prompts, findings.problems
 
 
 def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:

@@ -106,21 +106,23 @@ def refuse_bad_input(config: DictConfig, trainer_class: type[FSDPSFTTrainer]) ->
 
     The first rank warns of settings without effect.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    entry_of(trainer_class, ranks).refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0)
-    findings = Findings(to_start=True)
-    check_models(model_settings(config), findings, "model", "model.partial_pretrain")
-    findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-    findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
-    findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
-    if config.trainer.device == "cuda":
-        import torch
 
-        if not torch.cuda.is_available():
-            rule = "trainer.device=cuda, but this machine has no GPU. Set trainer.device=cpu."
-            findings.problems.append(wrong("trainer.device", rule))
-    if findings.problems:
-        raise ConfigError(findings.problems)
+    def inputs() -> list[Problem]:
+        findings = Findings(to_start=True)
+        check_models(model_settings(config), findings, "model", "model.partial_pretrain")
+        findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
+        findings.problems += check_liger(config, "model", TENSOR_PARALLEL)
+        findings.problems += [*trainer_class.problems(config, findings), *check_outputs(config)]
+        if config.trainer.device == "cuda":
+            import torch
+
+            if not torch.cuda.is_available():
+                rule = "trainer.device=cuda, but this machine has no GPU. Set trainer.device=cpu."
+                findings.problems.append(wrong("trainer.device", rule))
+        return findings.problems
+
+    entry = entry_of(trainer_class, int(os.environ.get("WORLD_SIZE", "1")))
+    entry.refuse_problems(config, warn=int(os.environ.get("RANK", "0")) == 0, inputs=inputs)
 
 
 def refuse_bad_rows(dataset: Any, key: str) -> None:
