@@ -111,7 +111,7 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
         loss = _loss(scorer, [infos[i] for i in batch], [labels[i] for i in batch], sep, tokenizer.pad_token_id, device)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(scorer.parameters(), actor.optim.clip_grad)
+        torch.nn.utils.clip_grad_norm_(scorer.parameters(), actor.optim.max_grad_norm(actor.grad_clip))
         optimizer.step()
         schedule.step()
         losses.append(loss.item())

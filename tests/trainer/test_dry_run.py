@@ -6,8 +6,9 @@ import pandas as pd
 import pytest
 
 from tests.helpers.configs import compose_ppo
+from verl.experimental.agent_loop.checks import check_agent_loops
 from verl.planning.checks import check_url
-from verl.planning.problems import absent, register_check, wrong
+from verl.planning.problems import UNUSED, Problem, absent, register_check, wrong
 from verl.trainer.ppo.plan import dry_run
 
 
@@ -187,7 +188,11 @@ TOOL_TEMPLATE = (
 
 
 @pytest.mark.parametrize("renders", [True, False])
-def test_a_template_that_leaves_out_the_tools_is_named(overrides, capsys, tmp_path, renders):
+def test_a_template_that_leaves_out_the_tools_is_named(overrides, capsys, tmp_path, monkeypatch, renders):
+    """Another setting without effect says nothing about the tools."""
+    monkeypatch.setattr("verl.planning.problems.CHECKS", checks := [check_agent_loops])
+    monkeypatch.setattr("verl.trainer.ppo.plan.CHECKS", checks)
+    register_check(lambda config, findings: [Problem(UNUSED, "spd.x", "spd.x has no effect.")])
     (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
     template = TOOL_TEMPLATE if renders else TOOL_TEMPLATE.partition("{% endif %}")[2]
     rollout = "actor_rollout_ref.rollout"

@@ -24,12 +24,13 @@ def update(tiny_llama, batch=None, **config):
     return metrics, weights_of(engine)
 
 
-def test_the_optimizers_own_limit_of_the_gradient_comes_before_the_roles(tiny_llama):
+@pytest.mark.parametrize(("own", "of_role", "limit"), [(1e-3, 1.0, 1e-3), (None, 1e-3, 1e-3), (1.0, 1e-3, 1.0)])
+def test_the_optimizers_own_limit_of_the_gradient_comes_before_the_roles(tiny_llama, own, of_role, limit):
     engine = make_engine(tiny_llama, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0})
-    before, optim = weights_of(engine), FSDPOptimizerConfig(lr=1.0, clip_grad=1e-3)
-    metrics = make_actor(engine, optim=optim).update_policy(rl_batch())  # grad_clip=1
+    before, optim = weights_of(engine), FSDPOptimizerConfig(lr=1.0, clip_grad=own)
+    norm = make_actor(engine, optim=optim, grad_clip=of_role).update_policy(rl_batch())["actor/grad_norm"][0]
     moved = sum(float(((new - before[name]) ** 2).sum()) for name, new in weights_of(engine).items())
-    assert metrics["actor/grad_norm"][0] > 1e-2 and moved**0.5 == pytest.approx(1e-3, rel=1e-3)
+    assert norm > 1e-2 and moved**0.5 == pytest.approx(min(norm, limit), rel=1e-3)
 
 
 MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

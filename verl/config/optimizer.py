@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
-WSD_DECAYS = ("cosine", "exponential", "linear", "minus_sqrt")
+# Decays of Megatron's WSD schedule: the progress from 0 to 1 -> the factor from 1 to 0.
+WSD_DECAYS = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
 
 
 @dataclass
@@ -33,7 +40,7 @@ class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_step
     weight_decay: float = setting(0.01, "Weight decay.", low=0)
     lr_warmup_steps: int | None = setting(-1, "Warm-up steps; negative uses lr_warmup_steps_ratio.")
     betas: tuple[float, float] = setting((0.9, 0.999), "Decay rates of the optimizer's moments.")
-    clip_grad: float = setting(1.0, "Maximum gradient norm.", above=0)
+    clip_grad: float | None = setting(None, "Maximum gradient norm; null: grad_clip of the role.", above=0)
     grad_clip: float | None = setting(None, above=0)
     optimizer: str = "adamw"
     lr_min: float = setting(0.0, low=0)
@@ -51,9 +58,9 @@ class OptimizerConfig(BaseConfig, section="optim", mutable=("total_training_step
             logger.warning("optim.grad_clip is an old name; it sets optim.clip_grad={}", self.grad_clip)
             object.__setattr__(self, "clip_grad", self.grad_clip)
 
-    def max_grad_norm(self, of_role: float) -> float:
+    def max_grad_norm(self, of_role: float = 1.0) -> float:
         """`clip_grad` where it is set, else the role's key grad_clip."""
-        return of_role if self.clip_grad == OptimizerConfig.clip_grad else self.clip_grad
+        return of_role if self.clip_grad is None else self.clip_grad
 
 
 @dataclass
@@ -67,7 +74,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
     )
     warmup_style: str | None = setting(None, "Old name of lr_scheduler_type; leave it null.", choices=SCHEDULES)
     num_cycles: float = setting(0.5, "Cosine cycles over the run; 0.5 decays once.", above=0)
-    lr_wsd_decay_style: str = setting("cosine", choices=WSD_DECAYS)
+    lr_wsd_decay_style: str = setting("cosine", choices=tuple(WSD_DECAYS))
     lr_wsd_decay_steps: int | None = setting(None, low=1)
 
     def __post_init__(self) -> None:

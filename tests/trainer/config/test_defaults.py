@@ -33,6 +33,8 @@ DIFFERENT = {
     "critic.model.tokenizer_path": "some/model",
     "actor_rollout_ref.actor.optim.min_lr_ratio": 0.0,
     "critic.optim.min_lr_ratio": 0.0,
+    "actor_rollout_ref.actor.optim.clip_grad": 1.0,  # they follow grad_clip
+    "critic.optim.clip_grad": 1.0,
     "algorithm.pf_ppo.reweight_method": "pow",
     "algorithm.pf_ppo.weight_pow": 2.0,
     "actor_rollout_ref.actor.profiler.save_path": "outputs/profile",

@@ -179,17 +179,19 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
     """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
+    from verl.utils.chat_template import ChatTemplateError, render_chat
     from verl.utils.dataset.rl_dataset import DatasetError, RLHFDataset
 
     prompts = findings.datasets.get("data.train_files")
     if not isinstance(prompts, RLHFDataset):
         return {}
     first = range(min(len(prompts), PROMPTS_MEASURED))
+    bare = {"add_generation_prompt": True, **prompts.template_kwargs, "tools": None}
     try:
         longest = max(len(prompts.prompt_ids(i)) for i in first)
-    except DatasetError:  # one of the problems
+        rendered = prompts.prompt_text(0) != render_chat(prompts.tokenizer, prompts.messages(0), **bare)
+    except (DatasetError, ChatTemplateError):  # one of the problems
         return {}
-    rendered = "tools" in prompts.template_kwargs and not any(p.kind == UNUSED for p in findings.problems)
     tools = ", with the schemas of the tools" if rendered else ""
     return {f"longest of the first {len(first)} prompts": f"{longest} tokens{tools}"}
 

@@ -274,7 +274,7 @@ class FSDPEngine(BaseEngine):
 
     def optimizer_step(self, max_grad_norm: float | None = None) -> StepResult:
         """Clips to `max_grad_norm` (default: optim.clip_grad) and steps; a bad number anywhere skips everywhere."""
-        max_norm = self.optimizer_config.clip_grad if max_grad_norm is None else max_grad_norm
+        max_norm = self.optimizer_config.max_grad_norm() if max_grad_norm is None else max_grad_norm
         params = [p for p in self.module.parameters() if p.requires_grad]
         norm = fsdp_utils.grad_norm(params, self.mesh)
         bad = torch.zeros((), device=self.device) if self._loss_is_bad is None else self._loss_is_bad.float()
