@@ -10,7 +10,7 @@ import yaml
 from aiohttp import web
 from omegaconf import OmegaConf
 
-from tests.helpers.documents import ROOT, tracked
+from tests.helpers.documents import ROOT, pages
 from tests.helpers.sft_run import compose_sft
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
@@ -24,7 +24,7 @@ from verl.workers.rollout.replica import TokenOutput
 BLOCK = re.compile(r"(?<!\.py -->\n)^```(python|yaml)\n(.*?)^```", re.S | re.M)  # without the files of the tree
 BLOCKS = {
     (page.relative_to(ROOT).as_posix(), number): text
-    for page in tracked("*.md")
+    for page in pages()
     for number, (_, text) in enumerate(BLOCK.findall(page.read_text()))
 }
 
