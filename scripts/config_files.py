@@ -53,6 +53,7 @@ SIZES = (
     "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
 )  # fmt: skip
+COMMON = ("param_offload", "seed", "dtype", "sequence_parallel")  # of Megatron's engine and FSDP2's
 # Classes that upstream's yaml files name by no _target_.
 WITHOUT_TARGET = {
     DataConfig, SamplerConfig, TrainerConfig, SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig,
@@ -154,7 +155,7 @@ def _megatron_tree(ppo: PPOConfig, seed: str) -> File:
     roles = {ACTOR: f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref": "actor_rollout_ref.ref.fsdp_config",
              "critic": "critic.model.fsdp_config"}  # fmt: skip
     for role, engine in roles.items():
-        values |= {f"{engine}.{name}": f"${{{role}.megatron.{name}}}" for name in ("param_offload", "seed", "dtype")}
+        values |= {f"{engine}.{name}": f"${{{role}.megatron.{name}}}" for name in COMMON}
         values |= {f"{engine}.strategy": "fsdp2", f"{role}.megatron.seed": seed}
         values[f"{engine}.tensor_parallel_size"] = f"${{{role}.megatron.tensor_model_parallel_size}}"
         if role != "actor_rollout_ref.ref":

@@ -22,6 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.workers.test_cuts import ROWS, actor_step, critic_step, log_probs, ragged_batch, recording, same
 from verl.config.model import PluginConfig
 from verl.utils.fsdp_utils import local_tensor
+from verl.utils.peft_weights import without_adapters
 from verl.utils.tensor_parallel import refusal
 
 SIZES = dict(
@@ -58,41 +59,51 @@ def folders(tmp_path_factory):
     return made
 
 
-def engine_of(path, tensors, sequences, lora, **more):
-    settings = {"tensor_parallel_size": tensors, "ulysses_sequence_parallel_size": sequences}
+def engine_of(path, tensors, sequences, lora, by_tokens=False, **more):
+    settings = {"tensor_parallel_size": tensors, "ulysses_sequence_parallel_size": sequences,
+                "sequence_parallel": by_tokens}  # fmt: skip
     return make_engine(path, engine=settings, **(LORA if lora else {}), **more)
 
 
-def results_of(rank, world_size, path, tensors, sequences, lora, steps):
+def results_of(rank, world_size, path, tensors, sequences, lora, steps, by_tokens=False):
     """{step: (metrics, gradients)}, log-probs of this rank's rows, weights after a step, bytes of its parameters."""
-    actor = engine_of(path, tensors, sequences, lora)
+    checkpointed = {"enable_gradient_checkpointing": by_tokens}
+    actor, kept = engine_of(path, tensors, sequences, lora, by_tokens, **checkpointed), []
+    second = without_adapters(actor.module).get_decoder().layers[1]
+    second.register_forward_pre_hook(lambda _, args: kept.append((local_tensor(args[0]).shape[1], args[0].shape[1])))
     size = sum(local_tensor(p).nbytes for p in actor.module.parameters())
     made = {"actor": recording(actor)}
     if "critic" in steps:
-        made["critic"] = recording(engine_of(path, tensors, sequences, lora, loader=PluginConfig(name="value_head")))
+        made["critic"] = recording(
+            engine_of(path, tensors, sequences, lora, by_tokens, loader=PluginConfig(name="value_head"))
+        )
     share, results = ragged_batch()[rank * ROWS // world_size : (rank + 1) * ROWS // world_size], {}
     for name in steps:
         role, mode, cut = STEPS[name]
         results[name] = (actor_step if role == "actor" else critic_step)(made[role], share, mode, cut)
     scored = [x.numpy() for x in log_probs(actor, "rows shared", share)]
+    assert kept and all(mine <= -(-every // (tensors if by_tokens else 1)) for mine, every in kept)
     return results, scored, weights_of(actor), size
 
 
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "ranks", "tensors", "sequences", "lora", "steps"),
+    ("name", "ranks", "tensors", "sequences", "lora", "steps", "by_tokens"),
     [
-        ("llama", 2, 2, 1, False, tuple(STEPS)), ("llama", 4, 2, 1, False, tuple(STEPS)),
-        ("llama", 4, 2, 2, False, ("packed", "critic")), ("llama", 4, 2, 1, True, ("rows", "critic")),
-        ("qwen2", 4, 2, 1, False, ("rows",)), ("qwen3", 4, 2, 1, False, ("packed",)),
-        ("mistral", 4, 2, 1, False, ("rows",)),
+        ("llama", 2, 2, 1, False, tuple(STEPS), False), ("llama", 4, 2, 1, False, tuple(STEPS), False),
+        ("llama", 4, 2, 2, False, ("packed", "critic"), False), ("llama", 4, 2, 1, True, ("rows", "critic"), False),
+        ("qwen2", 4, 2, 1, False, ("rows",), False), ("qwen3", 4, 2, 1, False, ("packed",), False),
+        ("mistral", 4, 2, 1, False, ("rows",), False), ("llama", 2, 2, 1, False, tuple(STEPS), True),
+        ("qwen3", 4, 2, 2, False, ("packed",), True), ("qwen2", 4, 2, 1, True, ("rows", "critic"), True),
     ],
 )  # fmt: skip
-def test_ranks_that_split_layers_take_the_step_of_one_rank(folders, name, ranks, tensors, sequences, lora, steps):
+def test_ranks_that_split_layers_take_the_step_of_one_rank(
+    folders, name, ranks, tensors, sequences, lora, steps, by_tokens
+):
     expected, scored, weights, size = results_of(0, 1, folders[name], 1, 1, lora, steps)
     leave_group()
-    by_rank = run_ranks(results_of, ranks, folders[name], tensors, sequences, lora, steps)
+    by_rank = run_ranks(results_of, ranks, folders[name], tensors, sequences, lora, steps, by_tokens)
     for step in steps:
         every = [results[step][0] for results, *_ in by_rank]
         metrics = {key: (max if "max" in key else np.mean)([m[key] for m in every]) for key in every[0]}

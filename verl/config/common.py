@@ -19,6 +19,13 @@ def tensor_parallel_size() -> Any:
     return setting(1, "Neighbouring ranks that split each layer; their rows are computed together.", low=1)
 
 
+def sequence_parallel() -> Any:
+    """The setting sequence_parallel of engines."""
+    return setting(
+        False, "Let the ranks that split a layer (tensor_parallel_size) keep parts of the tokens between layers."
+    )
+
+
 def entropy_in_chunks() -> Any:
     """The setting entropy_from_logits_with_chunking."""
     return setting(False, "Compute the entropy in chunks.", always="logits are computed in chunks")

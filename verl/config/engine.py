@@ -8,6 +8,7 @@ from verl.config.common import (
     CheckpointConfig,
     entropy_in_chunks,
     entropy_recomputed,
+    sequence_parallel,
     sequence_parallel_size,
     tensor_parallel_size,
     torch_compile,
@@ -68,6 +69,7 @@ class FSDPEngineConfig(EngineConfig, section="fsdp_config"):
     )
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
     tensor_parallel_size: int = tensor_parallel_size()
+    sequence_parallel: bool = sequence_parallel()
     forward_prefetch: bool = setting(False, "Gather the next layer's weights while this one computes.")
     model_dtype: str = setting("fp32", "Type of the weights that the optimizer updates.", choices=DTYPES)
     use_orig_params: bool = setting(False, "Keep the original parameters.", always="FSDP2 keeps them")

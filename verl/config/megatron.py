@@ -78,9 +78,7 @@ class McoreEngineConfig(EngineConfig, section="megatron"):
     pipeline_model_parallel_size: int = setting(1, "Stages of the pipeline.", fixed=SHARDED)
     virtual_pipeline_model_parallel_size: int | None = setting(None, "Virtual stages.", fixed=SHARDED)
     context_parallel_size: int = setting(1, "Ranks that share one sequence.", fixed="each rank keeps full sequences")
-    sequence_parallel: bool = setting(
-        True, "Split activations among tensor parallel ranks.", unused="each rank keeps the activations between layers"
-    )
+    sequence_parallel: bool = setting(True, "Split activations between layers among tensor parallel ranks.")
     use_distributed_optimizer: bool = setting(
         True, "Shard the optimizer's state.", always="FSDP2 shards it"
     )

@@ -8,6 +8,7 @@ from verl.config.common import (
     CheckpointConfig,
     ModuleConfig,
     RunConfig,
+    sequence_parallel,
     sequence_parallel_size,
     tensor_parallel_size,
     use_liger,
@@ -84,6 +85,7 @@ class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     offload_params: bool = setting(False, "Keep weights and optimizer state on the CPU between steps.")
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
     tensor_parallel_size: int = tensor_parallel_size()
+    sequence_parallel: bool = sequence_parallel()
     full_determinism: bool = setting(False, "Use deterministic kernels only, which are slower.")
 
 

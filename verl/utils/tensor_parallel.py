@@ -1,12 +1,25 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): transformers' plan of a model, carried out by torch's styles."""
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): transformers' plan of a model, carried out by torch's styles.
+
+With sequence parallelism (arXiv 2205.05198) ranks keep parts of the tokens between the layers that they split.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.utils.peft_weights import adapted_layers
@@ -35,11 +48,27 @@ def refusal(config: PretrainedConfig, size: int) -> str | None:
     return None
 
 
-def styles_of(model: nn.Module, size: int) -> dict[nn.Module, ParallelStyle]:
+class GatherTokens(ParallelStyle):
+    """A module that gets whole tensors where its caller holds DTensors [B, T, H] split by tokens."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(value: Any) -> Any:
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+        def gathered(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+        module.register_forward_pre_hook(gathered, with_kwargs=True)
+        return module
+
+
+def styles_of(model: nn.Module, size: int, by_tokens: bool = False) -> dict[nn.Module, ParallelStyle]:
     """The modules that `size` ranks split, with how they do it. Others are computed by every rank.
 
     An output matrix is split if the ranks can share the vocabulary and it is not the embedding's. An adapter of a split
-    layer is split along with it. Raises ValueError as `refusal` says, and for what is no transformers model.
+    layer is split along with it. `by_tokens`: between the split layers of the decoder each rank keeps a part of the
+    tokens, and computes the norms of that part. Raises ValueError as `refusal` says, and for what is no transformers
+    model.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"fsdp_config.tensor_parallel_size={size} needs a transformers model, got "
@@ -59,4 +88,25 @@ def styles_of(model: nn.Module, size: int) -> dict[nn.Module, ParallelStyle]:
         styles[module.get_base_layer()] = STYLES[kind]()
         for part in (module.lora_A if kind == "rowwise" else module.lora_B).values():
             styles[part] = STYLES[kind]()
-    return styles
+    return styles | (_token_styles(model, styles) if by_tokens else {})
+
+
+def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> dict[nn.Module, ParallelStyle]:
+    """What else is needed for hidden states that are split by tokens from the first decoder layer to the last.
+
+    They are DTensors, since ranks may have unlike numbers of tokens. `styles`: the split layers.
+    """
+    whole, part, decoder = Replicate(), Shard(1), model.get_decoder()
+    added: dict[nn.Module, ParallelStyle] = {c: GatherTokens() for c in decoder.children() if c is not decoder.layers}
+    added[decoder.layers[0]] = PrepareModuleInput(
+        input_layouts=whole, desired_input_layouts=part, use_local_output=False
+    )
+    for child in (child for layer in decoder.layers for child in layer.children()):
+        added[child] = GatherTokens() if any(m in styles for m in child.modules()) else SequenceParallel()
+    for name, module in decoder.named_modules():
+        if (decoder.config.base_model_tp_plan or {}).get(re.sub(r"\.\d+\.", ".*.", name)) == "rowwise":
+            added[module] = (
+                RowwiseParallel(output_layouts=part, use_local_output=False) if module in styles else
+                PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part, use_local_output=False)
+            )  # fmt: skip  (the latter: the sum of a layer and its adapter)
+    return added

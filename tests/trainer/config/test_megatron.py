@@ -41,6 +41,7 @@ def test_keys_of_megatron_become_those_of_fsdp2():
     assert ref.fsdp_config.param_offload and ref.fsdp_config.dtype == "float32" and ref.megatron.seed == 7
     split = [section.fsdp_config.tensor_parallel_size for section in (actor, ref, config.critic.model)]
     assert split == [2, 2, 4]
+    assert engine.sequence_parallel and ref.fsdp_config.sequence_parallel  # Megatron's default
     assert config.critic.model.fsdp_config.dtype == "float32" and not config.critic.model.fsdp_config.param_offload
     assert unused_settings(config, PPOConfig) == []
 

@@ -58,6 +58,7 @@ def engine_parts(config: DictConfig, tokenizer: Any, total_steps: int) -> Engine
         optimizer_offload=fsdp["offload_params"],
         fsdp_size=fsdp["fsdp_size"],
         tensor_parallel_size=fsdp["tensor_parallel_size"],
+        sequence_parallel=fsdp["sequence_parallel"],
         full_determinism=fsdp["full_determinism"],
         ulysses_sequence_parallel_size=config.ulysses_sequence_parallel_size,
         strategy=config.model.strategy,

@@ -99,7 +99,8 @@ class FSDPEngine(BaseEngine):
             heads = without_adapters(module).config.num_attention_heads // self.tensor_parallel_size
             validate_ulysses_config(heads, self.sequence_parallel_size)
         splits_layers = self.tensor_parallel_size > 1
-        styles = styles_of(without_adapters(module), self.tensor_parallel_size) if splits_layers else {}
+        by_tokens = self.engine_config.sequence_parallel
+        styles = styles_of(without_adapters(module), self.tensor_parallel_size, by_tokens) if splits_layers else {}
         if not self._trains:
             module.requires_grad_(False)
         build.check_same_weights(module)
