@@ -28,12 +28,6 @@ NAME = "verl_packed"
 NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for flash_attention_2; also without a packing
 
 
-CANNOT_SHARE_SEQUENCES = (
-    "ulysses_sequence_parallel_size is above 1, but the attention of {} cannot be replaced by one that ranks share; "
-    "set it to 1."
-)
-
-
 def sdpa_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None, dropout: float
 ) -> torch.Tensor:
@@ -121,7 +115,8 @@ def packed_attention(
         raise ValueError(
             f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
             "support; set actor_rollout_ref.model.use_remove_padding=false and "
-            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
+            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false), "
+            "and leave ulysses_sequence_parallel_size at 1."
         )
     backend, group = BACKENDS[choose_backend(query, packing, dropout)], packing.group
     if group is None:
@@ -129,8 +124,12 @@ def packed_attention(
     ranks = dist.get_world_size(group)
     copies = ranks // math.gcd(key.shape[1], ranks)  # ranks with query heads of one key head each get it
     key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
-    heads = (gather_seq_scatter_heads(x, 2, 1, packing.length, group) for x in (query, key, value))
-    output = backend(*heads, packing, scaling, dropout).unsqueeze(0)  # [1, length, H / ranks, D]
+    kept = packing.length if packing.keys is None else 0  # else they are chosen by their index
+    query, key, value = (
+        gather_seq_scatter_heads(x, 2, 1, size, group)
+        for x, size in ((query, packing.length), (key, kept), (value, kept))
+    )
+    output = backend(query, key, value, packing, scaling, dropout).unsqueeze(0)  # [1, length, H / ranks, D]
     return gather_heads_scatter_seq(output, 2, 1, group), None
 
 
@@ -139,10 +138,11 @@ for _name, _mask in ((NAME, sdpa_mask), (NAME_OF_FLASH, flash_attention_mask)):
     AttentionMaskInterface.register(_name, _mask)
 
 
-def make_packable(model: PreTrainedModel) -> bool:
+def make_packable(model: PreTrainedModel, shared: bool = False) -> bool:
     """Switch the model to `packed_attention`; False, with a warning, if its attention cannot be replaced.
 
-    A model with flash_attention_2 keeps it for batches with padding.
+    A model with flash_attention_2 keeps it for batches with padding. `shared`: ranks share its sequences, which no
+    other attention can do; then ValueError is raised instead.
     """
     names = (NAME, NAME_OF_FLASH)
     if model.config._attn_implementation in names:
@@ -153,6 +153,11 @@ def make_packable(model: PreTrainedModel) -> bool:
     except ValueError as error:
         logger.debug("{}", error)
     if model.config._attn_implementation != wanted:
+        if shared:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size is above 1, but the attention of {type(model).__name__} cannot be "
+                "replaced by one that ranks share; set it to 1."
+            )
         logger.warning("the attention of {} cannot be replaced: batches keep their padding, and prompts are not shared",
                        type(model).__name__)  # fmt: skip
         return False
