@@ -19,6 +19,7 @@ from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+from verl.workers.policy.attention import FLASH, NAME_OF_FLASH, make_packable
 from verl.workers.policy.causal_lm import call_as_forward, causal_model
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.policy.packing import Packing
@@ -95,11 +96,16 @@ class _TailForward:
         self.model, self.layout = model, layout
         self.cache: SharedPrefix | None = read and read.cache
         self.group = get_ulysses_sequence_parallel_group()
+        shared, causal = self.group is not None, causal_model(model)
+        # Flash attention takes no mask made here, but a packing.
+        self.packs = (shared or causal.config._attn_implementation in (FLASH, NAME_OF_FLASH)) and make_packable(
+            causal, shared
+        )
         dtype = next(model.parameters()).dtype
         if share:
             # Right-padded, so causal attention suffices; the tail's mask hides the padding.
-            self.cache = SharedPrefix(causal_model(model).config.num_hidden_layers)
-            alone = None if self.group is None else self._packing(*layout.prefix.ids.shape)
+            self.cache = SharedPrefix(causal.config.num_hidden_layers)
+            alone = self._packing(*layout.prefix.ids.shape) if self.packs else None
             losses, _ = self._predict(layout.prefix, alone, None)
             self.prefix_loss = _sum(losses, layout.prefix)
             self.cache.lend()
@@ -140,16 +146,16 @@ class _TailForward:
     def _mask(self, dtype: torch.dtype) -> torch.Tensor | Packing:
         """[B, Q] (1 = token) without a prefix; else additive: [B, 1, Q, P + Q] if shared, [B, 1, P + Q, P + Q].
 
-        The same as a packing if ranks share the forward.
+        The same as a packing if the forward takes one.
         """
         layout, (rows, width) = self.layout, self.layout.tail.ids.shape
         if layout.prefix is None:
-            return layout.tail.valid.long() if self.group is None else self._packing(rows, width)
+            return self._packing(rows, width) if self.packs else layout.tail.valid.long()
         seen, before = layout.seen, layout.prefix.ids.shape[1]  # [B, Q, P + Q]
         if self.cache is None:  # rows of the prefix, causal, above those of the tail
             causal = torch.ones(before, before, dtype=torch.bool, device=seen.device).tril()
             seen = torch.cat([F.pad(causal, (0, width)).expand(rows, -1, -1), seen], 1)
-        if self.group is not None:
+        if self.packs:
             return self._packing(*seen.shape[:2], seen, before if self.cache is not None else 0)
         window = window_of(causal_model(self.model).config)
         if window is not None:
@@ -160,7 +166,7 @@ class _TailForward:
         return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)  # finite: -inf could give NaN
 
     def _packing(self, rows: int, width: int, seen: torch.Tensor | None = None, before: int = 0) -> Packing:
-        """B rows of N tokens, padding included, as a flat row that the group shares. seen: bool [B, N, `before` + N],
+        """B rows of N tokens, padding included, as a flat row, which the group shares. seen: bool [B, N, `before` + N],
         None = causal; `before`: columns of the prefix in the cache."""
         own = torch.arange(rows * width)
         keys = torch.arange(rows * before).view(rows, -1), rows * before + own.view(rows, -1)

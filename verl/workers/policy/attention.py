@@ -25,7 +25,8 @@ from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_head
 from verl.workers.policy.packing import Packing
 
 NAME = "verl_packed"
-NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for flash_attention_2; also without a packing
+NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for FLASH; also without a packing
+FLASH = "flash_attention_2"
 
 
 def sdpa_attention(
@@ -35,9 +36,12 @@ def sdpa_attention(
     outputs = []
     for part in packing.parts:
         q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
+        if query.is_cuda and query.shape[1] != key.shape[1]:
+            # With a mask or in float32, CUDA has no kernel for fewer key heads but the one that stores all scores.
+            k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scale, dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
     return F.embedding(packing.restore, torch.cat(outputs)).view(-1, query.shape[1], value.shape[3])
@@ -141,13 +145,13 @@ for _name, _mask in ((NAME, sdpa_mask), (NAME_OF_FLASH, flash_attention_mask)):
 def make_packable(model: PreTrainedModel, shared: bool = False) -> bool:
     """Switch the model to `packed_attention`; False, with a warning, if its attention cannot be replaced.
 
-    A model with flash_attention_2 keeps it for batches with padding. `shared`: ranks share its sequences, which no
+    A model with FLASH keeps it for batches with padding. `shared`: ranks share its sequences, which no
     other attention can do; then ValueError is raised instead.
     """
     names = (NAME, NAME_OF_FLASH)
     if model.config._attn_implementation in names:
         return True
-    wanted = NAME_OF_FLASH if model.config._attn_implementation == "flash_attention_2" else NAME
+    wanted = NAME_OF_FLASH if model.config._attn_implementation == FLASH else NAME
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:
