@@ -13,7 +13,7 @@ from tests.dllm_reasoning.models import tiny
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.config.actor import RefineLossConfig
-from verl.workers.actor import DataParallelPPOActor
+from verl.workers.actor import DataParallelPPOActor, base
 from verl.workers.config import FSDPActorConfig
 from verl.workers.policy import get_policy
 
@@ -156,6 +156,12 @@ def test_ranks_that_share_a_batch_have_its_gradient(model_path, ranks, sequences
     for part in (gradients for of_rank in parts for gradients in of_rank):
         for name, gradient in whole.items():
             np.testing.assert_allclose(part[name], gradient, atol=1e-5, err_msg=name)
+
+
+def test_one_loss_alone_gets_the_cache_of_the_policys_forward(model_path, monkeypatch):
+    monkeypatch.setitem(base._AUXILIARY_LOSSES, "second", RefineLoss)
+    with pytest.raises(ValueError, match="losses refine_loss, second need the keys and values of the policy's forward"):
+        changes(model_path, batch(), apart=False, shared=False)
 
 
 def test_a_model_without_a_window_is_refused(tiny_llama):
