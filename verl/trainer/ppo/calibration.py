@@ -25,10 +25,10 @@ NOT_IN_A_STEP = ("step", "testing", "save_checkpoint", "load_checkpoint", "data"
 def print_step_time(config: DictConfig, train: Callable[[DictConfig], None]) -> None:
     """Train small steps of two sizes by `train` and print what a step of `config` takes at their rates.
 
-    Of a phase that works on samples, the part that does not grow with them is told from the part that does by the two
-    sizes. An update has the former once for each optimizer step; the latter grows with a sample's tokens as well. The
-    seconds of a generation grow with the length of responses, which are counted at their full length: a real step is
-    rather shorter. Other phases stay.
+    Of a phase that works on samples, the two sizes give a fixed part and one that grows with the samples. An update has
+    the fixed part once for each optimizer step; the other grows with a sample's tokens as well. The seconds of a
+    generation grow with the length of responses, which are counted at their full length: a real step is rather shorter.
+    Other phases stay.
     """
     plan = plan_batches(OmegaConf.to_container(config, resolve=True))
     n, longest = plan.samples_per_prompt, config.data.max_response_length
