@@ -123,11 +123,20 @@ def verdict(value: float, bound: Bound | None) -> str:
     return f"{word} {limit:g}: {'met' if COMPARE[word](value, limit) else 'MISSED'}"
 
 
-def save(name: str, rows: list[Row], wanted: Mapping[str, Bound]) -> None:
-    """Print the rows, each next to the bound of its name, and write benchmarks/results/<name>.json."""
+def save(name: str, rows: list[Row], wanted: Mapping[str, Bound], alone: bool = False) -> None:
+    """Print the rows, each next to the bound of its name, and write benchmarks/results/<name>.json.
+
+    `alone`: rows measured without the benchmark's others replace those of the same names; the file's `measured_alone`
+    has their machine and commit.
+    """
     RESULTS.mkdir(exist_ok=True)
-    record = {"machine": machine(), "rows": [asdict(r) for r in rows]}
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    file, record = RESULTS / f"{name}.json", {"machine": machine(), "rows": [asdict(r) for r in rows]}
+    if alone:
+        new, record = record, json.loads(file.read_text())
+        names = [r.name for r in rows]
+        record["rows"] = [old for old in record["rows"] if old["name"] not in names] + new["rows"]
+        record["measured_alone"] = record.get("measured_alone", {}) | dict.fromkeys(names, new["machine"])
+    file.write_text(json.dumps(record, indent=1) + "\n")
     table = Table(title=f"{name}: medians")
     for column in ("name", "value", "unit", "low", "high", "n", "wanted"):
         words = column in ("name", "unit", "wanted")

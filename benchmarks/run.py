@@ -56,6 +56,7 @@ WANTED: dict[str, Bound] = {
     "sequence_parallel_gradient_difference": ("at most", 1e-5),
     "tensor_parallel_gradient_difference": ("at most", 1e-5),
     "planner_error_max": ("at most", 0.10),
+    "planner_step_time_error": ("at most", 0.25),
     "rotary_cosine_error": ("at most", 4e-3),
     "served_scorer_over_greedy": ("at least", 2.8),
     "served_scorer_over_exact": ("at least", 1.5),

@@ -27,7 +27,7 @@ def run() -> list[Row]:
         for name, ratio in (("refine_forwards_ratio", forwards_ratio), ("refine_batch_forwards_ratio", batch_ratio)):
             rows.append(row(f"{name}_{edge}", [ratio(run, steps) for run in runs["refine_all"]],
                             "times fewer forwards than token by token"))  # fmt: skip
-    for name in ("refine", "refine_all", "refine_positive"):
+    for name in filter("plain".__ne__, runs):
         tokens = [mean(values(run, "tokens_per_forward", EDGES["end"])) for run in runs[name]]
         rows.append(row(f"tokens_per_forward_end_{name}", tokens, "tokens per forward"))
     for batch in WALL:

@@ -165,15 +165,17 @@ RUNS = {
         "grpo", [f"{RANKS}=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], 2
     ),
     "SPD scorer": ("spd", [], 1), "refinement": ("refinement", [], 1), "SFT": ("sft", [], 1),
+    "refinement, sequence parallel": (
+        "refinement", ["--nproc_per_node=2", f"{RANKS}=2", "ulysses_sequence_parallel_size=2"], 2
+    ),
 }  # fmt: skip
 
 
 def on_gpu(command: list[str], changes: Sequence[str], gpus: int) -> list[str]:
     """A command of scripts/loss_compare.py, which trains on the CPU, on GPUs."""
     words = [{"cpu": "cuda", "trainer.device=cpu": "trainer.device=cuda"}.get(word, word) for word in command]
-    named = {change.partition("=")[0] for change in changes}
-    kept = [word for word in words if word.partition("=")[0] not in named]
-    return [*kept, *(change.replace("=ALL", f"={gpus}") for change in changes)]
+    changed = {change.partition("=")[0]: change.replace("=ALL", f"={gpus}") for change in changes}
+    return [changed.pop(word.partition("=")[0], word) for word in words] + list(changed.values())
 
 
 def check_run(name: str, work: Path) -> Result:

@@ -1,8 +1,8 @@
 """Compares the metrics of two versions of the tree, run with the same seeds: python scripts/loss_compare.py OLD NEW.
 
 OLD and NEW are commits (checked out into temporary worktrees) or folders. Each version trains by the commands that a
-user would type: GRPO (10 steps, vLLM), the SPD scorer (10 steps, vLLM server), iterative refinement (20 steps) and SFT
-(20 steps, torchrun). Models and data are made once, by OLD. Every metric is compared except durations, memory and
+user would type: GRPO (10 steps, vLLM), the SPD scorer (10 steps, vLLM server), iterative refinement and SFT (20 steps
+each, torchrun). Models and data are made once, by OLD. Every metric is compared except durations, memory and
 throughput. Prints the largest difference of each training, expected 0; exit code 1 if there is any other.
 
     python scripts/loss_compare.py HEAD~1 .                       # the last commit against the working tree
@@ -100,9 +100,12 @@ def pair_settings(folder: Path, run: Path) -> list[str]:
     )]  # fmt: skip
 
 
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m"]
+
+
 def train_refinement(folder: Path, run: Path) -> list[str]:
     return [
-        sys.executable, "-m", "dllm_reasoning.train_iterative_refine", *pair_settings(folder, run), *settings(
+        *LAUNCHER, "dllm_reasoning.train_iterative_refine", *pair_settings(folder, run), *settings(
             iterative__noise_pattern="packed", iterative__block_length=8, iterative__windows_per_sample=4,
             iterative__num_iterations=2, iterative__ar_loss_weight=1.0, iterative__noise_seed=0,
         ),
@@ -110,8 +113,7 @@ def train_refinement(folder: Path, run: Path) -> list[str]:
 
 
 def train_sft(folder: Path, run: Path) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
-    return [*launcher, "-m", "verl.trainer.fsdp_sft_trainer", *pair_settings(folder, run)]
+    return [*LAUNCHER, "verl.trainer.fsdp_sft_trainer", *pair_settings(folder, run)]
 
 
 @dataclass(frozen=True)

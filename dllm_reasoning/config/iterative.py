@@ -156,5 +156,4 @@ class IterativeRefineConfig(SFTConfig, section=""):
     optim: IterativeOptimConfig = setting(IterativeOptimConfig)
     iterative: IterativeConfig = setting(IterativeConfig, "Noise, refinement rounds and self-generated answers.")
     use_remove_padding: bool = setting(False, fixed="rounds keep their padding, which is cut to the longest row")
-    ulysses_sequence_parallel_size: int = setting(1, fixed="rounds keep full sequences on every rank")
     trainer: IterativeTrainerConfig = setting(IterativeTrainerConfig)

@@ -18,6 +18,8 @@ from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
 from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.planning.memory_estimate import LOGITS_CHUNK
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group
+from verl.workers.policy.attention import FLASH, NAME_OF_FLASH, make_packable
 from verl.workers.policy.causal_lm import call_as_forward, causal_model
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.policy.packing import Packing
@@ -88,20 +90,27 @@ class IterativeLoss:
 
 class _TailForward:
     """Forwards over a layout's tail. Its prefix, if any, is computed once here and shared by all of them (`cache`), or
-    repeated in front of the tail in each."""
+    repeated in front of the tail in each. Ranks of a Ulysses group have the same layout, and share each forward."""
 
     def __init__(self, model: nn.Module, layout: Layout, share: bool, read: ReadBefore | None) -> None:
-        self.model, self.layout, self.packing = model, layout, read and read.packing
+        self.model, self.layout = model, layout
         self.cache: SharedPrefix | None = read and read.cache
+        self.group = get_ulysses_sequence_parallel_group()
+        shared, causal = self.group is not None, causal_model(model)
+        # Flash attention takes no mask made here, but a packing.
+        self.packs = (shared or causal.config._attn_implementation in (FLASH, NAME_OF_FLASH)) and make_packable(
+            causal, shared
+        )
         dtype = next(model.parameters()).dtype
         if share:
             # Right-padded, so causal attention suffices; the tail's mask hides the padding.
-            self.cache = SharedPrefix(causal_model(model).config.num_hidden_layers)
-            losses, _ = self._predict(layout.prefix, None, None)
+            self.cache = SharedPrefix(causal.config.num_hidden_layers)
+            alone = self._packing(*layout.prefix.ids.shape) if self.packs else None
+            losses, _ = self._predict(layout.prefix, alone, None)
             self.prefix_loss = _sum(losses, layout.prefix)
             self.cache.lend()
             dtype = self.cache.layers[0].keys.dtype
-        self.mask = self._mask(dtype) if read is None else None
+        self.mask = self._mask(dtype) if read is None else read.packing
 
     def __call__(
         self, ids: torch.Tensor, *, decode: bool, with_prefix_loss: bool = False
@@ -130,20 +139,24 @@ class _TailForward:
         return loss, prefix_loss, greedy[:, width:]
 
     def _predict(
-        self, tokens: Tokens, mask: torch.Tensor | None, decoded: torch.Tensor | None
+        self, tokens: Tokens, mask: torch.Tensor | Packing | None, decoded: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return call_as_forward(self.model, predict_tokens, tokens, mask, self.cache, decoded, self.packing)
+        return call_as_forward(self.model, predict_tokens, tokens, mask, self.cache, decoded)
 
-    def _mask(self, dtype: torch.dtype) -> torch.Tensor:
-        """[B, Q] (1 = token) without a prefix; else additive: [B, 1, Q, P + Q] if shared, [B, 1, P + Q, P + Q]."""
-        layout = self.layout
+    def _mask(self, dtype: torch.dtype) -> torch.Tensor | Packing:
+        """[B, Q] (1 = token) without a prefix; else additive: [B, 1, Q, P + Q] if shared, [B, 1, P + Q, P + Q].
+
+        The same as a packing if the forward takes one.
+        """
+        layout, (rows, width) = self.layout, self.layout.tail.ids.shape
         if layout.prefix is None:
-            return layout.tail.valid.long()
-        seen = layout.seen  # [B, Q, P + Q]
+            return self._packing(rows, width) if self.packs else layout.tail.valid.long()
+        seen, before = layout.seen, layout.prefix.ids.shape[1]  # [B, Q, P + Q]
         if self.cache is None:  # rows of the prefix, causal, above those of the tail
-            rows, width = layout.prefix.ids.shape
-            causal = torch.ones(width, width, dtype=torch.bool, device=seen.device).tril()
-            seen = torch.cat([F.pad(causal, (0, layout.tail.ids.shape[1])).expand(rows, -1, -1), seen], 1)
+            causal = torch.ones(before, before, dtype=torch.bool, device=seen.device).tril()
+            seen = torch.cat([F.pad(causal, (0, width)).expand(rows, -1, -1), seen], 1)
+        if self.packs:
+            return self._packing(*seen.shape[:2], seen, before if self.cache is not None else 0)
         window = window_of(causal_model(self.model).config)
         if window is not None:
             keys = torch.cat([layout.prefix.positions, layout.tail.positions], 1)
@@ -151,6 +164,18 @@ class _TailForward:
             seen = seen & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
         hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)  # finite: -inf could give NaN
+
+    def _packing(self, rows: int, width: int, seen: torch.Tensor | None = None, before: int = 0) -> Packing:
+        """B rows of N tokens, padding included, as a flat row, which the group shares. seen: bool [B, N, `before` + N],
+        None = causal; `before`: columns of the prefix in the cache."""
+        own = torch.arange(rows * width)
+        keys = torch.arange(rows * before).view(rows, -1), rows * before + own.view(rows, -1)
+        sizes = torch.tensor([[width, before + width]]).expand(rows, -1)
+        return Packing(
+            own, own, own, sizes, torch.cat(keys, 1).flatten() if before else None,
+            None if seen is None else seen.unsqueeze(1), in_one_part=True, group=self.group, cached=rows * before,
+            device=self.layout.tail.ids.device,
+        )  # fmt: skip
 
 
 class _PrefixLayer(DynamicLayer):
@@ -206,31 +231,36 @@ class ReadBefore:
 
 
 def predict_tokens(
-    model: nn.Module, tokens: Tokens, mask: torch.Tensor | None, cache: SharedPrefix | None,
-    decoded: torch.Tensor | None, packing: Packing | None = None,
+    model: nn.Module, tokens: Tokens, mask: torch.Tensor | Packing | None, cache: SharedPrefix | None,
+    decoded: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(cross-entropy [B, N] float32, greedy tokens [B, N] int64) of tokens [B, N], position i predicting i + 1.
 
     The cross-entropy is 0 where the label is IGNORED. Greedy tokens are computed where `decoded` (bool [B, N]) is True,
-    0 elsewhere. mask: as the decoder takes it, None = causal; tokens in a flat row have their `packing` instead.
+    0 elsewhere. mask: as the decoder takes it, None = causal; or a packing of the B * N tokens, each of which it
+    answers.
     """
-    causal = causal_model(model)
-    if packing is None:
+    causal, labels = causal_model(model), tokens.labels
+    at = labels != IGNORED if decoded is None else (labels != IGNORED) | decoded
+    if isinstance(mask, Packing):
+        hidden = causal.get_decoder()(**mask.model_inputs(tokens.ids, tokens.positions, cache)).last_hidden_state[0]
+        labels, at = labels.flatten()[mask.answers], at.flatten()[mask.answers]
+        states = hidden[mask.predicted_from[at]]
+    else:
         inputs = {"input_ids": tokens.ids, "attention_mask": mask, "position_ids": tokens.positions,
                   "past_key_values": cache, "use_cache": cache is not None}  # fmt: skip
-    else:
-        inputs = packing.model_inputs(tokens.ids, tokens.positions, cache)
-    hidden = causal.get_decoder()(**inputs).last_hidden_state
-    counted = tokens.labels != IGNORED
-    at = counted if decoded is None else counted | decoded
-    labels = tokens.labels[at]  # [M], of hidden states [M, H]
+        states = causal.get_decoder()(**inputs).last_hidden_state[at]
+    chosen = labels[at]  # [M], of states [M, H]
     output = chunked_log_probs(
-        causal.get_output_embeddings(), FinalLogits.of(causal.config), hidden[at], labels.clamp(min=0),
+        causal.get_output_embeddings(), FinalLogits.of(causal.config), states, chosen.clamp(min=0),
         with_argmax=decoded is not None, chunk_tokens=LOGITS_CHUNK,
     )  # fmt: skip
-    losses = torch.where(labels == IGNORED, 0.0, -output.log_probs)
+    losses = torch.where(chosen == IGNORED, 0.0, -output.log_probs)
     empty = torch.zeros(at.shape, dtype=losses.dtype, device=at.device)
-    return empty.masked_scatter(at, losses), torch.zeros_like(tokens.ids).masked_scatter(at, output.argmax)
+    losses, greedy = empty.masked_scatter(at, losses), torch.zeros_like(labels).masked_scatter(at, output.argmax)
+    if isinstance(mask, Packing):
+        return mask.answered(losses, tokens.ids.shape), mask.answered(greedy, tokens.ids.shape)
+    return losses, greedy
 
 
 def _sum(losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:

@@ -54,8 +54,7 @@ class RefineLoss(AuxiliaryLoss):
         self.loss = IterativeLoss(self.noise.round_weights, ar_weight=0.0, share=share)
         self.labels = 0
         packed = model.config._attn_implementation in (NAME, NAME_OF_FLASH)
-        whole_rows = config.ulysses_sequence_parallel_size == 1 and window_of(model.config) is None
-        self.needs_cache = share and packed and whole_rows
+        self.needs_cache = share and packed and window_of(model.config) is None
 
     def new_cache(self) -> SharedPrefix:
         self.cache = SharedPrefix(causal_model(self.engine.module).config.num_hidden_layers)
@@ -93,7 +92,7 @@ class RefineLoss(AuxiliaryLoss):
         policy = pack_batch(batch, responses, share_prompt=self.config.share_prompt_forward)
         attended = batch["attention_mask"].bool().cpu()
         flat = torch.full((attended.numel(),), -1)
-        flat[policy.tokens.cpu()] = torch.arange(policy.length)
+        flat[policy.all_tokens] = torch.arange(policy.length)
         flat, number = flat.view(attended.shape), torch.arange(len(attended))
         has_prompt = flat[:, -responses - 1] >= 0  # the prompt's last token; it serves the rows after it too
         serves = (number * has_prompt).cummax(0).values
@@ -110,9 +109,9 @@ class RefineLoss(AuxiliaryLoss):
         clean = column < committed[..., None]
         same = (window // width == (query // width)[:, None]) & (window <= query[:, None]) & (window >= 0)
         sizes = torch.stack([torch.full_like(lengths, count), lengths + count], 1)
-        none = torch.empty(0, dtype=torch.int64, device=self.engine.device)
-        tokens = torch.arange(len(before) * count, device=self.engine.device)
-        return Packing(tokens, none, none, sizes, keys, (clean | same).unsqueeze(1), in_one_part=True)
+        every, seen = torch.arange(len(before) * count), (clean | same).unsqueeze(1)
+        return Packing(every, every, every, sizes, keys, seen, in_one_part=True, group=policy.group,
+                       cached=policy.length, device=self.engine.device)  # fmt: skip
 
     def _counts(self, batch: TensorDict) -> torch.Tensor:
         """Which samples have labels: bool [b], on the CPU."""

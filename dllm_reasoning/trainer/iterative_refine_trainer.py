@@ -29,6 +29,7 @@ from verl.utils.dataset.rl_dataset import custom_dataset_class
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.workers.policy.causal_lm import causal_model
+from verl.workers.policy.packing import moved
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -59,7 +60,6 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         val_dataset: Dataset | None = None,
     ) -> None:
         config.use_remove_padding = config.data.packing = False  # rounds keep their rows and padding
-        config.ulysses_sequence_parallel_size = 1
         super().__init__(config, device_mesh, ulysses_device_mesh, tokenizer, train_dataset, val_dataset)
         settings: IterativeConfig = omega_conf_to_dataclass(config.iterative, IterativeConfig)
         self.iterative, self.val_noise = settings, replace(settings, noise_schedule="uniform")
@@ -155,7 +155,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             layout = self._layout(micro, self.val_noise)
             with self.engine.autocast():
                 losses = self.loss.run(self.engine.module, layout.to(self.engine.device), None, scale=1.0, ar_scale=1.0)
-            plain = self.summed_loss(micro.to(self.engine.device)).item()
+            plain = self.summed_loss(moved(micro, self.engine.device)).item()
             metrics = {"counted": losses.counted, "val/noise_mean": layout.noised, "val/loss": plain}
             for name, value in (metrics | self._metrics("val", losses, 1.0, 1.0)).items():
                 sums[name] += value

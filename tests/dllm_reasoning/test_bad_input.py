@@ -175,8 +175,7 @@ def test_a_data_set_of_the_users_own_reads_files_in_shared_memory(assets, tmp_pa
     assert "SFTDataset is no subclass of IterativeSFTDataset" in exit_message(runs.compose(*assets, tmp_path, *custom))
 
 
-@pytest.mark.parametrize("override", ["data.multiturn.enable=true", "data.packing=true", "use_remove_padding=true",
-                                      "ulysses_sequence_parallel_size=2"])  # fmt: skip
+@pytest.mark.parametrize("override", ["data.multiturn.enable=true", "data.packing=true", "use_remove_padding=true"])
 def test_what_rounds_do_not_support_is_refused(assets, tmp_path, override):
     assert f"{override} does not work here: " in exit_message(runs.compose(*assets, tmp_path, override))
 

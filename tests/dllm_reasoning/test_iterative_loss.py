@@ -10,6 +10,7 @@ from dllm_reasoning.losses import iterative_loss
 from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
 from dllm_reasoning.losses.layouts import IGNORED, build_layout
 from tests.dllm_reasoning.models import VOCABULARY, captured_warnings, samples, tiny
+from verl.workers.policy.attention import NAME_OF_FLASH
 
 BATCH = samples([6, 3, 9], [5, 8, 4])
 SEEDS = [11, 12, 13]
@@ -98,6 +99,17 @@ def test_instructions_of_one_token_share_as_they_repeat():
     two, shared = gradients(model, layout_of("iid", True, batch), share=True)
     assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5) and one.counted == two.counted
     assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(shared, repeated) < 1e-5
+
+
+@pytest.mark.parametrize(("pattern", "share"), [("iid", None), ("iid", True), ("packed", True), ("packed", False)])
+def test_flash_attention_gets_packings_in_place_of_masks(pattern, share):
+    """Its own kernels need a GPU; a packing runs without them."""
+    model, layout = tiny("llama", initializer_range=0.1), layout_of(pattern, share is not None)
+    one, masked = gradients(model, layout, rounds=2, share=bool(share))
+    model.set_attn_implementation(NAME_OF_FLASH)
+    two, packed = gradients(model, layout, rounds=2, share=bool(share))
+    assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
+    assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(packed, masked) < 1e-5
 
 
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -1,4 +1,5 @@
-"""Two gloo ranks against one: losses, weights, validation, own answers. Four, which share layers in pairs: losses."""
+"""Two gloo ranks against one: losses, weights, validation, own answers. Ranks that share sequences or layers: losses
+and validation."""
 
 import numpy as np
 import pytest
@@ -34,13 +35,13 @@ def weights(model, train, folder):
     return before, {name: tensor.numpy() for name, tensor in runs.weights(trainer).items()}
 
 
-def validation(model, train, folder):
+def validation(model, train, folder, *more):
     """Metrics of 11 validation rows, which two ranks cannot share evenly."""
     metrics = []
     for pattern in ("iid", "suffix", "packed"):
         settings = (f"iterative.noise_pattern={pattern}", "iterative.ar_loss_weight=0.5",
                     f"data.val_files={folder}/val.parquet", "data.micro_batch_size_per_gpu=1")  # fmt: skip
-        config = runs.compose(model, train, folder, *settings)
+        config = runs.compose(model, train, folder, *settings, *more)
         metrics.append(runs.trainer_of(config)._validate())
     return metrics
 
@@ -61,10 +62,21 @@ def everything(rank, world_size, *given):
     return parts | {"own": own_answers(*given, world_size)}
 
 
-def losses_of_pairs(rank, world_size, *given):
-    """Four ranks: the two of a pair share the layers, the pairs share the rows."""
+def tokens_read(model, train, folder, *more):
+    """Tokens that this rank's forwards of a packed step read."""
+    trainer, read = runs.trainer_of(runs.compose(model, train, folder, *PACKED, *more)), []
+    embedding = trainer.engine.module.get_input_embeddings()
+    embedding.register_forward_hook(lambda module, inputs, output: read.append(inputs[0].numel()))
+    steps(trainer, 1)
+    return sum(read)
+
+
+def of_neighbours(rank, world_size, given, sequences, layers):
+    """Ranks that share sequences and layers: losses with and without a shared prefix, validation, tokens read."""
     torch.set_num_threads(1)
-    return losses(*given, ("packed", "iid"), "model.fsdp_config.tensor_parallel_size=2")
+    more = (f"ulysses_sequence_parallel_size={sequences}", f"model.fsdp_config.tensor_parallel_size={layers}")
+    separate = losses(*given, ("packed", "iid"), "iterative.share_instruction=off", *more)
+    return losses(*given, ("packed", "iid"), *more), separate, validation(*given, *more), tokens_read(*given, *more)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +89,7 @@ def given(assets, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(given):
-    parts = {"before": weights(*given)[0], **everything(0, 1, *given)}
+    parts = {"before": weights(*given)[0], "read": tokens_read(*given), **everything(0, 1, *given)}
     runs.leave_group()
     return parts
 
@@ -87,10 +99,19 @@ def two(given, one):
     return run_ranks(everything, 2, *given)
 
 
-def test_two_and_four_ranks_have_the_losses_of_one(given, one, two):
+def test_two_ranks_have_the_losses_of_one(one, two):
     expected = [pytest.approx(row, rel=1e-5, abs=1e-5) for row in one["losses"]]
     assert all(parts["losses"] == expected for parts in two)
-    assert all(rows == expected for rows in run_ranks(losses_of_pairs, 4, *given))
+
+
+@pytest.mark.parametrize(("ranks", "sequences", "layers"), [(2, 2, 1), (4, 1, 2), (4, 4, 1), (4, 2, 2)])
+def test_ranks_that_share_sequences_or_layers_have_the_losses_of_one(given, one, ranks, sequences, layers):
+    """The model has two key heads: with four ranks per sequence, two of them share one."""
+    expected = [pytest.approx(row, rel=1e-5, abs=1e-5) for row in one["losses"]]
+    means = [pytest.approx(metrics, rel=1e-5) for metrics in one["validation"]]
+    for together, separate, validated, read in run_ranks(of_neighbours, ranks, given, sequences, layers):
+        assert together == expected and separate == expected and validated == means
+        assert one["read"] / sequences <= read < one["read"] / sequences * 1.05  # a part of each forward, filled up
 
 
 def test_packed_steps_give_the_weights_of_one_rank(one, two):

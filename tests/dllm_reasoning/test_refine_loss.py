@@ -13,7 +13,7 @@ from tests.dllm_reasoning.models import tiny
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.ranks import run_ranks
 from verl.config.actor import RefineLossConfig
-from verl.workers.actor import DataParallelPPOActor
+from verl.workers.actor import DataParallelPPOActor, base
 from verl.workers.config import FSDPActorConfig
 from verl.workers.policy import get_policy
 
@@ -98,10 +98,11 @@ def test_cuts_do_not_change_the_update(model_path):
             np.testing.assert_allclose(changed[name], weight, atol=2e-4)
 
 
-def changes(path, data, *, apart, shared, **more):
+def changes(path, data, *, apart, shared, sequences=1, **more):
     """Metrics of an update, and what it subtracts from the weights at learning rate 1; `apart`: windows read again what
     the policy has read."""
-    engine = make_engine(path, optim={"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e6})
+    optimizer = {"optimizer": "SGD", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e6}
+    engine = make_engine(path, optim=optimizer, engine={"ulysses_sequence_parallel_size": sequences})
     policy = get_policy("causal_lm")
     policy.set_forward(remove_padding=True, share_prompt=shared)
     config = FSDPActorConfig(
@@ -138,21 +139,29 @@ def test_windows_that_attend_to_the_policys_forward_have_the_same_gradient(model
         np.testing.assert_allclose(same[name], gradient, atol=1e-5, err_msg=name)
 
 
-def on_ranks(rank, world_size, path):
+def on_ranks(rank, world_size, path, sequences):
     rows = slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)
     data = batch()[rows]
     data.batch["group_index"] = torch.arange(len(data))
-    return changes(path, data, apart=False, shared=True, num_iterations=2, samples="positive")[1]
+    settings = {"sequences": sequences, "num_iterations": 2, "samples": "positive"}
+    return [changes(path, data, apart=apart, shared=True, **settings)[1] for apart in (False, True)]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_ranks_that_share_a_batch_have_its_gradient(model_path):
-    """Also if samples with labels are not spread evenly; each rank has half of the mini-batch's rows."""
-    (whole,), parts = run_ranks(on_ranks, 1, model_path), run_ranks(on_ranks, 2, model_path)
-    for part in parts:
+@pytest.mark.parametrize(("ranks", "sequences"), [(2, 1), (2, 2), (4, 4)])
+def test_ranks_that_share_a_batch_have_its_gradient(model_path, ranks, sequences):
+    """Also if samples with labels are not spread evenly, and if ranks share every sequence, of two key heads."""
+    ((whole, _),), parts = run_ranks(on_ranks, 1, model_path, 1), run_ranks(on_ranks, ranks, model_path, sequences)
+    for part in (gradients for of_rank in parts for gradients in of_rank):
         for name, gradient in whole.items():
             np.testing.assert_allclose(part[name], gradient, atol=1e-5, err_msg=name)
+
+
+def test_one_loss_alone_gets_the_cache_of_the_policys_forward(model_path, monkeypatch):
+    monkeypatch.setitem(base._AUXILIARY_LOSSES, "second", RefineLoss)
+    with pytest.raises(ValueError, match="losses refine_loss, second need the keys and values of the policy's forward"):
+        changes(model_path, batch(), apart=False, shared=False)
 
 
 def test_a_model_without_a_window_is_refused(tiny_llama):

@@ -30,11 +30,16 @@ def configs(tmp_path, runs):
 def test_runs_differ_only_in_rollout_and_refinement_loss(tmp_path):
     made = configs(tmp_path, demo.RUNS)
     actors = {name: config.actor_rollout_ref.actor for name, config in made.items()}
-    assert [made[name].actor_rollout_ref.rollout.name for name in made] == ["hf", "refine", "refine", "refine"]
+    assert [made[name].actor_rollout_ref.rollout.name for name in made] == ["hf", *["refine"] * 5]
     assert actors["plain"].refine_loss_coef == actors["refine"].refine_loss_coef == 0
     assert actors["refine_all"].refine_loss_coef > 0 and actors["refine_positive"].refine_loss.samples == "positive"
     actors["refine_positive"].refine_loss.samples = "all"
     assert made["refine_positive"] == made["refine_all"]
+    for name in ("refine", "refine_all"):
+        fast = made[f"{name}_fast"]
+        assert fast.actor_rollout_ref.actor.optim.lr == 10 * actors[name].optim.lr
+        fast.actor_rollout_ref.actor.optim.lr = actors[name].optim.lr
+        assert fast == made[name]
     for config in made.values():
         OmegaConf.set_struct(config, False)
         for key in ("refine_loss_coef", "refine_loss"):
@@ -96,10 +101,11 @@ def run_of(reward, tokens, accuracy=(0.5, 0.9)):
     return series | {"accuracy": {0: accuracy[0], 20: accuracy[1]}}
 
 
-def shown(refine=2.0, kept=5.0, reward=0.9, walls=3.0, opd=(0.2, 0.4), grpo=(0.2, 0.3), same=((4, 1e-6), (3, 0.0))):
+def shown(fast=4.7, kept=5.0, reward=0.9, walls=3.0, opd=(0.2, 0.4), grpo=(0.2, 0.3), same=((4, 1e-6), (3, 0.0))):
     runs = {
-        "plain": [run_of(value, None) for value in (0.88, 0.92)], "refine": [run_of(0.9, refine)] * 2,
+        "plain": [run_of(value, None) for value in (0.88, 0.92)], "refine": [run_of(0.9, 5.0)] * 2,
         "refine_all": [run_of(reward, kept)] * 2, "refine_positive": [run_of(0.9, 3.0)] * 2,
+        "refine_fast": [run_of(0.9, fast)] * 2, "refine_all_fast": [run_of(0.9, 5.0)] * 2,
     }  # fmt: skip
     students = {"opd": run_of(0.0, None, opd), "grpo": run_of(0.0, None, grpo)}
     cell = {"tokens": 300, "same": 1.0}
@@ -114,7 +120,7 @@ def test_criteria_of_runs_made_up():
     # 60 tokens take 60 forwards, or one for the prompt and 12; a batch 90 or 30.
     assert criteria["forwards_start"].value == f"{60 / 13:.2f} (3.00)"
     for changes, name in (
-        ({"refine": 5.0}, "decay"), ({"kept": 2.9}, "forwards_start"), ({"kept": 2.6}, "forwards_end"),
+        ({"fast": 4.8}, "decay"), ({"kept": 2.9}, "forwards_start"), ({"kept": 2.6}, "forwards_end"),
         # 2 seeds: 12.706 standard errors of 0.02
         ({"reward": 0.64}, "reward"), ({"walls": 2.4}, "wall_4"), ({"walls": 1.3}, "wall_tail"),
         ({"opd": (0.2, 0.34)}, "opd_gain"), ({"grpo": (0.2, 0.4)}, "opd_samples"),

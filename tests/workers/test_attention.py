@@ -22,6 +22,12 @@ from verl.workers.policy.attention import (
 from verl.workers.policy.packing import ON_HOST, moved, pack, pack_batch
 
 
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
 def documented_kernel(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout):
     """Flash attention's contract, in float32, a segment at a time: causal, aligned to the last query and key."""
     outputs, (queries, keys) = [], (ends.tolist() for ends in (query_ends, key_ends))
@@ -41,12 +47,14 @@ def documented_kernel(q, k, v, query_ends, key_ends, most_queries, most_keys, sc
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_segments_give_what_padded_classes_give(share, dtype, tolerance):
-    """4 query heads on 2 key heads. bfloat16: inputs and outputs are rounded to 8 bits."""
+    """4 query heads on 2 key heads, which a GPU gets repeated. bfloat16: inputs and outputs are rounded to 8 bits."""
     batch = grouped_batch([6, 3, 1, 5], [[5, 0, 2], [1, 4], [3], [0]])
     packing = pack(batch["attention_mask"], 5, batch["group_index"] if share else None)
     tokens, generator = len(packing.tokens), torch.Generator().manual_seed(0)
-    results = {}
-    for name, backend in (("sdpa", BACKENDS["sdpa"]), ("segments", segment_attention(documented_kernel))):
+    results, sdpa = {}, BACKENDS["sdpa"]
+    on_cuda = lambda query, *rest: sdpa(query.as_subclass(OnCuda), *rest).as_subclass(torch.Tensor)  # noqa: E731
+    segments = segment_attention(documented_kernel)
+    for name, backend in (("sdpa", sdpa), ("on cuda", on_cuda), ("segments", segments)):
         generator.manual_seed(0)
         shapes = ((1, 4, tokens, 16), (1, 2, tokens, 16), (1, 2, tokens, 16))
         states = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
@@ -54,8 +62,9 @@ def test_segments_give_what_padded_classes_give(share, dtype, tolerance):
         assert out.shape == (tokens, 4, 16) and out.dtype == dtype
         (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results[name] = [out.detach(), *(x.grad for x in states)]
-    for a, b in zip(*results.values(), strict=True):
-        torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+    for reference, *others in zip(*results.values(), strict=True):
+        for other in others:
+            torch.testing.assert_close(other.float(), reference.float(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -72,12 +81,6 @@ def test_a_model_on_a_segment_kernel_gives_the_same_log_probs_and_gradients(monk
         results.append([log_probs.detach(), *(p.grad for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-class OnCuda(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
-
-    is_cuda = True
 
 
 def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):

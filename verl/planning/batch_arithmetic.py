@@ -114,6 +114,8 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
         own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks
         issues += divides_ranks("reward_model.ulysses_sequence_parallel_size", reward, own)
+        sequences, engine = reward["ulysses_sequence_parallel_size"], reward["model"]["fsdp_config"]
+        issues += splits_ranks("reward_model.model.fsdp_config", engine, own, sequences)
     issues += divides_ranks("actor_rollout_ref.rollout.tensor_model_parallel_size", rollout, ranks)
     issues += divides_ranks("actor_rollout_ref.actor.fsdp_config.fsdp_size", actor["fsdp_config"], ranks)
     if (drawn := data["gen_batch_size"]) < size and not fills_from_several(config):

@@ -231,15 +231,6 @@ def full_tensor(tensor: torch.Tensor, device: torch.device | str | None = None) 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def full_params(
-    module: nn.Module, keep: Callable[[str, nn.Parameter], bool], device: torch.device | str | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of the parameters that `keep` chooses, one at a time; every rank must walk through it."""
-    for name, param in module.named_parameters():
-        if keep(name, param):
-            yield name, full_tensor(param, device)
-
-
 BUCKET_BYTES = 512 << 20
 
 

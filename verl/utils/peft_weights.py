@@ -20,7 +20,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from verl.utils.fsdp_utils import full_tensor, gathered, is_row_sharded, local_tensor
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
 
@@ -69,24 +69,13 @@ def full_weights(
     return stored_names(model, weights) if isinstance(model, PreTrainedModel) else weights
 
 
-def adapter_weights(
-    module: nn.Module, device: torch.device | str | None = None, **buckets: Any
-) -> tuple[PeftConfig, dict[str, torch.Tensor]]:
-    """The adapter of a peft model: its config, and full tensors by their names in peft's files.
-
-    Raises ValueError if other parameters are trained too, or the module is no peft model. `buckets`, ranks: as in
-    `full_weights`.
-    """
-    model = peft_models(module).get("")
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if model is None or (other := [name for name, _ in trained if ".lora_" not in name]):
-        what = f"trains {hf_name(other[0])} outside of its adapter" if model else "has no adapter of its own"
-        raise ValueError(f"actor_rollout_ref.rollout.lora_as_adapter=true, but the model {what}; set it to false.")
+def adapter_weights(model: PeftModel, device: torch.device | str, **buckets: Any) -> dict[str, torch.Tensor]:
+    """Full tensors of what the adapter trains, by their names in peft's files. `buckets`, ranks: as in
+    `full_weights`."""
     from peft import get_peft_model_state_dict
 
-    shards = ((name, p.detach() if device is None else p.detach().to(device)) for name, p in trained)
-    tensors = get_peft_model_state_dict(model, dict(gathered(shards, **buckets)), save_embedding_layers=False)
-    return model.peft_config[model.active_adapter], tensors
+    shards = ((name, p.detach().to(device)) for name, p in model.named_parameters() if p.requires_grad)
+    return get_peft_model_state_dict(model, dict(gathered(shards, **buckets)), save_embedding_layers=False)
 
 
 def _merged_shards(

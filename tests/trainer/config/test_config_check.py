@@ -292,6 +292,11 @@ def test_ranks_that_split_layers_share_sequences_and_copies_evenly():
     assert product in only(f"{split}=4", f"{sequences}=4", VLLM).message
     assert only(f"{split}=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2", VLLM).key == split
     assert "rollout.name=hf generates with the actor's own module" in only(f"{split}=2").message
+    reward = ("reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2")
+    split = "reward_model.model.fsdp_config.tensor_parallel_size"
+    sequences = "reward_model.ulysses_sequence_parallel_size"
+    assert problems(*reward, f"{split}=2", f"{sequences}=4") == []
+    assert product in only(*reward, f"{split}=4", f"{sequences}=4").message
 
 
 def test_validate_config_raises_one_error_with_all():

@@ -156,7 +156,7 @@ def test_a_role_says_whether_its_log_probs_are_compiled(worker):
 
 
 def scores_of_rows(rank, world_size, section):
-    """rm_scores of this rank's half of four rows."""
+    """rm_scores of this rank's half of four rows, and the number of ranks that compute them together."""
     worker = RewardModelWorker(config=OmegaConf.create(section), device_name="cpu")
     worker.init_model()
     own = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
@@ -167,22 +167,27 @@ def scores_of_rows(rank, world_size, section):
     rows = {"input_ids": ids * mask, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
             "responses": ids[:, 6:], "response_mask": mask[:, 6:]}  # fmt: skip
     scored = worker.compute_rm_score(DataProto.from_dict({name: rows[name][own] for name in rows}))
-    return scored.batch["rm_scores"].numpy()
+    return scored.batch["rm_scores"].numpy(), worker.engine.joint_size
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_ranks_share_the_sequences_of_a_reward_model(tiny_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("shared", "packs"),
+    [("ulysses_sequence_parallel_size", "false"), ("model__fsdp_config__tensor_parallel_size", "true"),
+     ("model__fsdp_config__tensor_parallel_size", "false")],
+)  # fmt: skip
+def test_ranks_share_the_sequences_or_layers_of_a_reward_model(tiny_llama, tmp_path, shared, packs):
     sections = []
     for size in (1, 2):
         config = run_config(tmp_path, tiny_llama, reward_model__enable="true", reward_model__model__path=tiny_llama,
-                            reward_model__ulysses_sequence_parallel_size=size,
-                            reward_model__micro_batch_size_per_gpu=2)  # fmt: skip
+                            reward_model__model__use_remove_padding=packs, reward_model__micro_batch_size_per_gpu=2,
+                            **{f"reward_model__{shared}": size})  # fmt: skip
         sections.append(OmegaConf.to_container(config.reward_model))
-    expected = scores_of_rows(0, 1, sections[0])
-    shared = np.concatenate(run_ranks(scores_of_rows, 2, sections[1]))
-    assert (expected != 0).sum() == 4
-    np.testing.assert_allclose(shared, expected, rtol=1e-4, atol=1e-5)
+    expected, alone = scores_of_rows(0, 1, sections[0])
+    scores, together = zip(*run_ranks(scores_of_rows, 2, sections[1]), strict=True)
+    assert (expected != 0).sum() == 4 and alone == 1 and together == (2, 2)
+    np.testing.assert_allclose(np.concatenate(scores), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("packs", [False, True])

@@ -1,6 +1,7 @@
-"""The seconds of a step, from three small steps of the same run on the same ranks."""
+"""The seconds of a step, from small steps of the same run on the same ranks."""
 
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from verl.planning.batch_arithmetic import plan_batches
 from verl.planning.dry_run import print_rows
 
 STEPS = 3  # the first warms up
+PROMPTS = (1, 4)  # per rank, of two small runs
 RESPONSE = 128  # tokens at most
 OF_RESPONSES = ("gen", "gen_max")
 OF_TOKENS = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -21,43 +23,59 @@ NOT_IN_A_STEP = ("step", "testing", "save_checkpoint", "load_checkpoint", "data"
 
 
 def print_step_time(config: DictConfig, train: Callable[[DictConfig], None]) -> None:
-    """Train three small steps by `train` and print what a step of `config` takes at their rates.
+    """Train small steps of two sizes by `train` and print what a step of `config` takes at their rates.
 
-    A phase's seconds grow with the tokens, or samples, that it works on; others stay. Responses are counted at their
-    full length, and small batches use ranks and engines less well: a real step is rather shorter.
+    Of a phase that works on samples, the two sizes give a fixed part and one that grows with the samples. An update has
+    the fixed part once for each optimizer step; the other grows with a sample's tokens as well. The seconds of a
+    generation grow with the length of responses, which are counted at their full length: a real step is rather shorter.
+    Other phases stay.
     """
-    with tempfile.TemporaryDirectory(prefix="verl_calibration_") as folder:
-        small = _small(config, folder)
-        train(small)
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line)["data"] for line in lines][1:]
-    phases = {name.removeprefix("timing_s/") for row in rows for name in row if name.startswith("timing_s/")}
-    names = ("prompt_length/mean", "response_length/mean", *(f"timing_s/{phase}" for phase in phases))
-    mean = {name: statistics.mean(row.get(name, 0.0) for row in rows) for name in names}
-    here, there = (plan_batches(OmegaConf.to_container(c, resolve=True)) for c in (small, config))
-    samples = there.prompts * there.samples_per_prompt / (here.prompts * here.samples_per_prompt)
-    prompt, response = mean["prompt_length/mean"], mean["response_length/mean"]
-    longest = config.data.max_response_length
-    factors = dict.fromkeys(OF_RESPONSES, samples * longest / response)
-    factors |= dict.fromkeys(OF_TOKENS, samples * (prompt + longest) / (prompt + response))
-    factors |= dict.fromkeys(OF_SAMPLES, samples)
-    seconds = {p: mean[f"timing_s/{p}"] * factors.get(p, 1.0) for p in sorted(phases - set(NOT_IN_A_STEP))}
+    plan = plan_batches(OmegaConf.to_container(config, resolve=True))
+    n, longest = plan.samples_per_prompt, config.data.max_response_length
+    sizes = sorted({plan.ranks * max(1, min(size, plan.prompts // plan.ranks)) for size in PROMPTS})
+    measured = [_measure(config, train, prompts) for prompts in sizes]
+    few, many = measured[0], measured[-1]
+    samples, more = sizes[-1] * n, (sizes[-1] - sizes[0]) * n
+    prompt, response = many["prompt_length/mean"], many["response_length/mean"]
+    updates = {"update_actor": plan.mini_batches,
+               "update_critic": math.ceil(plan.prompts / config.critic.ppo_mini_batch_size)}  # fmt: skip
+    seconds = {}
+    for phase in sorted(name.removeprefix("timing_s/") for name in many if name.startswith("timing_s/")):
+        least, most = (run.get(f"timing_s/{phase}", 0.0) for run in (few, many))
+        if phase in (*OF_RESPONSES, *OF_TOKENS, *OF_SAMPLES):
+            rate = max(0.0, min((most - least) / more, most / samples)) if more else most / samples
+            fixed = (most - rate * samples) * updates.get(phase, 1)
+            growing = rate * plan.prompts * n
+            if phase in OF_TOKENS:
+                growing *= (prompt + longest) / (prompt + response)
+            seconds[phase] = (fixed + growing) * (longest / response if phase in OF_RESPONSES else 1)
+        elif phase not in NOT_IN_A_STEP:
+            seconds[phase] = (least + most) / 2
     seconds = {phase: s for phase, s in seconds.items() if s >= 0.005}
     console = Console(soft_wrap=True)
     console.rule("Seconds of a step, at most")
     print_rows(console, {p: f"{s:,.2f}" for p, s in seconds.items()} | {"step": f"{sum(seconds.values()):,.2f}"})
 
 
-def _small(config: DictConfig, folder: str) -> DictConfig:
-    """The run with as few prompts as its ranks can share, short responses, and nothing kept."""
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+def _measure(config: DictConfig, train: Callable[[DictConfig], None], prompts: int) -> dict[str, float]:
+    """Means of the metrics over small steps of `prompts` prompts."""
+    with tempfile.TemporaryDirectory(prefix="verl_calibration_") as folder:
+        train(_small(config, folder, prompts))
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["data"] for line in lines][1:]
+    return {name: statistics.mean(row.get(name, 0.0) for row in rows) for row in rows for name in row}
+
+
+def _small(config: DictConfig, folder: str, prompts: int) -> DictConfig:
+    """The run with `prompts` prompts a step, short responses, and nothing kept."""
     changes = {
         "trainer.dry_run": False, "trainer.calibrate": False, "trainer.total_training_steps": STEPS,
         "trainer.logger": [], "trainer.report": False, "trainer.val_before_train": False, "trainer.test_freq": -1,
         "trainer.save_freq": 0, "trainer.resume_mode": "disable", "trainer.default_local_dir": folder,
-        "trainer.rollout_data_dir": None, "data.train_batch_size": ranks, "data.gen_batch_size": ranks,
+        "trainer.critic_warmup": 0, "trainer.rollout_data_dir": None,
+        "data.train_batch_size": prompts, "data.gen_batch_size": prompts,
         "data.max_response_length": min(RESPONSE, config.data.max_response_length),
-        "actor_rollout_ref.actor.ppo_mini_batch_size": ranks, "critic.ppo_mini_batch_size": ranks,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": prompts, "critic.ppo_mini_batch_size": prompts,
     }  # fmt: skip
     small = config.copy()
     for key, value in changes.items():

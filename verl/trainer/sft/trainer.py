@@ -74,7 +74,8 @@ class FSDPSFTTrainer:
         self.engine.initialize()
         self.policy = CausalLMPolicy()
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
-        self.policy.bind(self.engine.module)
+        with self.engine.eval_mode():  # there it is known whether ranks share sequences
+            self.policy.bind(self.engine.module)
         if config.data.packing and not self.policy.remove_padding:
             raise ValueError("data.packing=true: the attention of this model cannot be exchanged. Set it to false.")
         config.data.micro_batch_size_per_gpu = samples_per_forward(config.data, self.engine.get_data_parallel_size())

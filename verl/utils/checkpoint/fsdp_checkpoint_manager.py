@@ -27,8 +27,8 @@ from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
 from verl.utils.distributed import host_barrier
-from verl.utils.fsdp_utils import full_params, local_tensor
-from verl.utils.peft_weights import full_weights, peft_models, without_adapters
+from verl.utils.fsdp_utils import gathered, local_tensor
+from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
 
 EXTRA_FILE = "extra_state.json"
 _FORMAT = 1
@@ -187,20 +187,18 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         """LoRA adapters in peft's own format; one inside another model gets a folder of its module's name."""
         inside, writes = peft_models(self.model), []
         for name, peft_model in inside.items():
-            state = dict(full_params(peft_model, lambda _, p: p.requires_grad, self.device))
-            if dist.get_rank() == 0 and state:
-                from peft import get_peft_model_state_dict
-
+            tensors = adapter_weights(peft_model, self.device)
+            if dist.get_rank() == 0 and tensors:
                 home = folder / name if len(inside) > 1 else folder
                 home.mkdir(parents=True, exist_ok=True)
-                tensors = get_peft_model_state_dict(peft_model, state_dict=state, save_embedding_layers=False)
                 tensors = {k: self._on_cpu(v).contiguous() for k, v in tensors.items()}
                 writes.append(partial(save_file, tensors, home / "adapter_model.safetensors"))
                 peft_model.peft_config[peft_model.active_adapter].save_pretrained(str(home))
         if inside and isinstance(self.model, CompletesAdapters):
             adapted = tuple(f"{name}." for name in inside)
-            rest = full_params(self.model, lambda n, p: p.requires_grad and not n.startswith(adapted), self.device)
-            state = {name: self._on_cpu(tensor) for name, tensor in rest}  # gathered by all ranks together
+            rest = ((name, p.detach().to(self.device)) for name, p in self.model.named_parameters()
+                    if p.requires_grad and not name.startswith(adapted))  # fmt: skip
+            state = {name: self._on_cpu(tensor) for name, tensor in gathered(rest)}  # by all ranks together
             if dist.get_rank() == 0:
                 writes.append(partial(self.model.save_with_adapters, str(folder), state_dict=state))
         return writes

@@ -31,7 +31,8 @@ class BasePPOActor(ABC):
 class AuxiliaryLoss(ABC):
     """A loss that every update of the actor adds to the policy loss, with a forward and backward of its own."""
 
-    #: whether `backward` runs between the policy's forward, whose keys and values it needs, and the policy's backward
+    #: whether `backward` runs between the policy's forward, whose keys and values it needs, and the policy's backward;
+    #: only one loss of an actor can have them
     needs_cache = False
 
     @abstractmethod
@@ -64,7 +65,15 @@ def register_auxiliary_loss(name: str) -> Callable[[type[AuxiliaryLoss]], type[A
 
 
 def auxiliary_losses(config: ActorConfig, engine: Any) -> list[AuxiliaryLoss]:
-    """The losses that the actor's settings turn on."""
-    used = [entry for name, entry in _AUXILIARY_LOSSES.items() if config.get(f"{name}_coef", 1.0)]
-    classes = [load_class_from_fqn(entry, "auxiliary loss") if isinstance(entry, str) else entry for entry in used]
-    return [loss(config, engine) for loss in classes]
+    """The losses that the actor's settings turn on; ValueError if several of them need the policy's cache."""
+    used = {name: entry for name, entry in _AUXILIARY_LOSSES.items() if config.get(f"{name}_coef", 1.0)}
+    losses = {}
+    for name, entry in used.items():
+        made = load_class_from_fqn(entry, "auxiliary loss") if isinstance(entry, str) else entry
+        losses[name] = made(config, engine)
+    if len(caching := [name for name, loss in losses.items() if loss.needs_cache]) > 1:
+        raise ValueError(
+            f"the auxiliary losses {', '.join(caching)} need the keys and values of the policy's forward "
+            "(needs_cache), which one loss can have; set needs_cache=False in the others, or leave them out."
+        )
+    return list(losses.values())

@@ -37,7 +37,8 @@ class DataParallelPPOActor(BasePPOActor):
         self.loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
         shared = config.share_prompt_forward
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
-        policy.bind(engine.module)
+        with engine.eval_mode():  # there it is known whether ranks share sequences
+            policy.bind(engine.module)
         self.auxiliary_losses = auxiliary_losses(config, engine)
 
     def compute_log_prob(

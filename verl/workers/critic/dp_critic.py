@@ -14,7 +14,7 @@ from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, upda
 from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
-from verl.workers.policy.attention import CANNOT_SHARE_SEQUENCES, make_packable
+from verl.workers.policy.attention import make_packable
 from verl.workers.policy.packing import pack_batch
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
@@ -29,10 +29,9 @@ class DataParallelPPOCritic(BasePPOCritic):
     def __init__(self, config: FSDPCriticConfig, engine: FSDPEngine):
         super().__init__(config)
         self.engine = engine
-        packs = engine.model_config.use_remove_padding or engine.sequence_parallel_size > 1
-        self.packs = packs and make_packable(without_adapters(engine.module))
-        if engine.sequence_parallel_size > 1 and not self.packs:
-            raise ValueError(CANNOT_SHARE_SEQUENCES.format(type(without_adapters(engine.module)).__name__))
+        shared = engine.sequence_parallel_size > 1
+        packs = engine.model_config.use_remove_padding or shared
+        self.packs = packs and make_packable(without_adapters(engine.module), shared)
 
     def compute_values(self, data: DataProto) -> torch.Tensor:
         rows, tokens = self.config.forward_micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu

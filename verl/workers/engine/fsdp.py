@@ -21,7 +21,14 @@ from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
-from verl.utils.peft_weights import adapted_layers, adapter_weights, full_weights, without_adapters
+from verl.utils.peft_weights import (
+    adapted_layers,
+    adapter_weights,
+    full_weights,
+    hf_name,
+    peft_models,
+    without_adapters,
+)
 from verl.utils.tensor_parallel import styles_of
 from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_group,
@@ -303,7 +310,13 @@ class FSDPEngine(BaseEngine):
 
     def get_adapter(self, check_finite: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
         fsdp_utils.reshard(self.module)
-        return adapter_weights(self.module, self.device, check_finite=check_finite)
+        model = peft_models(self.module).get("")
+        other = [name for name, p in self.module.named_parameters() if p.requires_grad and ".lora_" not in name]
+        if model is None or other:
+            what = f"trains {hf_name(other[0])} outside of its adapter" if model else "has no adapter of its own"
+            raise ValueError(f"actor_rollout_ref.rollout.lora_as_adapter=true, but the model {what}; set it to false.")
+        tensors = adapter_weights(model, self.device, check_finite=check_finite)
+        return model.peft_config[model.active_adapter], tensors
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes checkpoint.save_contents into `local_path`; publishing and rotating are CheckpointWriter's."""

@@ -25,13 +25,8 @@ from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_head
 from verl.workers.policy.packing import Packing
 
 NAME = "verl_packed"
-NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for flash_attention_2; also without a packing
-
-
-CANNOT_SHARE_SEQUENCES = (
-    "ulysses_sequence_parallel_size is above 1, but the attention of {} cannot be replaced by one that ranks share; "
-    "set it to 1."
-)
+NAME_OF_FLASH = "verl_packed_fa2"  # for models whose config asks for FLASH; also without a packing
+FLASH = "flash_attention_2"
 
 
 def sdpa_attention(
@@ -41,9 +36,12 @@ def sdpa_attention(
     outputs = []
     for part in packing.parts:
         q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
+        if query.is_cuda and query.shape[1] != key.shape[1]:
+            # With a mask or in float32, CUDA has no kernel for fewer key heads but the one that stores all scores.
+            k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scale, dropout_p=dropout,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))  # [S * Q, H * D]
     return F.embedding(packing.restore, torch.cat(outputs)).view(-1, query.shape[1], value.shape[3])
@@ -121,7 +119,8 @@ def packed_attention(
         raise ValueError(
             f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
             "support; set actor_rollout_ref.model.use_remove_padding=false and "
-            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false)."
+            "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false), "
+            "and leave ulysses_sequence_parallel_size at 1."
         )
     backend, group = BACKENDS[choose_backend(query, packing, dropout)], packing.group
     if group is None:
@@ -129,8 +128,12 @@ def packed_attention(
     ranks = dist.get_world_size(group)
     copies = ranks // math.gcd(key.shape[1], ranks)  # ranks with query heads of one key head each get it
     key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
-    heads = (gather_seq_scatter_heads(x, 2, 1, packing.length, group) for x in (query, key, value))
-    output = backend(*heads, packing, scaling, dropout).unsqueeze(0)  # [1, length, H / ranks, D]
+    kept = packing.length if packing.keys is None else 0  # else they are chosen by their index
+    query, key, value = (
+        gather_seq_scatter_heads(x, 2, 1, size, group)
+        for x, size in ((query, packing.length), (key, kept), (value, kept))
+    )
+    output = backend(query, key, value, packing, scaling, dropout).unsqueeze(0)  # [1, length, H / ranks, D]
     return gather_heads_scatter_seq(output, 2, 1, group), None
 
 
@@ -139,20 +142,26 @@ for _name, _mask in ((NAME, sdpa_mask), (NAME_OF_FLASH, flash_attention_mask)):
     AttentionMaskInterface.register(_name, _mask)
 
 
-def make_packable(model: PreTrainedModel) -> bool:
+def make_packable(model: PreTrainedModel, shared: bool = False) -> bool:
     """Switch the model to `packed_attention`; False, with a warning, if its attention cannot be replaced.
 
-    A model with flash_attention_2 keeps it for batches with padding.
+    A model with FLASH keeps it for batches with padding. `shared`: ranks share its sequences, which no
+    other attention can do; then ValueError is raised instead.
     """
     names = (NAME, NAME_OF_FLASH)
     if model.config._attn_implementation in names:
         return True
-    wanted = NAME_OF_FLASH if model.config._attn_implementation == "flash_attention_2" else NAME
+    wanted = NAME_OF_FLASH if model.config._attn_implementation == FLASH else NAME
     try:
         model.set_attn_implementation(wanted)
     except ValueError as error:
         logger.debug("{}", error)
     if model.config._attn_implementation != wanted:
+        if shared:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size is above 1, but the attention of {type(model).__name__} cannot be "
+                "replaced by one that ranks share; set it to 1."
+            )
         logger.warning("the attention of {} cannot be replaced: batches keep their padding, and prompts are not shared",
                        type(model).__name__)  # fmt: skip
         return False

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from verl.planning.memory_estimate import LOGITS_CHUNK
 from verl.utils.peft_weights import without_adapters
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
-from verl.workers.policy.attention import CANNOT_SHARE_SEQUENCES, make_packable
+from verl.workers.policy.attention import make_packable
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.policy.packing import Packing, pack_batch
@@ -41,9 +41,7 @@ class CausalLMPolicy(Policy):
     def bind(self, model: nn.Module) -> None:
         """Switch the model to packed attention if the forward needs it; keep padding if that is not possible."""
         shared = get_ulysses_sequence_parallel_world_size() > 1
-        if (self.remove_padding or self.share_prompt or shared) and not make_packable(causal_model(model)):
-            if shared:
-                raise ValueError(CANNOT_SHARE_SEQUENCES.format(type(causal_model(model)).__name__))
+        if (self.remove_padding or self.share_prompt or shared) and not make_packable(causal_model(model), shared):
             self.remove_padding = self.share_prompt = False
 
     def log_probs(

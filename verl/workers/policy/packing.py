@@ -34,24 +34,39 @@ class Packing:
     """A batch [B, L] as one flat row of T tokens in S segments, and the positions that predict its N response tokens.
 
     A segment's queries follow one another in the flat row; each attends to the segment's keys up to its own, the last
-    query to all of them. With a `group` of ranks that share the row, `tokens`, `predicted_from` and `answers` are those
-    of this rank's part of it, and positions are counted from its start; the segments are those of the full row.
+    query to all of them. With a `group` of ranks that share the row, the attributes `tokens`, `predicted_from` and
+    `answers` are those of this rank's part of it, and positions are counted from its start; the segments are those of
+    the full row, and `all_tokens` keeps the tokens given.
 
     tokens: int64 [T], index of each flat token in the flattened batch [B * L]. predicted_from: int64 [N], flat position
     before each counted response token, row by row. answers: int64 [N], index of that response token in the flattened
     responses [B * R]. lengths: int64 [S, 2] on the host, number of queries and of keys. keys: int64 [K] on the host,
     flat positions of the segments' keys; None: those of its queries. seen: bool [S, 1, Q, K] in place of causal
-    attention, rows padded to the longest.
+    attention, rows padded to the longest. cached: tokens of another flat row, shared by the same ranks, whose keys a
+    cache puts before this row's; `keys` then count from the first of those. device: of the batch; None: of `tokens`.
     """
 
     # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.
     def __init__(
         self, tokens: torch.Tensor, predicted_from: torch.Tensor, answers: torch.Tensor, lengths: torch.Tensor,
         keys: torch.Tensor | None, seen: torch.Tensor | None = None, in_one_part: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None, cached: int = 0, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
-        self.tokens, self.predicted_from, self.answers = tokens, predicted_from, answers
         self.lengths, self.keys, self.seen, self.in_one_part, self.group = lengths, keys, seen, in_one_part, group
+        self.all_tokens, device = tokens, device or tokens.device
+        if group is not None:
+            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+            share, of_cache = -(-len(tokens) // ranks), -(-cached // ranks)
+            tokens = F.pad(tokens, (0, share * ranks - len(tokens)))[rank * share : (rank + 1) * share]
+            here = predicted_from // share == rank
+            predicted_from, answers = predicted_from[here] - rank * share, answers[here]
+            if cached:  # a rank sends its part of the cached row with its part of this one
+                old = keys < cached
+                part, within = torch.where(old, of_cache, share), torch.where(old, keys, keys - cached)
+                self.keys = within // part * (of_cache + share) + within % part + torch.where(old, 0, of_cache)
+        self.tokens, self.predicted_from, self.answers = (
+            t.to(device, non_blocking=True) for t in (tokens, predicted_from, answers)
+        )
 
     @cached_property
     def length(self) -> int:
@@ -129,7 +144,7 @@ class Packing:
     def model_inputs(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Any = None) -> dict[str, Any]:
         """Keyword arguments of a packable model's forward for input_ids and position_ids, both int64 [B, L].
 
-        `cache`, of transformers, takes the flat row's keys and values; indices in `keys` then start at its first token.
+        `cache`, of transformers, takes the flat row's keys and values.
         """
         # A mask with four dimensions: transformers then builds none of its own.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
@@ -205,14 +220,7 @@ def pack(
         keys = _ranges(spans[:, :2].flatten(), spans[:, 2:].flatten())
         lengths = torch.stack([queries[queries > 0], spans[:, 2:].sum(1)], 1)
     tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[answers]
-    if group is not None:
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        share = -(-len(tokens) // ranks)
-        tokens = F.pad(tokens, (0, share * ranks - len(tokens)))[rank * share : (rank + 1) * share]
-        here = predicted_from // share == rank
-        predicted_from, answers = predicted_from[here] - rank * share, answers[here]
-    on_device = (t.to(device, non_blocking=True) for t in (tokens, predicted_from, answers))
-    return Packing(*on_device, lengths, keys, group=group)
+    return Packing(tokens, predicted_from, answers, lengths, keys, group=group, device=device)
 
 
 def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) -> Packing:
@@ -232,9 +240,9 @@ def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) ->
         seen = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & valid[:, None, :]
         seen |= torch.eye(seen.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
         seen = seen.unsqueeze(1)
-    none = torch.empty(0, dtype=torch.int64, device=attention_mask.device)
-    tokens = attended.flatten().nonzero()[:, 0].to(attention_mask.device)
-    return Packing(tokens, none, none, torch.stack([lengths, lengths], 1), None, seen, in_one_part=True)
+    none, tokens = torch.empty(0, dtype=torch.int64), attended.flatten().nonzero()[:, 0]
+    sizes, device = torch.stack([lengths, lengths], 1), attention_mask.device
+    return Packing(tokens, none, none, sizes, None, seen, in_one_part=True, device=device)
 
 
 class _SumOfParts(torch.autograd.Function):

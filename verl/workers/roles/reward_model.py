@@ -16,7 +16,7 @@ from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.config import CheckpointConfig, RewardModelConfig
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy.attention import CANNOT_SHARE_SEQUENCES, make_packable
+from verl.workers.policy.attention import make_packable
 from verl.workers.policy.packing import pack_batch
 from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.roles.critic import value_model
@@ -41,9 +41,7 @@ class RewardModelWorker(ModelWorker):
         )
         self.engine.initialize()
         shared, inner = self.engine.sequence_parallel_size > 1, without_adapters(self.engine.module)
-        self.packs = (model.use_remove_padding or shared) and make_packable(inner)
-        if shared and not self.packs:
-            raise ValueError(CANNOT_SHARE_SEQUENCES.format(type(inner).__name__))
+        self.packs = (model.use_remove_padding or shared) and make_packable(inner, shared)
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:
             trust = model.trust_remote_code
