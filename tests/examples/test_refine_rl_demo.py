@@ -191,8 +191,8 @@ def test_time_until_accuracy_stays_above_the_bound():
 def test_both_trainers_get_the_same_settings(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(time_to_reward, "start", lambda command, core: ran.append((core, command)))
-    monkeypatch.setattr(time_to_reward, "by_step", lambda run, metric: {1: 5.0 if metric.endswith("step") else 2.0})
-    assert time_to_reward.ours(tmp_path, 1, 0) == ([3.0], {1: 2.0})
+    monkeypatch.setattr(time_to_reward, "by_step", lambda run, metric: {1: {"timing_s/step": 5.0}.get(metric, 2.0)})
+    assert time_to_reward.ours(tmp_path, 1, 0) == ([5.0], {1: 2.0})
     (tmp_path / "trl.json").write_text(json.dumps({"seconds": [1.0], "tokens": [1.0], "accuracy": {"0": 0.1}}))
     assert time_to_reward.trl(tmp_path, 1, 3) == ([1.0], {0: 0.1})
     (core, command), (other_core, other_command) = ran
