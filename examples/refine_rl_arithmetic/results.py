@@ -157,13 +157,13 @@ def draw_curves(runs: Mapping[str, Sequence[Series]], students: Mapping[str, Ser
 
     figure = Figure(figsize=(12, 7), layout="constrained")
     (tokens, reward), (accuracy, distilled) = figure.subplots(2, 2)
-    for name, of_seeds in runs.items():
+    for color, (name, of_seeds) in enumerate(runs.items()):
         for axis, metric, factor in ((tokens, "tokens_per_forward", 1), (reward, "reward", 1),
                                      (accuracy, "accuracy", 100)):  # fmt: skip
             steps = of_seeds[0][metric].keys()
-            if steps:
-                means = [factor * mean(run[metric][step] for run in of_seeds) for step in steps]
-                axis.plot(steps, means, "--" if name in ("refine", "refine_fast") else "-", label=LABELS[name])
+            means = [factor * mean(run[metric][step] for run in of_seeds) for step in steps]
+            style = "--" if name in ("refine", "refine_fast") else "-"
+            axis.plot(list(steps), means, style, color=f"C{color}", label=LABELS[name])
     for name, run in students.items():
         points = run["accuracy"]
         distilled.plot([SAMPLES * step for step in points], [100 * value for value in points.values()], "o-",
@@ -174,5 +174,6 @@ def draw_curves(runs: Mapping[str, Sequence[Series]], students: Mapping[str, Ser
     distilled.set(xlabel="samples", ylabel="the student's accuracy, %", ylim=(0, 103))
     for axis in (tokens, reward, accuracy, distilled):
         axis.grid(alpha=0.3)
+    for axis in (tokens, distilled):
         axis.legend()
     figure.savefig(file, dpi=110)

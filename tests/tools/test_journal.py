@@ -69,6 +69,14 @@ def test_a_run_that_starts_again_gets_the_results_without_calls(tmp_path):
         assert len(again[0].calls) == before + 1
 
 
+def test_calls_of_another_worker_of_the_same_run_are_no_earlier_calls(tmp_path):
+    one, other = started(tmp_path), started(tmp_path)
+    other[2].begun = one[2].begun - 60  # so that no clock tick decides
+    converse(one, "a")
+    converse(other, "a")
+    assert (other[0].calls, other[2].replayed, other[2].results) == (["a"], 0, {})
+
+
 def test_a_tool_that_was_changed_is_called_again(tmp_path):
     converse(started(tmp_path), "a")
     changed = started(tmp_path, config={"limit": 2})

@@ -26,6 +26,7 @@ from verl.workers.reward_manager import (
     naive,
     register,
 )
+from verl.workers.reward_manager.reward_rows import split
 
 TOKENIZER = make_tokenizer()
 
@@ -480,3 +481,9 @@ def test_a_custom_async_function_from_a_file(tmp_path):
     config = reward_config(str(file), "judge")
     config.custom_reward_function.reward_kwargs = {"bonus": 10}
     assert load_reward_manager(config, TOKENIZER, 0)(batch()).sum(-1).tolist() == [12, 11]
+
+
+def test_a_score_in_quotes_is_no_number():
+    for result in ("1.0", {"score": "1.0"}):
+        assert "returned '1.0' as a score; return a number" in split(result).text
+    assert split({"score": np.float32(0.5), "acc": 1}) == (0.5, {"score": np.float32(0.5), "acc": 1})

@@ -257,8 +257,8 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     split = plain["actor_rollout_ref"]["actor"]["fsdp_config"]["tensor_parallel_size"]
     if split > 1 and rollout["name"] in ROLLOUTS_OF_THE_ACTOR:
         key = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
-        rule = f"{key}={split}: rollout.name={rollout['name']} generates with the actor's own module, whose ranks"
-        issues.append(wrong(key, f"{rule} must then have the same prompts. Set it to 1, or rollout.name=vllm."))
+        rule = f"{key}={split}: rollout.name={rollout['name']} generates with the actor's own module, which it"
+        issues.append(wrong(key, f"{rule} cannot do while ranks split its layers. Set it to 1, or rollout.name=vllm."))
     if plain["algorithm"]["use_pf_ppo"] and plain["actor_rollout_ref"]["actor"]["share_prompt_forward"]:
         rule = "algorithm.use_pf_ppo=true resamples rows, so that those of a prompt are no group any more."
         issues.append(wrong("algorithm.use_pf_ppo", f"{rule} Set actor_rollout_ref.actor.share_prompt_forward=false."))

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class ToolJournal:
     def __init__(self, run: str | Path, tools: Iterable[BaseTool]) -> None:
         self.run = Path(run).expanduser()
         self.folder = self.run / "tool_journal"
-        self.writer = uuid4().hex[:12]
+        self.writer, self.begun = uuid4().hex[:12], time.time()
         digest = hashlib.blake2b(digest_size=16)
         for tool in tools:
             file = inspect.getsourcefile(tool.source)
@@ -56,10 +57,10 @@ class ToolJournal:
         final = int(tracker.read_text()) if tracker.is_file() else -1
         for file in sorted(self.folder.glob("step_*-*.jsonl")):
             number = int(file.name.removeprefix("step_").split("-")[0])
-            if number == step:
+            if number == step and file.stat().st_mtime <= self.begun:  # else another worker of this run writes to it
                 for _, entry in read_objects(file, growing=True):
                     self.results[entry["key"]] = entry
-            elif number <= final:
+            elif number < step and number <= final:
                 file.unlink(missing_ok=True)  # another worker may have been faster
         if self.results:
             logger.info(f"step {step}: {len(self.results)} tool calls were made before the run was started again")

@@ -74,7 +74,10 @@ class StopSignals:
         name = signal.Signals(number).name
         if not self.asked:
             self.asked, self._first, self.exit_code = True, time.monotonic(), 128 + number
-            logger.warning(f"{name}: finishing the step, then saving (once more: end at once)")
+            logger.warning(
+                f"{name}: the run ends after this step and saves; before the first step, once its models are loaded "
+                "(once more: end at once)"
+            )
         elif time.monotonic() - self._first >= SAME_STOP_S:
             logger.error(f"second {name}: the run ends now")
             self._twice = True

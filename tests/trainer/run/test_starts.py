@@ -26,14 +26,18 @@ def trainer_of(directory, **more):
 def test_changed_settings_say_whether_they_apply():
     old = OmegaConf.create({"optim": {"lr": 1e-3, "clip_grad": 1.0}, "trainer": {"seed": 1, "resume_mode": "auto"}})
     new = OmegaConf.create({"optim": {"lr": 1e-6, "clip_grad": 2.0}, "trainer": {"seed": 2, "resume_mode": "disable"}})
-    assert changed_settings(old, new) == [
+    lines, in_force = changed_settings(old, new, {})
+    assert lines == [
         "optim.clip_grad: 1.0 -> 2.0 (applied)",
         "optim.lr: 0.001 -> 1e-06 (not applied: the checkpoint restores its optimizer state; "
         "trainer.checkpoint.load_contents=[model] starts a new one)",
         "trainer.seed: 1 -> 2 (not applied: the checkpoint restores its random states)",
     ]
+    assert in_force == {"optim.lr": 1e-3, "trainer.seed": 1}
+    assert changed_settings(new, new, in_force)[0] == lines[1:]  # the next resume, with the same settings
     new.trainer.checkpoint = {"load_contents": ["model"]}
-    assert "optim.lr: 0.001 -> 1e-06 (applied)" in changed_settings(old, new)
+    lines, in_force = changed_settings(old, new, {})
+    assert "optim.lr: 0.001 -> 1e-06 (applied)" in lines and "optim.lr" not in in_force
 
 
 def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
@@ -51,13 +55,17 @@ def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
     assert OmegaConf.load(out / "run_config.yaml").trainer.total_epochs == 3
     rows = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(r["start"], r["step"], r.get("ended")) for r in rows] == [(1, 0, None), (1, 2, "finished"), (2, 1, None)]
+    logged.clear()
+    trainer_of(tmp_path, trainer__total_epochs=3, actor_rollout_ref__actor__optim__lr="1e-6").run_log.open(2)
+    (line,) = [line for line in logged if "changed since the checkpoint" in line]  # it is still 0.001 that is used
+    assert "optim.lr: 0.001 -> 1e-06 (not applied" in line
 
 
 def test_the_seeds_that_differ_from_the_runs_are_named(tmp_path, logged):
     """Those of roles that are not in use follow trainer.seed and are not listed."""
     trainer_of(tmp_path, trainer__seed=3, data__seed=7).run_log.open(0)
     line = next(line for line in logged if "seeds: " in line)
-    assert line.strip().endswith("seeds: trainer.seed=3, data.seed=7 (others that are set have this value)")
+    assert line.strip().endswith("seeds: trainer.seed=3, data.seed=7 (roles without their own use trainer.seed)")
 
 
 def test_the_last_line_names_folder_report_and_checkpoint(tmp_path, capsys):

@@ -116,7 +116,8 @@ class RunLog:
                 logger.info("{} of an earlier run is kept as {}", log.path, kept.name)
         seed = self.config.trainer.get("seed")
         own = [f"{k}={v}" for k, v in leaves(self.config) if k.endswith("seed") and v not in (None, seed)]
-        logger.info("seeds: {} (others that are set have this value)", ", ".join([f"trainer.seed={seed}", *own]))
+        seeds = ", ".join([f"trainer.seed={seed}", *own])
+        logger.info("seeds: {} (roles without their own use trainer.seed)", seeds)
 
     def print_end(self, resumed_step: int, checkpoint: int | None) -> None:
         """Print where the results of a run are; `checkpoint` is the step of its newest checkpoint."""

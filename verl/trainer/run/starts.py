@@ -45,11 +45,15 @@ class Starts:
         for target in (self.run_dir / "run_config.yaml", self.run_dir / file):
             target.write_text(text, encoding="utf-8")
         command = redact_text(shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]))
-        self._append(start=self.number, step=step, total_steps=total_steps, command=command, config=file)
         writer = next((row for row in reversed(earlier) if step and row["step"] < step), None)
-        if writer is None or not (self.run_dir / writer["config"]).is_file():
-            return []
-        return changed_settings(*(OmegaConf.load(self.run_dir / name) for name in (writer["config"], file)))
+        lines, in_force = [], {}
+        if writer is not None and (self.run_dir / writer["config"]).is_file():
+            old, new = (OmegaConf.load(self.run_dir / name) for name in (writer["config"], file))
+            lines, in_force = changed_settings(old, new, writer.get("in_force", {}))
+        self._append(
+            start=self.number, step=step, total_steps=total_steps, command=command, config=file, in_force=in_force
+        )
+        return lines
 
     def end(self, step: int, how: str) -> None:
         """Enter how this start ended, after `step`."""
@@ -63,13 +67,17 @@ class Starts:
     def _append(self, **row: Any) -> None:
         row["time"] = datetime.now().isoformat(timespec="seconds")
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(row, default=OmegaConf.to_container) + "\n")
 
 
-def changed_settings(old: DictConfig, new: DictConfig) -> list[str]:
-    """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead."""
-    before, after = dict(leaves(old)), dict(leaves(new))
-    lines = []
+def changed_settings(
+    old: DictConfig, new: DictConfig, in_force: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """`key: old -> new (applied)` for each setting that differs, or where the value in use comes from instead; and the
+    values in use that are not those of `new`. `in_force`: those that are not those of `old`.
+    """
+    before, after = dict(leaves(old)) | in_force, dict(leaves(new))
+    lines, kept = [], {}
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) == after.get(key) or key.startswith(("trainer.resume_", "trainer.dry_run")):
             continue
@@ -77,10 +85,13 @@ def changed_settings(old: DictConfig, new: DictConfig) -> list[str]:
         contents = f"{key.rpartition('optim.')[0] or 'trainer.'}checkpoint.load_contents"
         if source == OPTIMIZER and "optimizer" not in after.get(contents, ["optimizer"]):
             source = None
+        if source:
+            kept[key] = before.get(key)
         effect = f"not applied: the checkpoint restores its {source}" if source else "applied"
         effect += f"; {contents}=[model] starts a new one" if source == OPTIMIZER else ""
-        lines.append(f"{key}: {before.get(key)} -> {after.get(key)} ({effect})")
-    return lines
+        values = ("null" if value is None else value for value in (before.get(key), after.get(key)))
+        lines.append(f"{key}: {' -> '.join(map(str, values))} ({effect})")
+    return lines, kept
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -96,7 +96,8 @@ METRICS: dict[str, str] = {
     "perf/total_num_tokens": "Tokens of the step's batch.",
     "perf/max_memory_*_gb": "Largest memory of a GPU so far, GiB.",
     "perf/cpu_memory_used_gb": "Memory in use on the driver's machine, GiB.",
-    "val-core/*": "Validation: <data source>/<variable>/<mean@N, best@N/mean ...> of the main variable, largest N.",
+    "val-core/*": "Validation: <data source>/<variable>/<mean@N, best@N/mean ...> at the largest N; the variable is "
+    "`acc` if the reward returns it, else `reward`.",
     "val-aux/*": "Validation: all other statistics, and counts of requested and dropped samples.",
 }  # fmt: skip
 

@@ -102,8 +102,10 @@ def split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
     if "score" not in extras:
         return Failure("error", f"returned a dict without 'score': {sorted(result)}")
     try:
-        number = float(extras["score"])
+        number = float(extras["score"]) if not isinstance(extras["score"], str) else None
     except (TypeError, ValueError):
+        number = None
+    if number is None:
         return Failure("error", f"returned {extras['score']!r} as a score; return a number, or a dict with 'score'")
     if not math.isfinite(number):
         return Failure("error", f"returned the score {number}; a finite number is needed")
