@@ -7,7 +7,7 @@ from typing import Any
 WRONG = "wrong"  # cannot work on any machine
 ABSENT = "absent"  # would work where the missing thing is present
 UNUSED = "unused"  # a setting without effect; no reason to refuse the run
-TITLES = {WRONG: "Wrong on every machine", ABSENT: "Absent on this machine", UNUSED: "Set, but without effect"}
+TITLES = {WRONG: "Wrong on every machine", ABSENT: "Absent on this machine", UNUSED: "Warnings"}
 
 
 @dataclass(frozen=True)
