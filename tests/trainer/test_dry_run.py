@@ -143,6 +143,16 @@ def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys
     assert message in text.partition("Warnings: 1")[2]
 
 
+def test_a_reward_function_must_take_what_it_is_called_with(overrides, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
+    given = [*overrides, "trainer.device=cpu", f"custom_reward_function.path={file}"]
+    code, text = plan(given, capsys)
+    assert code == 1 and "compute_score (" in text
+    assert "got an unexpected keyword argument 'data_source'; reward manager naive calls it with data_source," in text
+    assert plan([*given, "reward_manager.name=batch"], capsys)[0] == 0  # it passes lists by other names
+
+
 def test_secrets_are_not_printed(overrides, capsys):
     _, text = plan(
         [*overrides, "+trainer.wandb_proxy='http://user:hush1@proxy:80'",

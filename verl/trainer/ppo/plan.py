@@ -70,7 +70,7 @@ def refuse_bad_input(config: DictConfig) -> None:
 
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
-    from verl.trainer.ppo.reward import get_custom_reward_fn, get_manager_class
+    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.utils.model import get_model_loader
     from verl.workers.policy import get_policy
     from verl.workers.rollout.base import get_rollout_class
@@ -82,14 +82,18 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
         "custom_reward_function.path": lambda: get_custom_reward_fn(config),
         "reward_manager.name": lambda: get_manager_class(config),
+        "custom_reward_function.name": lambda: check_reward_arguments(config),  # after the two that it needs
     }
+    known: set[str] = set()
     for key, look_up in checks.items():
         try:
             look_up()
         except ImportError as e:
             yield absent(key, f"{key}: a package is missing here: {e}")
         except (ValueError, TypeError, AttributeError, OSError, RuntimeError) as e:
-            yield wrong(key, f"{key}: {e}" if key not in str(e) else str(e))
+            if str(e) not in known:
+                yield wrong(key, f"{key}: {e}" if key not in str(e) else str(e))
+            known.add(str(e))
 
 
 def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED) -> None:

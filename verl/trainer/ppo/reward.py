@@ -17,9 +17,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.user_code import defined_at
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.workers.reward_manager.naive import ARGUMENTS
 from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, plain, rule_reward
 from verl.workers.reward_manager.reward_rows import LOST
 
@@ -40,6 +42,19 @@ def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
     if settings.module.path is None:
         raise ValueError("reward_manager.source='importlib' needs reward_manager.module.path (and .name).")
     return load_extern_object(settings.module.path, settings.module.name or settings.name)
+
+
+def check_reward_arguments(config: DictConfig) -> None:
+    """Raise TypeError if the user's function does not take what a manager that scores row by row passes to it."""
+    function, manager = get_custom_reward_fn(config), get_manager_class(config)
+    if function is None or getattr(manager, "results", None) is not NaiveRewardManager.results:
+        return
+    try:
+        inspect.signature(function).bind_partial(**dict.fromkeys(ARGUMENTS))
+    except TypeError as error:
+        what = f"custom_reward_function.name={config.custom_reward_function.name}: reward function "
+        what += f"{defined_at(function)} {error}; reward manager {config.reward_manager.name} calls it with "
+        raise TypeError(f"{what}{', '.join(ARGUMENTS)} as keywords.") from None
 
 
 def load_reward_manager(config: DictConfig, tokenizer: Any, num_examine: int, **kwargs: Any) -> AbstractRewardManager:

@@ -12,6 +12,7 @@ from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewar
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.reward_rows import GRADED, Row, log_examples, parse_results, place_results, rows_of
 
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # of a reward function
 _GRACE_S = 5.0  # beyond the limit of a row, for a share of coroutines that limit themselves
 _MOST_FAILURES = 8  # rows of a failed share that fail alone before the rest is given up: each may take its full limit
 
