@@ -132,7 +132,7 @@ def save(name: str, rows: list[Row], wanted: Mapping[str, Bound], alone: bool = 
     RESULTS.mkdir(exist_ok=True)
     file, record = RESULTS / f"{name}.json", {"machine": machine(), "rows": [asdict(r) for r in rows]}
     if alone:
-        new, record = record, json.loads(file.read_text())
+        new, record = record, json.loads(file.read_text()) if file.exists() else {**record, "rows": []}
         names = [r.name for r in rows]
         record["rows"] = [old for old in record["rows"] if old["name"] not in names] + new["rows"]
         record["measured_alone"] = record.get("measured_alone", {}) | dict.fromkeys(names, new["machine"])

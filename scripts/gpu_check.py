@@ -164,6 +164,14 @@ RUNS = {
     "GRPO, tensor parallel rollout": (
         "grpo", [f"{RANKS}=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], 2
     ),
+    "GRPO, tensor parallel": (
+        "grpo", [f"{RANKS}=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"], 2
+    ),
+    "GRPO, tensor parallel, tokens split too": (
+        "grpo", [f"{RANKS}=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+                 "actor_rollout_ref.actor.fsdp_config.sequence_parallel=true"], 2
+    ),
+    "GRPO with the refinement loss": ("grpo", ["actor_rollout_ref.actor.refine_loss_coef=0.5"], 1),
     "SPD scorer": ("spd", [], 1), "refinement": ("refinement", [], 1), "SFT": ("sft", [], 1),
     "refinement, sequence parallel": (
         "refinement", ["--nproc_per_node=2", f"{RANKS}=2", "ulysses_sequence_parallel_size=2"], 2

@@ -139,7 +139,7 @@ def test_settings_without_effect_are_reported_and_harm_nothing(overrides, capsys
     changes = ["trainer.device=cpu", f"{key}=triton", "trainer.default_hdfs_dir=hdfs://a"]
     code, text = plan([*overrides, *changes], capsys)
     assert code == 0 and "trainer.default_hdfs_dir=hdfs://a: the `hdfs` command is not on PATH" in text
-    message = f"{key}=triton has no effect in this version: PyTorch computes log-probs"
+    message = f"{key}=triton has no effect in this version: log-probs are always computed by PyTorch"
     assert message in text.partition("Warnings: 1")[2]
 
 
@@ -188,7 +188,7 @@ def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypa
     _, text = plan([*overrides, *options, "actor_rollout_ref.rollout.lora_as_adapter=true"], capsys)
     flat = " ".join(text.replace("│", " ").split())
     assert "rollout.name=sglang: the package" in flat and "make sglang-env" in flat and "Absent on this machine" in flat
-    assert "rollout.lora_as_adapter=true does not work with rollout.name=sglang: it is sent merged weights" in flat
+    assert "rollout.lora_as_adapter=true does not work with rollout.name=sglang: SGLang receives merged weights" in flat
 
 
 TOOL_TEMPLATE = (

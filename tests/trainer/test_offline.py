@@ -23,6 +23,7 @@ from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
+from verl.trainer.offline_plan import generation_entry
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.reward_manager.reward_rows import RewardError
 from verl.workers.rollout.vllm_rollout import vLLMRollout
@@ -195,6 +196,20 @@ def test_all_mistakes_of_a_start_stand_in_one_message(tiny_llama, prompts, tmp_p
     with pytest.raises(ConfigError) as raised:
         generate(tmp_path / "absent.jsonl", "/no/model", tmp_path / "out.parquet")
     assert "absent.jsonl: file does not exist" in str(raised.value) and "model.path=/no/model" in str(raised.value)
+
+
+def test_a_fault_of_the_check_is_hidden_by_problems_but_not_by_warnings(tiny_llama, prompts):
+    def fails():
+        raise RuntimeError("a fault")
+
+    given = (f"model.path={tiny_llama}", f"data.path={prompts}", "data.output_path=a.parquet", *CPU)
+    entry = generation_entry(lambda tokenizer: None)
+    warned = compose_ppo(*given, "model.fused_kernel_options.impl_backend=triton", config_name="generation")
+    with pytest.raises(RuntimeError, match="a fault"):
+        entry.refuse_problems(warned, inputs=fails)
+    wrong = compose_ppo(*given, "data.batch_size=0", config_name="generation")
+    with pytest.raises(ConfigError, match="data.batch_size=0"):
+        entry.refuse_problems(wrong, inputs=fails)
 
 
 REWARD = """

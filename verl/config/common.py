@@ -167,7 +167,7 @@ class RunConfig(BaseConfig, section="trainer"):
     )
     use_legacy_worker_impl: str = setting(
         "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable"),
-        always="there is one, which every value means",
+        always="there is only one implementation",
     )  # fmt: skip
 
 
@@ -179,7 +179,8 @@ class TrainerConfig(RunConfig):
         WatchdogConfig, "Seconds of one call before the run ends and names the slow rank; null for no limit."
     )
     calibrate: bool = setting(
-        False, "With dry_run: train small steps of two sizes on these ranks, for the seconds of a step; none is kept."
+        False,
+        "With dry_run: train small steps of two sizes on these ranks for the seconds of a step; nothing is kept.",
     )
     gpu_memory_gib: float | None = setting(
         None, "Memory of a GPU that a dry run plans for; null: that of this machine's, 80 without one.", above=0

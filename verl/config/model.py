@@ -71,7 +71,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
     fused_kernel_options: dict[str, Any] = setting(
         lambda: {"impl_backend": "torch"},
         "impl_backend of use_fused_kernels: torch or triton.",
-        unused="PyTorch computes log-probs; triton would be a kernel for GPUs, which is not here",
+        unused="log-probs are always computed by PyTorch; there is no Triton kernel",
     )
     architectures: list[str] | None = None
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")

@@ -312,10 +312,10 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         method, kind = self.speculative["method"], self.logprobs_mode
         for key, is_set, instead in (
             (f"logprobs_mode={kind}", kind not in (None, RolloutConfig.logprobs_mode),
-             "its log-probs are those after temperature, before top-k and top-p. Leave the key out"),
+             "SGLang returns log-probs after temperature, before top-k and top-p. Leave the key out"),
             (f"speculative.method={method}", method is not None,
              "set speculative_algorithm and SGLang's other options in rollout.engine_kwargs.sglang"),
-            ("lora_as_adapter=true", self.lora_as_adapter, "it is sent merged weights. Set the key to false"),
+            ("lora_as_adapter=true", self.lora_as_adapter, "SGLang receives merged weights. Set the key to false"),
         ):  # fmt: skip
             if self.name == "sglang" and is_set:
                 raise ValueError(f"rollout.{key} does not work with rollout.name=sglang: {instead}.")

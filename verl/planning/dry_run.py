@@ -54,7 +54,7 @@ class Entry:
         try:
             problems += inputs()
         except Exception as error:
-            if not problems:
+            if all(problem.kind == UNUSED for problem in problems):
                 raise
             logger.debug("the input cannot be checked with these settings: {}", error)
         if fatal := [p for p in dict.fromkeys(problems) if p.kind != UNUSED]:

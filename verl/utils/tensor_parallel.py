@@ -94,7 +94,7 @@ def styles_of(model: nn.Module, size: int, by_tokens: bool = False) -> dict[nn.M
 def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> dict[nn.Module, ParallelStyle]:
     """What else is needed for hidden states that are split by tokens from the first decoder layer to the last.
 
-    They are DTensors, since ranks may have unlike numbers of tokens. `styles`: the split layers.
+    They are DTensors, since ranks may hold different numbers of tokens. `styles`: the split layers.
     """
     whole, part, decoder = Replicate(), Shard(1), model.get_decoder()
     added: dict[nn.Module, ParallelStyle] = {c: GatherTokens() for c in decoder.children() if c is not decoder.layers}
@@ -105,8 +105,9 @@ def _token_styles(model: PreTrainedModel, styles: Mapping[nn.Module, Any]) -> di
         added[child] = GatherTokens() if any(m in styles for m in child.modules()) else SequenceParallel()
     for name, module in decoder.named_modules():
         if (decoder.config.base_model_tp_plan or {}).get(re.sub(r"\.\d+\.", ".*.", name)) == "rowwise":
+            # Not a split layer itself, but the sum of one and its adapter: only its output is split.
             added[module] = (
                 RowwiseParallel(output_layouts=part, use_local_output=False) if module in styles else
                 PrepareModuleOutput(output_layouts=whole, desired_output_layouts=part, use_local_output=False)
-            )  # fmt: skip  (the latter: the sum of a layer and its adapter)
+            )  # fmt: skip
     return added

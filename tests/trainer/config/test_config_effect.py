@@ -56,9 +56,9 @@ def test_what_has_one_meaning_only_is_not_reported():
 
 
 @pytest.mark.parametrize(("key", "value", "instead"), [
-    ("logprobs_mode", "raw_logprobs", "its log-probs are those after temperature, before top-k and top-p"),
+    ("logprobs_mode", "raw_logprobs", "SGLang returns log-probs after temperature, before top-k and top-p"),
     ("speculative.method", "ngram", "in rollout.engine_kwargs.sglang"),
-    ("lora_as_adapter", "true", "it is sent merged weights"),
+    ("lora_as_adapter", "true", "SGLang receives merged weights"),
 ])  # fmt: skip
 def test_what_sglang_does_not_read_is_refused_for_it_alone(key, value, instead):
     override, name = f"actor_rollout_ref.rollout.{key}={value}", "actor_rollout_ref.rollout.name="
@@ -92,6 +92,6 @@ def test_they_are_reported_at_the_start_too():
     finally:
         logger.remove(sink)
     assert [line.strip() for line in lines if "has no effect" in line] == [
-        f"{key}=triton has no effect in this version: PyTorch computes log-probs; triton would be a kernel for GPUs, "
-        "which is not here."
+        f"{key}=triton has no effect in this version: log-probs are always computed by PyTorch; there is no Triton "
+        "kernel."
     ]

@@ -89,7 +89,7 @@ def test_a_published_command_passes(published, tiny_llama, name, capsys):
 def test_the_old_micro_batch_size_counts_the_samples_of_all_ranks(published, tiny_llama, capsys):
     """8 ranks, of which two neighbours compute on the same rows: 4 groups."""
     text = planned(published, tiny_llama, PUBLISHED["sp"], capsys)[1]
-    assert "32 of 1 samples" in text and "Warnings: 0" in text
+    assert "64 of 1 samples" in text and "Warnings: 0" in text
     code, text = planned(published, tiny_llama, PUBLISHED["sp"] + " data.micro_batch_size=6", capsys)
     said = "data.micro_batch_size=6 cannot be shared evenly by 4 groups of ranks. Set data.micro_batch_size_per_gpu=1"
     assert code == 1 and said in text

@@ -53,7 +53,7 @@ def print_step_time(config: DictConfig, train: Callable[[DictConfig], None]) -> 
             seconds[phase] = (least + most) / 2
     seconds = {phase: s for phase, s in seconds.items() if s >= 0.005}
     console = Console(soft_wrap=True)
-    console.rule("Seconds of a step, at most")
+    console.rule("Seconds of a step, estimated")
     print_rows(console, {p: f"{s:,.2f}" for p, s in seconds.items()} | {"step": f"{sum(seconds.values()):,.2f}"})
 
 

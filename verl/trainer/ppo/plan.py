@@ -82,7 +82,8 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
         "actor_rollout_ref.rollout.name": lambda: get_rollout_class(rollout.name, rollout.mode),
         "custom_reward_function.path": lambda: get_custom_reward_fn(config),
         "reward_manager.name": lambda: get_manager_class(config),
-        "custom_reward_function.name": lambda: check_reward_arguments(config),  # after the two that it needs
+        # Needs the function and the manager that are looked up above.
+        "custom_reward_function.name": lambda: check_reward_arguments(config),
     }
     known: set[str] = set()
     for key, look_up in checks.items():

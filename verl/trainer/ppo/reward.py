@@ -19,7 +19,7 @@ from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.user_code import defined_at
 from verl.workers.config import RewardModelConfig
-from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
+from verl.workers.reward_manager import DAPORewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.naive import ARGUMENTS
 from verl.workers.reward_manager.reward_functions import get_custom_reward_fn, plain, rule_reward
@@ -47,10 +47,12 @@ def get_manager_class(config: DictConfig) -> type[AbstractRewardManager]:
 def check_reward_arguments(config: DictConfig) -> None:
     """Raise TypeError if the user's function does not take what a manager that scores row by row passes to it."""
     function, manager = get_custom_reward_fn(config), get_manager_class(config)
-    if function is None or getattr(manager, "results", None) is not NaiveRewardManager.results:
+    if function is None or manager not in (NaiveRewardManager, DAPORewardManager):
         return
     try:
         inspect.signature(function).bind_partial(**dict.fromkeys(ARGUMENTS))
+    except ValueError:  # a function without a signature
+        return
     except TypeError as error:
         what = f"custom_reward_function.name={config.custom_reward_function.name}: reward function "
         what += f"{defined_at(function)} {error}; reward manager {config.reward_manager.name} calls it with "

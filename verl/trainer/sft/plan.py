@@ -147,12 +147,13 @@ def _print_plan(
     console.rule("Plan")
     plain = OmegaConf.to_container(config, resolve=True)
     data, run, ranks = plain["data"], plain["trainer"], ranks_of(plain)
-    size, micro = data["train_batch_size"], samples_per_forward(data, groups_of(plain, ranks))
+    size, groups = data["train_batch_size"], groups_of(plain, ranks)
+    micro = samples_per_forward(data, groups)
     samples = findings.train_prompts
     epoch = samples // size if samples is not None and samples >= size else None
     steps = run["total_training_steps"] or (epoch and epoch * run["total_epochs"])
     budget = micro * data["max_length"]
-    rows = f"{-(-(size // ranks) // micro):,} of {micro:,} samples"
+    rows = f"{-(-(size // groups) // micro):,} of {micro:,} samples"
     print_rows(
         console,
         {
@@ -176,7 +177,7 @@ def _print_plan(
     model = plain["model"]
     measured = measure_model(findings.hf_config, model["lora_rank"])
     of_model, of_engine, optimizer, _ = engine_parts(config, None, steps or 1)
-    engine, several = vars(of_engine), data["packing"] or size // ranks > micro
+    engine, several = vars(of_engine), data["packing"] or size // groups > micro
     batch = MicroBatch(micro, 1, data["max_length"] - 1, several=several)
     on_gpu = run["device"] == "cuda"
     parts = traced = None

@@ -74,7 +74,7 @@ def trace_update(
     """
     whole, splitting = hf_config.get_text_config().num_hidden_layers, engine["tensor_parallel_size"]
     counts = LAYERS if whole > LAYERS[-1] else (whole,)
-    # Ranks that split layers are as many fewer ranks with narrower layers: embeddings are whole on each.
+    # Ranks that split layers are modelled as fewer ranks with narrower layers: each holds full embeddings.
     with _imagined_ranks(ranks // splitting):
         traces = [_trace(_part_of(hf_config, n, splitting), model, engine, optimizer, micro, on_gpu) for n in counts]
     if len(traces) > 1:

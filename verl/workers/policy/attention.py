@@ -108,14 +108,14 @@ def packed_attention(
 
     Without `packing` it is transformers' own attention. Where ranks share the flat row, T is this rank's part of it,
     and each rank runs attention for some of the heads (DeepSpeed Ulysses, arXiv 2309.14509). Raises ValueError for a
-    sliding window shorter than the flat row, or a soft cap.
+    sliding window shorter than the keys of a segment, or a soft cap.
     """
     if packing is None:
         of_user = module.config._attn_implementation == NAME_OF_FLASH
         plain = flash_attention_forward if of_user else sdpa_attention_forward
         return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if cap is not None or (window is not None and window < packing.length):
+    if cap is not None or (window is not None and window < packing.longest[1]):
         raise ValueError(
             f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
             "support; set actor_rollout_ref.model.use_remove_padding=false and "

@@ -8,7 +8,7 @@ from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.reward_rows import Row
+from verl.workers.reward_manager.reward_rows import Row, split
 
 
 def overlong_penalty(length: int, longest: int, buffer: Mapping[str, Any]) -> float:
@@ -45,7 +45,7 @@ class DAPORewardManager(NaiveRewardManager):
     def results(self, data: DataProto, rows: list[Row]) -> list[Any]:
         results = super().results(data, rows)
         for i, (result, row) in enumerate(zip(results, rows, strict=True)):
-            if isinstance(result, Failure):
+            if isinstance(result, Failure) or isinstance(split(result), Failure):  # the latter is reported by its row
                 continue
             results[i] = extras = dict(result) if isinstance(result, dict) else {"score": result}
             extras.setdefault("acc", extras["score"])
