@@ -106,13 +106,13 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / count)
     sep = resolve_sep_token_id(tokenizer, read=scorer.config.backbone == "own")
     order, losses = random.Random(config.spd.seed), []
-    most = actor.grad_clip if actor.optim.clip_grad is None else actor.optim.clip_grad
+    max_norm = omega_conf_to_dataclass(actor.optim).max_grad_norm(actor.grad_clip)
     for step in range(count):
         batch = order.sample(sorted(labels), min(config.data.train_batch_size, len(labels)))
         loss = _loss(scorer, [infos[i] for i in batch], [labels[i] for i in batch], sep, tokenizer.pad_token_id, device)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(scorer.parameters(), most)
+        torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_norm)
         optimizer.step()
         schedule.step()
         losses.append(loss.item())

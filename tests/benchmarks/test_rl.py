@@ -105,7 +105,7 @@ def run_of(command):
     steps = range(1, 4)
     if command[2] == "benchmarks.trl_steps":
         args = trl_steps.parse(command[3:])
-        assert (args.steps, args.prompts, args.samples) == (3, 2, 2) and (args.folder / "prompts.parquet").exists()
+        assert (args.folder, args.steps, args.prompts, args.samples) == (args.out.parent, 3, 2, 2)
         args.out.write_text(json.dumps({"seconds": [9.0, 4.0, 4.0], "tokens": [1.0, 60.0, 64.0]}))
         return
     assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
