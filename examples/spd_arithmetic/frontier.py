@@ -30,8 +30,9 @@ from examples.spd_arithmetic.demo import LIMIT, MAX_VAL_DROP, STEPS, saved_score
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 
-# Where drops are 0 to 4 points, closer together than there.
-MARGINS = ("2", "2.5", "3", "3.5", "4", "5", "8")
+# Thresholds of the rules without training: few, but from almost no drop to 4 points, since each costs 1,600 answers.
+FREE_RULES = {"--margins": "2 3 4 8", "--typicals": "0.09 0.045 0.015", "--ranks": "2 3", "--entropies": "0.1 0.6",
+              "--divergences": "1 3"}  # fmt: skip
 HARMLESS_SHARES = ("0.9", "0.85", "0.8", "0.75", "0.7", "0.65", "0.6", "0.5")  # accepted above a threshold
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, GRPO from there
@@ -94,7 +95,9 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     evaluate += ["--val-questions", str(testbed / "questions_val.jsonl"), "--max-new-tokens", str(LIMIT)]
     evaluate += ["--harm-labels", str(testbed / "harm_labels.jsonl")]
     evaluate += ["--val-harm-labels", str(testbed / "harm_labels_val.jsonl")]
-    evaluate += ["--harmless-shares", *HARMLESS_SHARES, "--margins", *MARGINS, "--max-val-drop", MAX_VAL_DROP]
+    evaluate += ["--harmless-shares", *HARMLESS_SHARES, "--max-val-drop", MAX_VAL_DROP]
+    for option, values in FREE_RULES.items():
+        evaluate += [option, *values.split()]
     return {"test bed": make, **trainings, "evaluation": evaluate}
 
 

@@ -58,7 +58,7 @@ def test_the_frontier_sweeps_every_rule_on_a_test_bed_of_its_own(tmp_path, seed,
     config, trained = trained_config(phases["training"])
     assert (config.data.seed, config.trainer.total_training_steps) == (seed, 7)
     judged = evaluated(phases["evaluation"])
-    assert judged.all_rules and judged.margins == [float(gap) for gap in frontier.MARGINS]
+    assert judged.all_rules and judged.margins == [2.0, 3.0, 4.0, 8.0] and judged.ranks == [2, 3]
     assert judged.harmless_shares == [float(share) for share in frontier.HARMLESS_SHARES]
     assert set(judged.scorers) == set(frontier.SCORERS)
     budgeted, supervised = trained_config([*phases["supervised"], "--label-budget", "5"])

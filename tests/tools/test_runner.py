@@ -290,6 +290,21 @@ def test_a_failure_is_logged_once_and_counted_each_time():
     assert "KeyError: 'left'" in messages[0] and "test_runner.py" in messages[0]
 
 
+def test_the_log_says_where_a_tool_that_returns_a_wrong_type_is_defined():
+    class Wrong(Acts):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return "text", 0.0, {}
+
+    messages = []
+    sink = logger.add(lambda message: messages.append(str(message)), level="WARNING")
+    try:
+        result, _ = asyncio.run(one_call(runner_of(Wrong("never", fail))))
+    finally:
+        logger.remove(sink)
+    assert ".py" not in result.response.text  # which the model reads
+    assert f"Wrong.execute (tests/tools/test_runner.py:{Wrong.execute.__code__.co_firstlineno})" in messages[0]
+
+
 def test_wrong_settings_and_kwargs_of_unknown_names_are_refused():
     with pytest.raises(ValueError, match="tool_response_truncate_side='up' is unknown. Known: left, right, middle"):
         runner_of(tool_response_truncate_side="up")

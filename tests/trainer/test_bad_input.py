@@ -18,7 +18,7 @@ ARITHMETIC = (
     "Use a multiple of 2 (8 or 10)."
 )
 CASES = {
-    "column": ({"data.prompt_key": "question"}, "train.jsonl, row 0: has no column 'question' (columns: data_source, "
+    "column": ({"data.prompt_key": "question"}, "train.jsonl, row 0: there is no column 'question' (columns: data_source, "
                "prompt, reward_model, extra_info). Set data.prompt_key."),
     "template": ({"actor_rollout_ref.model.tokenizer_path": "{plain}"}, TEMPLATE),
     "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),

@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 
 from tests.helpers.configs import compose_ppo
-from verl.experimental.agent_loop.checks import check_agent_loops
 from verl.planning.checks import check_url
-from verl.planning.problems import UNUSED, Problem, absent, register_check, wrong
+from verl.planning.problems import CHECKS, UNUSED, Problem, absent, register_check, wrong
 from verl.trainer.ppo.plan import dry_run
 
 
@@ -106,6 +105,19 @@ def test_a_column_that_the_reward_needs_is_asked_for(overrides, capsys, tmp_path
     assert code == 1 and f"data.val_files: {tmp_path}/val.parquet, row 0: {column}" in text
 
 
+def test_a_mistake_in_tools_is_reported_once_for_both_splits(overrides, capsys, tmp_path):
+    (tmp_path / "tools.yaml").write_text("tools:\n  - class_name: no.such.Tool\n")
+    added = [f"data.tool_config_path={tmp_path}/tools.yaml", "trainer.device=cpu"]
+    code, text = plan([*overrides, *added], capsys)
+    assert code == 1 and text.count("data.train_files: ") == 1 and "data.val_files: " not in text
+
+
+def test_tokens_are_split_between_layers_by_several_ranks_only(overrides, capsys):
+    added = ["trainer.device=cpu", "actor_rollout_ref.actor.fsdp_config.sequence_parallel=true"]
+    code, text = plan([*overrides, *added], capsys)
+    assert code == 0 and "actor.fsdp_config.sequence_parallel=True has no effect with" in text
+
+
 def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
     code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10"], capsys)
     assert code == 1 and "has 10 prompts, which do not fill one batch of 16. Set data.train_batch_size=10" in text
@@ -118,10 +130,14 @@ def test_training_samples_cannot_be_drawn_at_temperature_zero(overrides, capsys)
     assert code == 1 and "actor_rollout_ref.rollout.temperature=0 makes all samples of a prompt the same" in text
 
 
-def test_a_recipe_adds_its_own_checks(overrides, capsys, monkeypatch):
-    monkeypatch.setattr("verl.planning.problems.CHECKS", checks := [])
-    monkeypatch.setattr("verl.trainer.ppo.plan.CHECKS", checks)
+@pytest.fixture
+def own_checks():
+    """Checks that a test registers end with it; those of modules that it is the first to import stay."""
+    yield
+    CHECKS[:] = [check for check in CHECKS if check.__module__ != __name__]
 
+
+def test_a_recipe_adds_its_own_checks(overrides, capsys, own_checks):
     @register_check
     def servers(config, findings):
         yield absent("spd.servers", f"spd.servers does not answer; eos is {findings.tokenizer.eos_token_id}")
@@ -198,10 +214,8 @@ TOOL_TEMPLATE = (
 
 
 @pytest.mark.parametrize("renders", [True, False])
-def test_a_template_that_leaves_out_the_tools_is_named(overrides, capsys, tmp_path, monkeypatch, renders):
+def test_a_template_that_leaves_out_the_tools_is_named(overrides, capsys, tmp_path, own_checks, renders):
     """Another setting without effect says nothing about the tools."""
-    monkeypatch.setattr("verl.planning.problems.CHECKS", checks := [check_agent_loops])
-    monkeypatch.setattr("verl.trainer.ppo.plan.CHECKS", checks)
     register_check(lambda config, findings: [Problem(UNUSED, "spd.x", "spd.x has no effect.")])
     (tmp_path / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
     template = TOOL_TEMPLATE if renders else TOOL_TEMPLATE.partition("{% endif %}")[2]

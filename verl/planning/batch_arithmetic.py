@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.planning.problems import Problem, wrong
+from verl.planning.problems import UNUSED, Problem, wrong
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -212,6 +212,9 @@ def splits_ranks(prefix: str, engine: Mapping[str, Any], ranks: int, sequences: 
     if not issues and sequences > 1 and ranks % sequences == 0 and ranks % (size * sequences):
         rule = f"{key}={size} x ulysses_sequence_parallel_size={sequences} does not divide the {ranks} ranks."
         issues.append(wrong(key, f"{rule} Lower one of them."))
+    if engine["sequence_parallel"] and size == 1:
+        what = f"{prefix}.sequence_parallel=True has no effect with {key}=1"
+        issues.append(Problem(UNUSED, f"{prefix}.sequence_parallel", f"{what}. Set {key} to the ranks that split a layer."))
     return issues
 
 

@@ -204,7 +204,9 @@ def check_splits(
                 findings.datasets[key], count = dataset, len(dataset)
                 findings.problems += row_problems(dataset, key, rows, lacks)
         except Exception as e:  # a user's class may raise anything; its text is the problem
-            findings.problems.append(wrong(key, f"{key}: {one_line(e)}"))
+            text = f": {one_line(e)}"
+            if not any(problem.message.endswith(text) for problem in findings.problems):  # of both splits alike
+                findings.problems.append(wrong(key, f"{key}{text}"))
             continue
         setattr(findings, f"{split}_prompts", count)
     return True

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -17,7 +17,7 @@ from verl.grading.pool import FatalGradingError
 from verl.tools.base_tool import BaseTool
 from verl.tools.journal import ToolJournal
 from verl.tools.schemas import ToolResponse, decode_arguments
-from verl.utils.user_code import full_traceback
+from verl.utils.user_code import defined_at, full_traceback
 
 #: What may go wrong, as counted in `ToolRunner.counts`. The first five are answered to the model.
 FAILURES = (
@@ -264,7 +264,7 @@ class ToolConversation:
         instance.started.append(given)
         made = await self._runner.limited(tool.create(given, **self._of(tool.name, "create")))
         if not isinstance(made, tuple) or len(made) != 2:
-            raise TypeError(f"create returned {made!r:.100}, not (instance id, ToolResponse)")
+            raise _wrong_type(tool.create, made, "(instance id, ToolResponse)")
         instance.id = made[0]
         instance.started = [made[0]]
 
@@ -273,7 +273,7 @@ class ToolConversation:
         async with runner._slots:
             answer = await runner.limited(tool.execute(instance.id, parameters, **kwargs))
         if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[0], ToolResponse):
-            raise TypeError(f"execute returned {answer!r:.100}, not (ToolResponse, reward, metrics)")
+            raise _wrong_type(tool.execute, answer, "(ToolResponse, reward, metrics)")
         response, reward, metrics = answer
         if response.text is not None:
             response = response.model_copy(update={"text": runner.cut(response.text)})
@@ -311,6 +311,12 @@ class ToolConversation:
                 if id == instance.id:  # a tool whose `create` failed need not know the id
                     text = f"release raised {type(error).__name__}: {error}."
                     self._runner.failed("release_failed", name, text, error)
+
+
+def _wrong_type(method: Callable[..., Any], returned: Any, expected: str) -> TypeError:
+    error = TypeError(f"{method.__name__} returned {returned!r:.100}, not {expected}")
+    error.add_note(f"It is defined as {defined_at(method)}.")  # in the log; the model reads the message only
+    return error
 
 
 def _finite(reward: Any) -> float:

@@ -124,9 +124,9 @@ def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):
 @pytest.mark.parametrize(("settings", "said"), [
     ("data.train_batch_size=12", "data.train_batch_size=12 cannot be shared evenly by 8 ranks. Use a multiple of 8."),
     ("data.train_batch_size=512", "data.train_files has 300 samples, which do not fill one batch of 512."),
-    ("data.prompt_key=extra_inf", "train.parquet, row 0: has no column 'extra_inf'"),
+    ("data.prompt_key=extra_inf", "train.parquet, row 0: there is no column 'extra_inf'"),
     ("data.prompt_key=question data.prompt_dict_keys=null",
-     "has no column 'question', but conversations in 'messages'. Set data.multiturn.enable=true."),
+     "there is no column 'question', but conversations in 'messages'. Set data.multiturn.enable=true."),
     ("trainer.resume_mode=resume_path", "trainer.resume_from_path=None must name a folder global_step_N"),
     ("optim.betas=[0.9]", "optim.betas=[0.9] must be two numbers"),
     ("model.external_lib=no_such_module", "model.external_lib=no_such_module cannot be imported"),
@@ -142,7 +142,7 @@ def test_what_cannot_work_is_wrong(published, tiny_llama, settings, said, capsys
     ({"model__partial_pretrain": "/no/such/folder"}, "model.partial_pretrain=/no/such/folder: the folder does"),
     ({"data__max_length": 4}, "row 0: the sample has 10 tokens, data.max_length=4"),
     ({"data__train_files": "/no/file.parquet"}, "/no/file.parquet: file does not exist"),
-    ({"data__response_key": "reply"}, "row 0: has no column 'reply'"),
+    ({"data__response_key": "reply"}, "row 0: there is no column 'reply'"),
     ({"data__micro_batch_size_per_gpu": 0}, "data.micro_batch_size_per_gpu=0 is too small; use 1 or more"),
 ])  # fmt: skip
 def test_a_start_with_a_mistake_ends_with_its_message(tmp_path, tiny_llama, more, said):

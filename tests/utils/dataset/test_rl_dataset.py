@@ -147,7 +147,7 @@ def test_several_processes_filter_alike_and_name_a_bad_row(tmp_path):
         ({"prompt": "1 + 2"}, "row 1: column 'prompt' is a string; expected a list of {role, content}"),
         ({"prompt": []}, "row 1: column 'prompt' is an empty list"),
         ({"prompt": [{"role": "user"}]}, "row 1: column 'prompt', message 0"),
-        ({"question": "1"}, "row 1: has no column 'prompt'"),
+        ({"question": "1"}, "row 1: there is no column 'prompt'"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, bad, message):

@@ -81,11 +81,11 @@ def test_the_first_rows_are_kept(tmp_path):
 
 def test_a_missing_column_and_a_number_are_refused(tmp_path):
     file = rows_of(tmp_path, [{"question": "1", "reply": "2"}, {"question": "1", "answer": 5}])
-    with pytest.raises(DatasetError, match=r"row 0: has no column 'answer' \(columns: question, reply\). Set data.re"):
+    with pytest.raises(DatasetError, match=r"row 0: there is no column 'answer' \(columns: question, reply\). Set data.re"):
         SFTDataset(file, make_tokenizer(), config())[0]
     with pytest.raises(DatasetError, match=r"row 1: column 'answer' is a int, not a text. Set data.response_key"):
         SFTDataset(file, make_tokenizer(), config())[1]
-    expected = (r"row 0: has no column 'q' and no column 'a' \(columns: question, reply\). "
+    expected = (r"row 0: there is no column 'q' and no column 'a' \(columns: question, reply\). "
                 "Set data.prompt_key and data.response_key.")  # fmt: skip
     with pytest.raises(DatasetError, match=expected):
         SFTDataset(file, make_tokenizer(), config(prompt_key="q", response_key="a"))[0]

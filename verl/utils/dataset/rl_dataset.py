@@ -162,9 +162,9 @@ class FileRows(Dataset):
         if name not in row:
             missing = {setting: name} | {key: other for key, other in (also or {}).items() if other not in row}
             names = " and no column ".join(f"'{other}'" for other in missing.values())
-            what = f"has no column {names} (columns: {', '.join(row)}). Set {' and '.join(missing)}."
+            what = f"there is no column {names} (columns: {', '.join(row)}). Set {' and '.join(missing)}."
             if isinstance(row.get("messages"), list) and setting == "data.prompt_key":
-                what = f"has no column '{name}', but conversations in 'messages'. Set data.multiturn.enable=true."
+                what = f"there is no column '{name}', but conversations in 'messages'. Set data.multiturn.enable=true."
             raise MissingColumn(str(self.error(item, what)))
         return row[name]
 
