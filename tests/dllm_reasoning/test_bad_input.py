@@ -42,7 +42,7 @@ def exit_message(config) -> str:
       "iterative.self_generate.reward_function: 'pkg://math' has no 'compute_score'"),
      (["iterative.self_generate.enable=true"], "needs iterative.self_generate.reward_function.path"),
      (["+iterative.nois_min=0.1"], "iterative.nois_min"),
-     (["data.prompt_key=question"], "there is no column 'question' (columns: instruction, output). Set data.prompt_key"),
+     (["data.prompt_key=question"], "no column 'question' (columns: instruction, output). Set data.prompt_key"),
      (["data.max_length=4"], "tokens, data.max_length=4. Raise it, or set data.truncation")],
 )  # fmt: skip
 def test_config_errors_name_key_and_fix(assets, tmp_path, overrides, message):

@@ -18,8 +18,8 @@ ARITHMETIC = (
     "Use a multiple of 2 (8 or 10)."
 )
 CASES = {
-    "column": ({"data.prompt_key": "question"}, "train.jsonl, row 0: there is no column 'question' (columns: data_source, "
-               "prompt, reward_model, extra_info). Set data.prompt_key."),
+    "column": ({"data.prompt_key": "question"}, "train.jsonl, row 0: there is no column 'question' (columns: "
+               "data_source, prompt, reward_model, extra_info). Set data.prompt_key."),
     "template": ({"actor_rollout_ref.model.tokenizer_path": "{plain}"}, TEMPLATE),
     "length": ({"data.max_response_length": 0}, "data.max_response_length=0"),
     "file": ({"custom_reward_function.path": "{here}/none.py"}, "custom_reward_function.path: no Python file at"),

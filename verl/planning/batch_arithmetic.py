@@ -213,8 +213,8 @@ def splits_ranks(prefix: str, engine: Mapping[str, Any], ranks: int, sequences: 
         rule = f"{key}={size} x ulysses_sequence_parallel_size={sequences} does not divide the {ranks} ranks."
         issues.append(wrong(key, f"{rule} Lower one of them."))
     if engine["sequence_parallel"] and size == 1:
-        what = f"{prefix}.sequence_parallel=True has no effect with {key}=1"
-        issues.append(Problem(UNUSED, f"{prefix}.sequence_parallel", f"{what}. Set {key} to the ranks that split a layer."))
+        what = f"{prefix}.sequence_parallel=True has no effect with {key}=1. Set {key} to the ranks that split a layer."
+        issues.append(Problem(UNUSED, f"{prefix}.sequence_parallel", what))
     return issues
 
 

@@ -81,7 +81,7 @@ def test_the_first_rows_are_kept(tmp_path):
 
 def test_a_missing_column_and_a_number_are_refused(tmp_path):
     file = rows_of(tmp_path, [{"question": "1", "reply": "2"}, {"question": "1", "answer": 5}])
-    with pytest.raises(DatasetError, match=r"row 0: there is no column 'answer' \(columns: question, reply\). Set data.re"):
+    with pytest.raises(DatasetError, match=r"row 0: there is no column 'answer' \(columns: question, reply\). Set"):
         SFTDataset(file, make_tokenizer(), config())[0]
     with pytest.raises(DatasetError, match=r"row 1: column 'answer' is a int, not a text. Set data.response_key"):
         SFTDataset(file, make_tokenizer(), config())[1]
