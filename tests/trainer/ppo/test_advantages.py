@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import apply_kl_penalty, compute_advantage
@@ -34,3 +35,17 @@ def test_estimator_gets_groups_by_uid_and_ignores_what_it_does_not_name():
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     compute_advantage(data, "grpo", norm_adv_by_std_in_grpo=False, num_repeat=2)
     assert data.batch["advantages"].tolist() == [[-0.5, -0.5, 0.0], [0.5, 0.5, 0.5]]
+
+
+def test_a_step_of_equal_rewards_is_a_warning():
+    messages, data = [], scored()
+    sink = logger.add(lambda message: messages.append(str(message)), level="WARNING")
+    try:
+        data.batch["token_level_rewards"] = torch.tensor([[0.0, 0.1, 0.0], [0.0, 0.0, 0.1]])
+        compute_advantage(data, "grpo")
+        assert "All advantages of this step are 0 (mean reward 0.1)" in messages.pop()
+        data.batch["token_level_rewards"][0, 1] = 0.2
+        compute_advantage(data, "grpo")
+    finally:
+        logger.remove(sink)
+    assert not messages

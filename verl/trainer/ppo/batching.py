@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from loguru import logger
 
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
@@ -245,5 +246,13 @@ def compute_advantage(
     settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
                 "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
-    data.batch["advantages"], data.batch["returns"] = core_algos.estimate_advantages(adv_estimator, inputs)
+    advantages, returns = core_algos.estimate_advantages(adv_estimator, inputs)
+    data.batch["advantages"], data.batch["returns"] = advantages, returns
+    if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
+        reward = data.batch["token_level_rewards"].sum(-1).mean().item()
+        logger.warning(
+            f"All advantages of this step are 0 (mean reward {reward:.4g}), so its policy loss is 0. With GRPO the "
+            "samples of each prompt have equal rewards then: check the reward function, and whether the prompts are "
+            "too easy or too hard for the model."
+        )
     return data
