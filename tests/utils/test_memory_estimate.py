@@ -26,7 +26,7 @@ def test_no_more_logits_are_counted_than_the_policy_holds_at_once(tiny_llama, tm
 def test_gradients_are_counted_as_the_engine_keeps_them(tiny_llama):
     """4 ranks: a quarter of float32 gradients; with defer_gradient_sync also all of them whole."""
     size = measure_model(AutoConfig.from_pretrained(tiny_llama))
-    engine = {"model_dtype": "fp32", "dtype": "bfloat16", "tensor_parallel_size": 1}
+    engine = {"model_dtype": "fp32", "dtype": "bfloat16", "tensor_parallel_size": 1, "sequence_parallel": False}
     parts = [training_memory(size, engine, 4, 100, 10, False, deferred) for deferred in (False, True)]
     assert parts[0]["gradients"] == size.parameters and parts[1]["gradients"] == 5 * size.parameters
     assert {name for name in parts[0] if parts[0][name] != parts[1][name]} == {"gradients"}
@@ -36,9 +36,13 @@ def test_gradients_are_counted_as_the_engine_keeps_them(tiny_llama):
 
 def test_ranks_that_split_layers_share_what_is_inside_them(tiny_llama):
     size = measure_model(AutoConfig.from_pretrained(tiny_llama))
-    engine = {"model_dtype": "fp32", "dtype": "float32"}
+    engine = {"model_dtype": "fp32", "dtype": "float32", "sequence_parallel": False}
     whole, half = (training_memory(size, engine | {"tensor_parallel_size": n}, 4, 100, 10, False) for n in (1, 2))
     gathered = "a gathered layer, the next one, a layer's gradient"
     assert whole[gathered] - 24 <= 2 * half[gathered] <= whole[gathered] and half["weights"] == whole["weights"]
     name = "activations of a micro-batch"
     assert whole[name] == 100 * size.hidden * size.layers * 34 * 4 and half[name] * 34 == whole[name] * 22
+    split = engine | {"tensor_parallel_size": 2, "sequence_parallel": True}
+    assert 2 * training_memory(size, split, 4, 100, 10, False)[name] == whole[name]
+    # 2 layers: of both ranks together 2 hidden states and one layer at work, instead of twice as much
+    assert training_memory(size, split, 4, 100, 10, True)[name] == 100 * size.hidden * (1 + 17) * 4

@@ -107,16 +107,16 @@ def check_tensor_parallel(config: DictConfig, findings: Findings, key: str) -> I
         yield wrong(key, f"{key}={size}: {reason}")
 
 
-def check_liger(config: DictConfig, key: str, size_key: str = "") -> Iterator[Problem]:
-    """What use_liger of the model under `key` needs: GPUs, the package, and whole layers (`size_key`: ranks of one)."""
+def check_liger(config: DictConfig, key: str, *size_keys: str) -> Iterator[Problem]:
+    """What use_liger of the model under `key` needs: GPUs, the package, and whole layers (`size_keys`: its ranks)."""
     key = f"{key}.use_liger"
     if not OmegaConf.select(config, key):
         return
     if config.trainer.device == "cpu":
         yield wrong(key, f"{key}=true needs GPUs for its kernels, and trainer.device=cpu. Set it to false.")
-    elif size_key and (size := OmegaConf.select(config, size_key)) > 1:
-        yield wrong(key, f"{key}=true does not work with {size_key}={size}: its kernels take whole layers. Set it to "
-                         "false.")  # fmt: skip
+    elif split := next((name for name in size_keys if OmegaConf.select(config, name) > 1), None):
+        size = OmegaConf.select(config, split)
+        yield wrong(key, f"{key}=true does not work with {split}={size}: its kernels take whole layers. Disable it.")
     elif importlib.util.find_spec("liger_kernel") is None:
         yield absent(key, f"{key}=true: the package liger-kernel is not installed here; pip install -e .[liger]")
 

@@ -78,16 +78,19 @@ def training_memory(
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of one rank by part for a micro-batch of `tokens`, of which `logits` need the vocabulary at once.
 
-    `engine` has model_dtype, dtype and tensor_parallel_size; weights are shared by `shards` ranks. `deferred`:
-    gradients are exchanged after the last micro-batch only, and kept whole in float32 until then.
+    `engine` has model_dtype, dtype, tensor_parallel_size and sequence_parallel; weights are shared by `shards` ranks.
+    `deferred`: gradients are exchanged after the last micro-batch only, and kept whole in float32 until then.
     """
     master, compute, split = BYTES[engine["model_dtype"]], BYTES[engine["dtype"]], engine["tensor_parallel_size"]
     frozen = compute if size.frozen_computes else master
     # With checkpointing one hidden state a layer stays and one layer is recomputed (about 34 values a hidden
     # unit); without it every layer keeps those. A frozen one leaves nothing but the layer at work. Tensor parallel
-    # ranks share 24 of the 34 (Korthikanti et al. 2022, arXiv 2205.05198).
-    in_layer = 10 + -(-24 // split)
-    kept = size.trained_layers + in_layer if checkpointed else in_layer * max(1, size.trained_layers)
+    # ranks share 24 of the 34, with sequence_parallel all of them and what is between layers (Korthikanti et al. 2022,
+    # arXiv 2205.05198).
+    between = split if engine["sequence_parallel"] else 1
+    in_layer = -(-10 // between) + -(-24 // split)
+    hidden_states = -(-size.trained_layers // between)
+    kept = hidden_states + in_layer if checkpointed else in_layer * max(1, size.trained_layers)
     gathered = size.parameters // max(1, size.layers) // split if shards > split else 0
     return {
         "weights": (size.trainable * master + (size.parameters - size.trainable) * frozen) // shards,
