@@ -3,15 +3,18 @@
 import re
 from fractions import Fraction
 
-_NUMBER = r"[-+]?\s*\\?[$€£]?\s*[-+]?\d[\d,]*(?:\.\d+)?(?:\s*/\s*\d+)?"
-_MARKUP = r"[\s*_`$(:]*(?:\\\(|\\\[)?\s*"  # of chat models: bold, code, TeX
-_CALCULATION = r"(?:(?:[-+*/×÷()\d,$%\s]|\.\d|\\times|\\cdot|\b[a-zA-Z]\b)+=\s*)*"  # "3 * 6 =", "x ="
-_MARKED = re.compile(rf"(?:answer[*_`\s]*(?:is\b|:)|####){_MARKUP}({_CALCULATION}{_NUMBER})", re.IGNORECASE)
+# Neighbours of a quantifier never match the same characters, unless it is possessive (*+): a text of spaces or equal
+# signs would take exponential time otherwise.
+_NUMBER = r"\s*+[-+]?\s*+\\?[$€£]?\s*+[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:\s*/\s*\d+)?"
+_MARKUP = r"[\s*_`$(:]*+(?:\\\(|\\\[)?\s*+"  # of chat models: bold, code, TeX
+_ABOUT = r"(?:(?:about|approximately|roughly|USD|≈|\\approx)\s*+)?"
+_CALCULATION = r"(?:(?:[-+*/×÷()\d,$%\s]|\.\d|\\times|\\cdot|\b[a-z]\b)++=)*"  # "3 * 6 =", "x ="
+_MARKED = re.compile(rf"(?:answer[*_`\s]*+(?:is\b|:)|####){_MARKUP}{_ABOUT}({_CALCULATION}{_NUMBER})", re.IGNORECASE)
 _BOXED = "\\boxed{"
-_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}(?:\^\{?\d\}?)?")  # \text{ cm}^2
 _SPACING = re.compile(r"\\[,;!: ]|~|\*\*|\\(?:left|right)\b|\\?[$€£%]|\^\{?\\circ\}?|\s+")
-_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")
-_QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?: ?/ ?\d+)?)(?: ?[a-zA-Z]{2,}[a-zA-Z ./]*)?\.?")
+_FRACTION = re.compile(r"([-+]?)(\d*)\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")  # 3\frac{1}{2} is 3.5
+_QUANTITY = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?: ?/ ?\d+)?)(?: ?[a-zA-Z]{2,}[a-zA-Z ./]*(?:\^\{?\d\}?)?)?\.?")
 
 
 def extract_answer(text: str) -> str | None:
@@ -75,8 +78,11 @@ def is_correct(text: str, ground_truth: object) -> bool:
 
 
 def _value(answer: str) -> Fraction | None:
-    """The value of a normalised number or fraction; None for anything else."""
+    """The value of a normalised number, fraction or mixed number; None for anything else."""
     try:
-        return Fraction(_FRACTION.sub(r"\1\2/\3", answer))
+        if mixed := _FRACTION.fullmatch(answer):
+            sign, whole, numerator, denominator = mixed.groups()
+            return int(f"{sign}1") * (int(whole or 0) + Fraction(int(numerator), int(denominator)))
+        return Fraction(answer)
     except (ValueError, ZeroDivisionError):
         return None

@@ -82,7 +82,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
         record.write_text(json.dumps(me) + "\n", encoding="utf-8")
         # Our actors have their own environment: Ray's prestarted workers would never be used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        # Ray gives its workers niceness 15, with which they hardly start beside other work.
+        # Ray gives its workers niceness 15, with which they hardly run while other processes are busy.
         os.environ.setdefault("RAY_worker_niceness", "0")
         # Ray warns that its token authentication is on, as it should be.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
