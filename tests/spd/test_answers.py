@@ -1,5 +1,7 @@
 """Answers out of texts, and their comparison with the ground truth, by tables of cases."""
 
+import time
+
 import pytest
 
 from recipe.spd.answers import extract_answer, is_correct
@@ -42,6 +44,14 @@ from recipe.spd.answers import extract_answer, is_correct
         (r"\boxed{2x}", "2x"),
         (r"\boxed{007.50}", "7.5"),
         (r"\boxed{\text{Monday}}", "Monday"),
+        (r"\boxed{5 cm^2}", "5"),
+        (r"\boxed{5\text{ cm}^2}", "5"),
+        (r"\boxed{3\frac{1}{2}}", r"3\frac{1}{2}"),
+        ("the answer is about 18", "18"),
+        (r"the answer is \( \approx 18 \)", "18"),
+        ("the answer is USD 18", "18"),
+        ("the answer is 1.5e3", "1.5e3"),
+        ("the answer is 3 * 6 = 18 = unknown", "18"),
     ],
 )
 def test_answers_by_hand(text, answer):
@@ -61,6 +71,10 @@ def test_answers_by_hand(text, answer):
         ("the answer is 1/2", r"\frac{1}{2}", True),
         (r"\boxed{.5}", "0.50", True),
         (r"\boxed{2x}", "2", False),
+        (r"\boxed{3\frac{1}{2}}", "3.5", True),
+        (r"\boxed{-3\frac{1}{2}}", "-3.5", True),
+        (r"\boxed{\frac{-1}{2}}", "-0.5", True),
+        ("the answer is 1.5e3", "1500", True),
         pytest.param(r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True, marks=pytest.mark.process),  # by math-verify
         pytest.param(r"\boxed{x^2 + 2x}", "(x+1)^2", False, marks=pytest.mark.process),
         (r"\boxed{\text{Monday}}", "Monday", True),
@@ -69,3 +83,16 @@ def test_answers_by_hand(text, answer):
 )
 def test_an_answer_is_compared_whole_and_by_value(text, truth, right):
     assert is_correct(text, truth) is right
+
+
+@pytest.mark.parametrize("text", [
+    "answer is x" + " = y" * 2000, "answer is 1" + "=  " * 2000 + "x", "answer is" + " " * 20000 + "x",
+    "answer is" + "\n" * 20000, "answer is " * 2000 + "x", "answer is " + "a b " * 5000, "answer is " + "1 / " * 5000,
+    "answer is -" + " " * 20000 + "$", r"\boxed{" + "5 " * 5000, r"\boxed{5 " + "ab " * 5000 + "!}",
+    r"\boxed{" + "1, " * 5000 + "}",
+])  # fmt: skip
+def test_no_answer_takes_long(text):
+    """A degenerate answer of a model must not hold up a rank: minutes with nested quantifiers, milliseconds here."""
+    started = time.process_time()
+    extract_answer(text)
+    assert time.process_time() - started < 5
