@@ -56,7 +56,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--epochs": ("trainer.total_epochs", {"type": int}),
     "--steps": ("trainer.total_training_steps", {"type": int, "help": "stop after so many steps"}),
     "--lr": ("actor_rollout_ref.actor.optim.lr", {"type": float}),
-    "--max-tokens": ("spd.rollout.max_tokens", {"type": int, "help": "longest completion"}),
+    "--max-tokens": ("spd.rollout.max_tokens", {"type": int, "help": "longest answer, from the question's end"}),
     "--seed": ("data.seed spd.seed", {"type": int, "default": 42}),
     "--ranks": ("trainer.n_gpus_per_node", {"type": int, "default": 1, "help": "GPUs, or CPU ranks, of a node"}),
     "--device": ("trainer.device", {"choices": ("cuda", "cpu")}),
@@ -90,7 +90,7 @@ def training_overrides(args: argparse.Namespace, train: PreparedData, val: Prepa
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if args.device == "cpu" else "bfloat16",
         "trainer.val_before_train": bool(val), "spd.rollout.servers": os.environ.get("SPD_VLLM_URLS") or None,
     }  # fmt: skip
-    if args.backbone == "own" and args.device != "cpu":
+    if (_given(args.overrides, "spd.backbone") or args.backbone) == "own" and args.device != "cpu":
         # Each forward reads whole contexts: memory is bounded by tokens, and padding is not read.
         switches = ("model.enable_gradient_checkpointing", "model.use_remove_padding", "actor.use_dynamic_bsz")
         settings |= {f"actor_rollout_ref.{name}": True for name in switches}
@@ -259,7 +259,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger.info("trains in this process as {}", " ".join(build_training_command(args, train, val)))
     if args.supervised:
         from recipe.spd.supervised import train_supervised
+        from verl.trainer.main_ppo import exit_if_wrong
+        from verl.trainer.ppo.plan import dry_run
 
+        if config.trainer.dry_run:
+            return dry_run(config, known=known)
+        exit_if_wrong(config, known)
         logger.info("supervised scorer: {}", train_supervised(config, args.label_budget))
     else:
         run_training(config, known)

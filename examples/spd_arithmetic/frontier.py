@@ -6,7 +6,7 @@
 Each seed is a test bed, three trainings (GRPO, supervised with as many completions, GRPO from the supervised scorer)
 and an evaluation of its own below OUT; what is there already is reused. Thresholds are chosen on validation questions,
 all figures are of test questions. Ends with tables and a picture for each softness, OUT/frontier.json, and the figures
-over seeds at the last softness in benchmarks/results/spd_seeds.json. With --kept, rows of whole seeds are written to a
+over seeds at softness 0.2 in benchmarks/results/spd_seeds.json. With --kept, rows of whole seeds are written to a
 folder, and those that are there already are not measured again: the measurement can be spread over machines.
 """
 
@@ -37,7 +37,9 @@ HARMLESS_SHARES = ("0.9", "0.85", "0.8", "0.75", "0.7", "0.65", "0.6", "0.5")  #
 DROPS = tuple(i / 1000 for i in range(0, 31, 5))  # shares: 0 to 3 points
 SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, GRPO from there
 TRAINED = tuple(legend for name in SCORERS for rules, legend, *_ in CURVES if name in rules)
+HEADLINE = 0.2  # the softness of the demo
 NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 2, 3, ... seeds
 RESULTS = ROOT / "benchmarks" / "results" / "spd_seeds.json"
 console = Console()
 
@@ -114,6 +116,10 @@ def one_seed(args: argparse.Namespace, seed: int, softness: float) -> Seed:
         if list(done.items())[: number + 1] == list(planned.items())[: number + 1]:
             continue  # it and all before it ran with the same commands
         done = dict(list(planned.items())[:number])
+        if name == "training":  # the number of its completions is the label budget: those of a killed one count too
+            shutil.rmtree(out / "run", ignore_errors=True)
+            for file in out.glob("completions.sqlite3*"):
+                file.unlink()
         if name == "supervised":
             command = [*command, "--label-budget", str(completions_used(out / "run" / "metrics.jsonl"))]
         with console.status(f"u = {softness:g}, seed {seed}: {name}"):
@@ -209,8 +215,10 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def seed_figures(seeds: Sequence[Seed]) -> dict[str, float]:
-    """Of each scorer at its validation-chosen threshold on test questions: gain_min and gain_mean, its accepted draft
-    tokens per forward over exact match's, and drop_max in points; of the smallest, the mean and the largest seed.
+    """Of each scorer at its validation-chosen threshold on test questions: gain, its accepted draft tokens per forward
+    over exact match's, drop in points, tokens per forward, target forwards per question over exact match's. min, mean
+    and max are over seeds, sd is between seeds, and ci the half width of the mean's 95 % interval (Student's t), in
+    which both seeds and questions vary.
     """
     figures = {}
     for rule in SCORERS:
@@ -218,10 +226,17 @@ def seed_figures(seeds: Sequence[Seed]) -> dict[str, float]:
         by_rule = [{row.rule: row for row in seed.test} for seed in seeds]
         gains = [rows[rule].accepted_per_forward / rows["exact"].accepted_per_forward for rows in by_rule]
         drops = [100 * rows[rule].drop for rows in by_rule]
+        tokens = [rows[rule].tokens_per_forward for rows in by_rule]
+        forwards = [rows[rule].forwards_per_question / rows["exact"].forwards_per_question for rows in by_rule]
         figures |= {f"{prefix}_gain_min": min(gains), f"{prefix}_gain_mean": statistics.fmean(gains),
-                    f"{prefix}_drop_mean": statistics.fmean(drops), f"{prefix}_drop_max": max(drops)}  # fmt: skip
+                    f"{prefix}_drop_mean": statistics.fmean(drops), f"{prefix}_drop_max": max(drops),
+                    f"{prefix}_tokens_per_forward_mean": statistics.fmean(tokens),
+                    f"{prefix}_forwards_mean": statistics.fmean(forwards)}  # fmt: skip
         if len(seeds) > 1:
-            figures |= {f"{prefix}_gain_sd": statistics.stdev(gains), f"{prefix}_drop_sd": statistics.stdev(drops)}
+            for name, values in (("gain", gains), ("drop", drops)):
+                spread = statistics.stdev(values)
+                width = T_95[min(len(seeds), len(T_95) + 1) - 2] * spread / math.sqrt(len(seeds))
+                figures |= {f"{prefix}_{name}_sd": spread, f"{prefix}_{name}_ci": width}
     return figures
 
 
@@ -323,8 +338,9 @@ def main(argv: list[str] | None = None) -> int:
             **figures, "comparison": comparison, "verdicts": verdicts(comparison),
             "rows": [asdict(row) for row in rows],
         }  # fmt: skip
+        if softness == HEADLINE:
+            args.results.write_text(json.dumps(figures, indent=1) + "\n")
     (args.out / "frontier.json").write_text(json.dumps(result, indent=1))
-    args.results.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 

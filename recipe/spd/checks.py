@@ -17,12 +17,15 @@ from verl.utils.redact import redact_text
 
 @register_check
 def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]:
-    """Wrong settings of group spd, a missing separator or model; servers that do not answer are absent."""
+    """Wrong settings of group spd, a store on a network file system, a missing separator or model; servers that do not
+    answer are absent.
+    """
     from transformers import AutoConfig
 
     from recipe.spd.client import URLS_VARIABLE, server_urls
     from recipe.spd.dataset import SEP_VARIABLE, resolve_sep_token_id
     from recipe.spd.settings import SPDSettings
+    from recipe.spd.store import StoreError, check_store_path
     from verl.planning.checks import ModelError, load_model_part
 
     rollout = config.actor_rollout_ref.rollout
@@ -34,6 +37,10 @@ def check_servers_and_separator(config: Any, findings: Any) -> Iterator[Problem]
     except (TypeError, ValueError) as e:
         yield wrong("spd", str(e))
         return
+    try:
+        check_store_path(Path(settings.rollout.store_path).expanduser())
+    except StoreError as e:
+        yield wrong("spd.rollout.store_path", str(e))
     yield from _check_servers(urls, settings, f"spd.rollout.servers ({URLS_VARIABLE})")
     models = {"spd.target_path": settings.target_path}
     if settings.rollout.rounds > 1:

@@ -238,7 +238,7 @@ def _start(models: Sequence[nn.Module], contexts: dict[int, list[int]], new_toke
                 f"a prompt of {max(lengths)} tokens and {new_tokens} new ones do not fit into the {limit} positions of "
                 f"{type(model).__name__}; shorten the prompt or lower max_new_tokens"
             )
-        _refuse_other_attention(model, max(lengths) + new_tokens)
+        refuse_other_attention(model, max(lengths) + new_tokens)
         layers = model.config.get_text_config().num_hidden_layers
         cache = RowCache(len(lengths), max(lengths) + new_tokens + spare, layers)
         if width:
@@ -343,7 +343,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], gamma: int, max_new_tokens:
             raise ValueError(f"prompt {index} is empty; give it at least one token, for example the bos token")
 
 
-def _refuse_other_attention(model: nn.Module, length: int) -> None:
+def refuse_other_attention(model: nn.Module, length: int) -> None:
     """Raise ValueError where some layer of the model would not attend to all of `length` tokens."""
     config = model.config.get_text_config().to_dict()
     usual = "sliding_attention" if config.get("sliding_window") else "full_attention"

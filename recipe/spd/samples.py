@@ -77,7 +77,7 @@ class JudgedBlock:
             "is_correct_hybrid": None if self.correct is None else int(self.correct),
             "is_correct_baseline": int(self.baseline_correct), "hybrid_length": self.length,
             "baseline_length": None if self.baseline is None else len(self.baseline.token_ids),
-            "hit_limit": self.completion.hit_limit, "asked": self.unfinished is not None,
+            "truncated": self.truncated, "hit_limit": self.completion.hit_limit, "asked": self.unfinished is not None,
         }  # fmt: skip
 
     def segments(self, tokenizer: Any) -> list[dict[str, str]]:

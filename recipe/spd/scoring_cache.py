@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from recipe.spd.dataset import build_spd_input, left_padded_layout
+from recipe.spd.decoder import refuse_other_attention
 from recipe.spd.masks import MASKS, create_position_ids
 from recipe.spd.scoring_model import ScoringActor
 from verl.utils.kv_cache import RowCache, drop_rows
@@ -33,7 +34,10 @@ class CachedScorer:
         self, rows: Sequence[int], contexts: Sequence[list[int]], drafts: Sequence[list[int]],
         targets: Sequence[list[int]], device: torch.device,
     ) -> torch.Tensor:  # fmt: skip
-        """z [B, longest draft] float32 of B blocks, as ScoringActor.forward; `rows` name the questions."""
+        """z [B, longest draft] float32 of B blocks, as ScoringActor.forward; `rows` name the questions.
+
+        Raises ValueError for a backbone whose sliding window is shorter than a block with its context.
+        """
         config, backbone = self.model.config, self.model.backbone
         built = [build_spd_input(c, d, t, self.sep) for c, d, t in zip(contexts, drafts, targets, strict=True)]
         known = self._known(rows, contexts, max(len(ids) for ids, _ in built))
@@ -43,6 +47,8 @@ class CachedScorer:
         ids = torch.tensor([ids + [self.pad] * (total - len(ids)) for ids, _ in built], device=device)
         text = torch.tensor([[1] * len(ids) + [0] * (total - len(ids)) for ids, _ in built], device=device)
         layout = torch.tensor([left_padded_layout(offsets, 0) for _, offsets in built], device=device)
+        if config.attention == "causal":  # the other masks replace the model's own
+            refuse_other_attention(backbone, total)
         columns = torch.tensor(known, device=device)[:, None] + torch.arange(width, device=device)
         dtype = next(backbone.parameters()).dtype
         mask = self._cache.announce(columns, dtype)

@@ -42,6 +42,15 @@ class StoreError(RuntimeError):
     """A store cannot be used; the message names the file."""
 
 
+def check_store_path(path: Path) -> None:
+    """Raise StoreError for a path on a network file system."""
+    if (kind := file_system(path)) in NETWORK_FILE_SYSTEMS:
+        raise StoreError(
+            f"store {path} lies on {kind}: the write-ahead log needs memory that its processes share, which a network "
+            "file system does not give. Name a file on a local disk (spd.rollout.store_path)."
+        )
+
+
 class CompletionStore:
     """Completions by context, for one model fingerprint and one set of sampling parameters, in a SQLite file (WAL).
 
@@ -51,11 +60,7 @@ class CompletionStore:
     def __init__(self, path: str | Path, model_fingerprint: str, sampling: Mapping[str, Any]) -> None:
         self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if (kind := file_system(self.path)) in NETWORK_FILE_SYSTEMS:
-            raise StoreError(
-                f"store {self.path} lies on {kind}: the write-ahead log needs memory that its processes share, which a "
-                "network file system does not give. Name a file on a local disk (spd.rollout.store_path)."
-            )
+        check_store_path(self.path)
         self._salt = f"{model_fingerprint}\n{json.dumps(dict(sampling), sort_keys=True)}\n".encode()
         try:
             self._db = sqlite3.connect(

@@ -51,14 +51,20 @@ def label_blocks(
                 if known < len(places):  # accept all that is known to be harmless and one more
                     actions = tuple(int(at <= places[known]) for at in range(len(pairs)))
                     judged[i] = judged_block(infos[i], actions, eos, 1)
-            requests = [request for block in judged.values() for request in block.requests(max_tokens)]
-            if budget is not None and len(used.union(requests)) > budget:
-                return labels, len(used)
-            used.update(requests)
+            asked = {i: block.requests(max_tokens) for i, block in judged.items()}
+            for i, wanted in asked.items():
+                if budget is not None and len(used.union(wanted)) > budget:
+                    judged = {k: block for k, block in judged.items() if k < i}
+                    budget = len(used)  # spent: this is the last pass
+                    break
+                used.update(wanted)
+            requests = [request for i in judged for request in asked[i]]
             grade_blocks(list(judged.values()), completer.complete(requests)[0], tokenizer, max_tokens)
             for i, block in judged.items():
                 if block.baseline_correct and block.correct is not None:
                     labels.setdefault(i, []).append(block.correct)
+            if budget is not None and len(used) == budget:
+                return labels, len(used)
             open_blocks = [i for i, b in judged.items() if b.baseline_correct and b.correct]
     return labels, len(used)
 
@@ -66,13 +72,15 @@ def label_blocks(
 def train_supervised(config: DictConfig, budget: int | None) -> Path:
     """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
 
-    Optimizer, rate, batch size, steps and seed are those of the config. `budget` is the number of completions that
-    labels may use; None labels every block.
+    Optimizer, schedule, batch size, micro-batch size, steps and seed are those of the config. `budget` is the number of
+    completions that labels may use; None labels every block.
     """
     from spd_scorer import load_spd_scorer
+    from verl.config.optimizer import build_optimizer
     from verl.utils.config import omega_conf_to_dataclass
     from verl.utils.tokenizer import hf_tokenizer
     from verl.workers.config import RolloutConfig
+    from verl.workers.engine.build import build_lr_scheduler
 
     model, actor, steps = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.trainer
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
@@ -98,24 +106,29 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     loader = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     dtype = getattr(torch, actor.fsdp_config.dtype)
     scorer = load_spd_scorer(files, dtype, **loader).to(device).train()
-    optimizer = torch.optim.AdamW(
-        [p for p in scorer.parameters() if p.requires_grad], lr=actor.optim.lr, betas=tuple(actor.optim.betas),
-        weight_decay=actor.optim.weight_decay,
-    )  # fmt: skip
-    count = steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / count)
+    optim = omega_conf_to_dataclass(actor.optim)
+    optim.total_training_steps = count = (
+        steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
+    )
+    optimizer = build_optimizer(scorer.named_parameters(), optim)
+    schedule = build_lr_scheduler(optimizer, optim)
     sep = resolve_sep_token_id(tokenizer, read=scorer.config.backbone == "own")
     order, losses = random.Random(config.spd.seed), []
-    max_norm = omega_conf_to_dataclass(actor.optim).max_grad_norm(actor.grad_clip)
+    max_norm = optim.max_grad_norm(actor.grad_clip)
+    micro = max(1, actor.ppo_micro_batch_size_per_gpu // settings.n)  # blocks; in GRPO each has n samples
     for step in range(count):
         batch = order.sample(sorted(labels), min(config.data.train_batch_size, len(labels)))
-        loss = _loss(scorer, [infos[i] for i in batch], [labels[i] for i in batch], sep, tokenizer.pad_token_id, device)
         optimizer.zero_grad()
-        loss.backward()
+        losses.append(0.0)
+        for part in (batch[first : first + micro] for first in range(0, len(batch), micro)):
+            blocks, known = [infos[i] for i in part], [labels[i] for i in part]
+            loss = _summed_loss(scorer, blocks, known, sep, tokenizer.pad_token_id, device)
+            loss = loss / sum(len(labels[i]) for i in batch)
+            loss.backward()
+            losses[-1] += loss.item()
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_norm)
         optimizer.step()
         schedule.step()
-        losses.append(loss.item())
         if (step + 1) % 10 == 0:
             logger.info("step {} of {}: cross-entropy {:.4f}", step + 1, count, sum(losses[-10:]) / 10)
     folder = Path(config.trainer.default_local_dir) / FOLDER
@@ -125,11 +138,11 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     return folder
 
 
-def _loss(
+def _summed_loss(
     scorer: Any, infos: Sequence[dict[str, Any]], labels: Sequence[Sequence[bool]], sep: int, pad: int,
     device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """Mean cross-entropy of sigmoid(z) over the labelled mismatches; a label is True where the mismatch is harmless."""
+    """Cross-entropy of sigmoid(z), summed over the labelled mismatches; a label is True where one is harmless."""
     columns = ([info[name] for info in infos] for name in ("context_ids", "draft_ids", "target_ids"))
     blocks = SPDInputData.from_blocks(*columns, sep_token_id=sep, pad_token_id=pad, device=device)
     z = scorer(**blocks.as_kwargs())
@@ -140,4 +153,5 @@ def _loss(
         rows += [row] * len(known)
         places += mismatches[: len(known)]
         wanted += known
-    return F.binary_cross_entropy_with_logits(z[rows, places], torch.tensor(wanted, dtype=z.dtype, device=device))
+    truth = torch.tensor(wanted, dtype=z.dtype, device=device)
+    return F.binary_cross_entropy_with_logits(z[rows, places], truth, reduction="sum")

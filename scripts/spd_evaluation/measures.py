@@ -31,6 +31,7 @@ class EvaluationRow:
     harmless_accepted: float | None  # share of the labelled mismatches accepted; None without a judge
     harmful_accepted: float | None
     seconds: float
+    forwards_per_question: float  # of the target, for one answer
 
 
 def measure(
@@ -76,6 +77,7 @@ def measure(
         harmless_accepted=None,
         harmful_accepted=None,
         seconds=result.seconds,
+        forwards_per_question=rounds / len(result.rounds),
     )
 
 
@@ -147,10 +149,19 @@ def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelle
 
 
 def accuracy_on_curve(rows: Sequence[EvaluationRow], accepted_per_forward: float) -> float | None:
-    """Accuracy of a swept rule at a given speed, straight lines between its points; None outside of its range."""
-    points = sorted((row.accepted_per_forward, row.accuracy) for row in rows)
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        if x0 <= accepted_per_forward <= x1:
-            part = (accepted_per_forward - x0) / (x1 - x0) if x1 > x0 else 0.0
-            return y0 + part * (y1 - y0)
+    """Accuracy of a swept rule at a given speed; None outside of its range.
+
+    Between two thresholds it is that of a coin for each question between them, which mixes the sums of accepted tokens
+    and of forwards.
+    """
+    points = sorted(rows, key=lambda row: row.accepted_per_forward)
+    for low, high in zip(points, points[1:], strict=False):
+        if low.accepted_per_forward <= accepted_per_forward <= high.accepted_per_forward:
+            # Forwards per token of the target's own answers times what the speed lacks, or exceeds, of the wanted one.
+            lacks, exceeds = (
+                abs(row.accepted_per_forward - accepted_per_forward) * row.output_length_ratio / row.tokens_per_forward
+                for row in (low, high)
+            )
+            part = lacks / (lacks + exceeds) if lacks + exceeds else 0.0
+            return (1 - part) * low.accuracy + part * high.accuracy
     return None

@@ -1,4 +1,4 @@
-"""The picture of an evaluation: accuracy against accepted draft tokens per target forward."""
+"""The picture of an evaluation: accuracy against accepted draft tokens per target forward, and against forwards."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,43 +30,48 @@ ZOOM_POINTS = 9.0  # how far below the target's accuracy the close-up reaches
 
 
 def save_plot(rows: Sequence[EvaluationRow], questions: int, path: Path) -> None:
-    """Write a PNG: all rules on the left, the best of them close up on the right, with 95 % intervals."""
+    """Write a PNG with 95 % intervals: all rules on the left, the best of them close up in the middle, both by accepted
+    draft tokens; on the right by the target's forwards.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(19, 6.4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    whole, close = figure.subplots(1, 2)
-    _draw(whole, rows)
-    _draw(close, rows)
+    whole, close, cost = figure.subplots(1, 3)
+    _draw(whole, rows, "accepted_per_forward", "accepted draft tokens per target forward")
+    _draw(close, rows, "accepted_per_forward", "accepted draft tokens per target forward")
+    _draw(cost, rows, "forwards_per_question", "target forwards per question")
     top = max(row.accuracy + 1.96 * row.accuracy_se for row in rows)
     reference = next(row.accuracy for row in rows if row.rule == "exact")
     floor = 100 * reference - ZOOM_POINTS
-    close.set_ylim(floor, 100 * top + 0.5)
+    for axes in (close, cost):
+        axes.set_ylim(floor, 100 * top + 0.5)
     _name_thresholds(close, rows, floor)
     whole.set_title("all rules")
     close.set_title("close up; the small numbers are thresholds")
+    cost.set_title("close up by cost: further left is faster")
     figure.suptitle(f"Speculative decoding on {questions} held-out questions")
     figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
     figure.savefig(path)
 
 
-def _draw(axes, rows: Sequence[EvaluationRow]) -> None:
-    """Curves, points and the target's own accuracy on one pair of axes."""
+def _draw(axes, rows: Sequence[EvaluationRow], cost: str, label: str) -> None:
+    """Curves, points and the target's own accuracy by the field `cost` on one pair of axes."""
     for rules, legend, colour, marker in CURVES:
         curve = _curve(rows, rules)
         if curve:
-            axes.errorbar(*_series(curve), color=colour, marker=marker, markersize=5, linewidth=1.6, capsize=2,
+            axes.errorbar(*_series(curve, cost), color=colour, marker=marker, markersize=5, linewidth=1.6, capsize=2,
                           elinewidth=0.8, label=legend)
     for rule, (legend, colour, marker) in POINTS.items():
         points = [row for row in rows if row.rule == rule]
         if points:
-            axes.errorbar(*_series(points), color=colour, marker=marker, markersize=11, markeredgecolor="black",
+            axes.errorbar(*_series(points, cost), color=colour, marker=marker, markersize=11, markeredgecolor="black",
                           markeredgewidth=0.8, linestyle="none", capsize=3, label=legend, zorder=5)
     for row in rows:
         if row.rule == "target":
             axes.axhline(100 * row.accuracy, color="black", linewidth=0.8, linestyle=":", label="target alone")
-    axes.set_xlabel("accepted draft tokens per target forward")
+    axes.set_xlabel(label)
     axes.set_ylabel("accuracy, % (bars: 95 % interval)")
     axes.grid(alpha=0.25)
 
@@ -86,10 +91,10 @@ def _curve(rows: Sequence[EvaluationRow], rules: Sequence[str]) -> list[Evaluati
     return sorted((row for row in rows if row.rule in rules), key=lambda row: row.accepted_per_forward)
 
 
-def _series(rows: Sequence[EvaluationRow]) -> tuple[list[float], list[float], list[float]]:
-    """Speeds, accuracies and half intervals in percent."""
+def _series(rows: Sequence[EvaluationRow], cost: str) -> tuple[list[float], list[float], list[float]]:
+    """Values of the field `cost`, accuracies and half intervals in percent."""
     return (
-        [row.accepted_per_forward for row in rows],
+        [getattr(row, cost) for row in rows],
         [100 * row.accuracy for row in rows],
         [196 * row.accuracy_se for row in rows],
     )

@@ -22,6 +22,7 @@ from tests.helpers.models import make_tokenizer, save_tiny_llama
 KEYS = [
     "rule", "threshold", "accuracy", "accuracy_se", "drop", "drop_se", "accepted_per_forward", "tokens_per_forward",
     "output_length_ratio", "not_terminated", "harmless_accepted", "harmful_accepted", "seconds",
+    "forwards_per_question",
 ]
 
 
@@ -63,7 +64,8 @@ def test_unequal_lists_are_named():
 
 
 def row_of(threshold, drop, speed, accuracy=0.9, error=0.0):
-    return EvaluationRow("scorer", threshold, accuracy, 0.0, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 0.0)
+    values = (accuracy, 0.0, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 0.0, 9.0)
+    return EvaluationRow("scorer", threshold, *values)
 
 
 def test_threshold_is_the_fastest_within_the_drop_else_the_least_drop():
@@ -110,7 +112,9 @@ def test_the_drop_is_pooled_from_whole_answers_and_harmful_accepts():
 
 def test_curve_is_read_between_its_points():
     rows = [row_of(1, 0, 4.0, 0.80), row_of(2, 0, 2.0, 0.90)]
-    assert measures.accuracy_on_curve(rows, 2.5) == pytest.approx(0.875)
+    # Forwards per token 1/3 and 1/5: a share p by the second gives (2/3 (1 - p) + 4/5 p) / (1/3 (1 - p) + 1/5 p)
+    # accepted a forward, which is 2.5 at p = 5/14.
+    assert measures.accuracy_on_curve(rows, 2.5) == pytest.approx(0.90 - 0.10 * 5 / 14)
     assert measures.accuracy_on_curve(rows, 4.0) == pytest.approx(0.80)
     assert measures.accuracy_on_curve(rows, 4.1) is None
 

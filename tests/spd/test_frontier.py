@@ -28,7 +28,9 @@ SCORER, MARGIN = "trained scorer, swept", "margin rule, swept"
 
 def row(rule: str, threshold: float | None, drop: float, speed: float, error: float = 0.003) -> EvaluationRow:
     """Accepted drafts per forward, and one token of the target with them; answers as long as the target's own."""
-    return EvaluationRow(rule, threshold, 0.98 - drop, error, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 1.0)
+    of_answer = 60 / (speed + 1)  # forwards for 60 tokens
+    values = (0.98 - drop, error, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 1.0, of_answer)
+    return EvaluationRow(rule, threshold, *values)
 
 
 def test_a_coin_between_two_thresholds_mixes_sums_and_no_ratio():
@@ -82,6 +84,10 @@ def test_figures_over_seeds_are_of_the_chosen_thresholds():
     assert figures["seed_gain_min"] == 2.0 and figures["seed_gain_mean"] == 2.25
     assert figures["seed_drop_max"] == pytest.approx(1.0) and figures["seed_drop_mean"] == pytest.approx(0.7)
     assert figures["supervised_gain_min"] == 1.5 and figures["supervised_drop_max"] == pytest.approx(0.5)
+    # Gains 2 and 2.5 differ by 0.5: standard error 0.25, times Student's t of one degree of freedom.
+    assert figures["seed_gain_ci"] == pytest.approx(12.706 * 0.25)
+    assert figures["seed_tokens_per_forward_mean"] == pytest.approx(5.5)  # of 4 and 5 drafts
+    assert figures["seed_forwards_mean"] == pytest.approx((3 / 5 + 3 / 6) / 2)
 
 
 def test_the_picture_s_rows_are_means_with_errors_between_seeds():
@@ -99,26 +105,36 @@ def test_the_picture_s_rows_are_means_with_errors_between_seeds():
 
 def test_every_phase_of_a_seed_is_done_once_and_a_kept_seed_never_again(tmp_path, monkeypatch):
     log = tmp_path / "ran.txt"
-    script = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' ' + ' '.join(sys.argv[4:]) + chr(10))"
+    script = """if True:
+        import json, pathlib, sys
+        log, name, run, *options = sys.argv[1:]
+        open(log, "a").write(" ".join([name, *options]) + chr(10))
+        if name == "training":
+            asked = [{"spd/completions/asked": 40}, {"x": 1}, {"spd/completions/asked": 2}]
+            assert not pathlib.Path(run).exists() and not list(pathlib.Path(run).parent.glob("completions.*"))
+            pathlib.Path(run).mkdir()
+            lines = [json.dumps({"data": step}) + chr(10) for step in asked]
+            pathlib.Path(run, "metrics.jsonl").write_text("".join(lines))
+    """
     rows = [row("exact", None, 0.0, 2.0), row("margin", 3.0, 0.005, 3.0)]
     rows += [row(name, 0.0, 0.002, 4.0) for name in frontier.SCORERS]
     swept = [r if r.rule not in frontier.SCORERS else EvaluationRow(**{**asdict(r), "rule": f"{r.rule}_sweep"})
              for r in rows]  # fmt: skip
 
     def commands(args, seed, softness, out):
-        (out / "run").mkdir(parents=True, exist_ok=True)
-        asked = [{"data": {"spd/completions/asked": 40}}, {"data": {"x": 1}}, {"data": {"spd/completions/asked": 2}}]
-        (out / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
+        if not out.exists():  # what a training that was killed leaves
+            (out / "run").mkdir(parents=True)
+            (out / "completions.sqlite3-wal").write_text("")
         (out / "evaluation.json").write_text(json.dumps({"questions": 9, "rows": [asdict(r) for r in rows]}))
         (out / "validation.json").write_text(json.dumps({"rows": [asdict(r) for r in swept]}))
         names = ("training", "supervised", "evaluation")
-        return {name: [sys.executable, "-c", script, str(log), name, str(args.steps)] for name in names}
+        return {name: [sys.executable, "-c", script, str(log), name, str(out / "run")] for name in names}
 
     monkeypatch.setattr(frontier, "commands", commands)
     options = ["--softness", "0.2", "--seeds", "0", "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "out"),
                "--results", str(tmp_path / "seeds.json")]  # fmt: skip
     assert frontier.main(options) == 0
-    assert log.read_text().split("\n")[:3] == ["training ", "supervised --label-budget 42", "evaluation "]
+    assert log.read_text().split("\n")[:3] == ["training", "supervised --label-budget 42", "evaluation"]
     figures = json.loads((tmp_path / "seeds.json").read_text())
     assert figures["seed_gain_min"] == 2.0 and figures["seeds"] == [0]
     kept = tmp_path / "kept" / "u0.2-seed0.json"

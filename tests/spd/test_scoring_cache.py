@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from recipe.spd.decoder import speculative_generate
 from scripts.spd_evaluation import rules
@@ -56,6 +56,23 @@ def test_every_round_has_the_scores_of_a_whole_forward(pair, tiny_llama, kind):
     assert compared > 50
     cached_calls = fed[::2]
     assert min(cached_calls) <= 4 + 5 + 3 + 5 < max(fed)  # what is new, not the whole text
+
+
+def test_a_sliding_window_that_would_cut_a_context_is_refused(tmp_path):
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1}
+    MistralForCausalLM(MistralConfig(**shape, sliding_window=16)).save_pretrained(tmp_path)
+    blocks = ([0], [list(range(5, 15))], [[7]], [[8, 9]], torch.device("cpu"))
+    for attention in ("causal", "spd"):
+        config = ScoringModelConfig(base_model_path=str(tmp_path), backbone="own", attention=attention)
+        cached = rules.CachedScorer(AutoModelForSPDScoring.from_config(config).eval(), **TOKENS)
+        assert cached(*blocks).shape == (1, 1)  # 15 tokens
+        longer = ([1], [list(range(5, 25))], *blocks[2:])
+        if attention == "spd":  # its mask lets every token see the complete context
+            assert cached(*longer).shape == (1, 1)
+        else:
+            with pytest.raises(ValueError, match="sliding window of 16 tokens"):
+                cached(*longer)
 
 
 def test_the_judge_of_the_evaluation_gives_the_text_of_the_uncached_one(pair, tiny_llama, monkeypatch):

@@ -55,6 +55,33 @@ def test_a_budget_of_completions_is_not_exceeded():
     assert used == len(completer.asked) == 6 and labels == {0: [True], 1: [True], 2: [False]}
 
 
+@pytest.mark.parametrize("budget", range(2, 9))
+def test_a_budget_that_covers_no_further_pass_is_spent_block_by_block(budget):
+    """First mismatches cost 2, 1 and 1 completions (baseline and hybrid), a wrong baseline 2; second ones 1 each."""
+    completer = Completing()
+    labels, used = label_blocks(infos(*BLOCKS), completer, TOKENIZER, {2}, 16, budget=budget)
+    expected = {2: {0: [True]}, 3: {0: [True], 1: [True]}, 4: {0: [True], 1: [True], 2: [False]}}
+    assert used == len(completer.asked) <= budget
+    if budget < 5:
+        assert used == budget and labels == expected[budget]
+    if budget in (7, 8):
+        assert used == budget and labels == {0: [True, True], 1: [True, False][: budget - 6], 2: [False]}
+
+
+def test_the_supervised_training_checks_its_settings_first(tiny_llama, tmp_path, capsys, monkeypatch):
+    row = {"question_id": "a", **dict(zip(("context_ids", "draft_ids", "target_ids"), BLOCKS["first"], strict=True))}
+    meta = {"question_id": "a", "question": "q", "ground_truth": "4", "is_correct_baseline": 1}
+    for name, content in (("blocks", row), ("meta", meta)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(content) + "\n")
+    options = ["--supervised", "--blocks", str(tmp_path / "blocks.jsonl"), "--metadata", str(tmp_path / "meta.jsonl"),
+               "--model", tiny_llama, "--output-dir", str(tmp_path / "run"), "--device", "cpu", "--batch-size", "1"]
+    monkeypatch.setattr("recipe.spd.supervised.train_supervised", lambda *_: pytest.fail("trains"))
+    with pytest.raises(SystemExit, match="did you mean spd.rollout.max_tokens"):
+        entry.main([*options, "spd.rollout.max_tokenz=5"])
+    assert entry.main([*options, "spd.rollout.max_tokenz=5", "trainer.dry_run=true"]) == 1
+    assert "did you mean spd.rollout.max_tokens" in capsys.readouterr().out
+
+
 @pytest.mark.process
 def test_the_command_fits_a_scorer_that_grpo_can_start_from(tiny_llama, tmp_path, monkeypatch):
     names = [*BLOCKS][:3]

@@ -34,6 +34,30 @@ def main(config: DictConfig) -> None:
     run_ppo(config)
 
 
+def exit_if_wrong(config: DictConfig, known: DictConfig | None = None) -> None:
+    """Exit with one message if there are problems of settings or input; `known` as in `run_ppo`."""
+    from verl.trainer.ppo.plan import refuse_bad_input
+
+    problems: list[Problem] = []
+    try:
+        try:
+            validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
+        except ConfigError as e:
+            problems += e.problems
+        try:
+            refuse_bad_input(config)
+        except ConfigError as e:
+            problems += e.problems
+        except Exception as e:
+            if not problems:
+                raise
+            logger.debug("the input cannot be checked with these settings: {}", e)
+        if problems:
+            raise ConfigError(dict.fromkeys(problems))
+    except ValueError as e:
+        sys.exit(str(e))
+
+
 def run_ppo(
     config: DictConfig,
     task_runner_class: Any = None,
@@ -57,26 +81,7 @@ def run_ppo(
 
             print_step_time(config, lambda small: run_ppo(small, task_runner_class, known=known, services=services))
         sys.exit(code)
-    from verl.trainer.ppo.plan import refuse_bad_input
-
-    problems: list[Problem] = []
-    try:
-        try:
-            validate_config(config, use_reference_policy=uses_kl(config), use_critic=need_critic(config), known=known)
-        except ConfigError as e:
-            problems += e.problems
-        try:
-            refuse_bad_input(config)
-        except ConfigError as e:
-            problems += e.problems
-        except Exception as e:
-            if not problems:
-                raise
-            logger.debug("the input cannot be checked with these settings: {}", e)
-        if problems:
-            raise ConfigError(dict.fromkeys(problems))
-    except ValueError as e:
-        sys.exit(str(e))
+    exit_if_wrong(config, known)
     from verl.trainer.ppo.worker_groups import nsight_options
 
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
