@@ -21,6 +21,7 @@ from examples.demo_runner import ROOT
 from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer
 from recipe.spd.decoder import Block, greedy_generate, speculative_generate
 from scripts.eval_spd_scorer import load_questions, parse
+from scripts.spd_evaluation.measures import mean_and_error
 from scripts.spd_evaluation.pool import Job, Run
 from scripts.spd_evaluation.worker import Worker
 
@@ -81,7 +82,9 @@ def costs(worker: Worker, gamma: int, threshold: float, prompts: list[list[int]]
 
 
 def run() -> list[Row]:
-    """For each gamma and rule the tokens per forward, the drop and the modelled speed over plain decoding."""
+    """For each gamma and rule the tokens per forward and the modelled speed over plain decoding; of the scorer also the
+    drop, paired with exact match on the same questions, with its 95 % interval.
+    """
     evaluation = DEMO / "target" / "validation.json"
     if not evaluation.exists():
         sys.exit(f"{evaluation} is not there: `make demo` makes the scorer that this benchmark measures")
@@ -100,8 +103,12 @@ def run() -> list[Row]:
         say(f"gamma {gamma}: " + ", ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
         rows += [Row(f"gamma{gamma}_{name}_cost", value, "of a target forward of one token", value, value, 1)
                  for name, value in ratios.items()]
+        outcomes = {rule: worker.decode(Run("test", rule, threshold)) for rule in ("exact", "scorer")}
+        pairs = zip(outcomes["exact"].correct, outcomes["scorer"].correct, strict=True)
+        drop, error = (100 * value for value in mean_and_error([int(exact) - int(ours) for exact, ours in pairs]))
+        rows.append(Row(f"gamma{gamma}_scorer_drop", drop, "points", drop - 1.96 * error, drop + 1.96 * error, 1))
         for rule, judging in (("exact", 0.0), ("scorer", ratios["judge"])):
-            outcome = worker.decode(Run("test", rule, threshold))
+            outcome = outcomes[rule]
             tokens = sum(map(len, outcome.result.tokens)) / sum(outcome.result.rounds)
             accuracy = sum(outcome.correct) / len(outcome.correct)
             modelled = tokens / (ratios["verify"] + gamma * ratios["draft"] + judging)
