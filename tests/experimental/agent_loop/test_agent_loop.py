@@ -22,6 +22,7 @@ from verl.experimental.agent_loop.agent_loop import (
     AgentLoopWorkerBase,
     register,
 )
+from verl.experimental.agent_loop.base import AsyncLLMServerManager, ConversationTooLong
 from verl.protocol import DataProto
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager.reward_rows import place_scores
@@ -126,9 +127,35 @@ def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
 
 def test_a_prompt_that_is_too_long_costs_its_own_row_only(manager):
     prompts = [[{"role": "user", "content": "what " * length}] for length in (PROMPT - 1, PROMPT)]
-    output = generated(manager(lambda row, turn: [7, EOS]), 2, agent="tool_agent", raw_prompt=prompts)
+    made = manager(lambda row, turn: [7, EOS])
+    output = generated(made, 2, agent="tool_agent", raw_prompt=prompts)
     assert output.non_tensor_batch[LOST].tolist() == [False, True]
     assert output.batch["responses"][0, :2].tolist() == [7, EOS]
+    (worker,) = made.agent_loop_workers
+    assert [len(ids) for ids in worker.server_manager.seen] == [PROMPT]  # nothing was asked about the other
+
+
+@pytest.mark.parametrize(("settings", "limit"), [({}, PROMPT + RESPONSE), ({"max_model_len": 12}, 12)])
+def test_a_conversation_that_fills_the_model_is_lost_before_a_server_is_asked(manager, settings, limit):
+    config = manager(lambda row, turn: [7, EOS], **settings).config
+    servers, asked = AsyncLLMServerManager(config, [ServerHandle("127.0.0.1:1")]), []
+
+    async def answer(rid, ids, sampling, log_probs):
+        asked.append(sampling["max_new_tokens"])
+        return TokenOutput(token_ids=[7])
+
+    servers.clients[0].generate = answer
+    asyncio.run(servers.generate("a", prompt_ids=[5] * (limit - 1), sampling_params={"max_tokens": 9}))
+    with pytest.raises(ConversationTooLong, match=f"its {limit} tokens leave no room .* is {limit}"):
+        asyncio.run(servers.generate("a", prompt_ids=[5] * limit, sampling_params={"max_tokens": 9}))
+    assert asked == [1]
+
+
+def test_what_a_model_has_no_room_for_is_left_out(manager):
+    made = manager(lambda row, turn: [7, EOS], interaction=True, max_model_len=7)
+    output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
+    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
+    assert output.batch["attention_mask"].sum() == 2 + 2  # the interaction's three tokens would fill it
 
 
 def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):

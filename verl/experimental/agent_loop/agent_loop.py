@@ -20,6 +20,7 @@ from verl.experimental.agent_loop.base import (
     AgentLoopMetrics,
     AgentLoopOutput,
     AsyncLLMServerManager,
+    ConversationTooLong,
     DictConfigWrap,
     _agent_loop_registry,
     make_agent_loop,
@@ -167,16 +168,13 @@ class AgentLoopWorkerBase:
             try:
                 given = {"request_id": uuid4().hex, "trajectory": trajectory, **row}
                 output = await loop.run(sampling_params, **given)
-            except ServerUnreachable as error:
-                logger.warning(f"conversation of sample {trajectory['sample_index']} is lost: {error}")
+                if not isinstance(output, AgentLoopOutput):
+                    what = f"{type(loop).__name__}.run returned {type(output).__name__}"
+                    raise TypeError(f"{what}; expected an AgentLoopOutput")
+                loop.check_prompt(output.prompt_ids)
+            except (ServerUnreachable, ConversationTooLong) as error:
+                logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
                 return None
-        if not isinstance(output, AgentLoopOutput):
-            raise TypeError(f"{type(loop).__name__}.run returned {type(output).__name__}; expected an AgentLoopOutput")
-        limit = self.rollout_config.prompt_length
-        if len(output.prompt_ids) > limit:
-            what = f"its prompt has {len(output.prompt_ids)} tokens, more than rollout.prompt_length={limit}"
-            logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {what}")
-            return None
         return output
 
     def _postprocess(self, outputs: list[AgentLoopOutput | None]) -> DataProto:

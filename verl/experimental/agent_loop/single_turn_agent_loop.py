@@ -24,7 +24,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         if given is None:  # a data set of the user's own
             tools = schemas_of(self.config.data.tool_config_path, self.config.data.function_tool_path)
             given = self.encoder.prompt(list(kwargs["raw_prompt"]), tools)
-        prompt_ids = list(given)
+        prompt_ids = self.check_prompt(list(given))
         limit = self.rollout_config.response_length
         started = time.perf_counter()
         output = await self.server_manager.generate(

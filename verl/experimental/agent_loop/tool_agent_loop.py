@@ -14,6 +14,7 @@ from verl.experimental.agent_loop.base import (
     AgentLoopMetrics,
     AgentLoopOutput,
     DictConfigWrap,
+    most_tokens,
     register,
 )
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -194,7 +195,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self.interactions[name]
 
     async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
-        data.conversation.prompt_ids = self.encoder.prompt(data.messages, self.tool_schemas)
+        data.conversation.prompt_ids = self.check_prompt(self.encoder.prompt(data.messages, self.tool_schemas))
         return AgentState.GENERATING
 
     async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
@@ -281,7 +282,8 @@ class ToolAgentLoop(AgentLoopBase):
     def _given(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
         """Append what the model is given, if it fits."""
         ids = self.encoder.added(messages, self.tool_schemas)
-        if len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
+        fills = len(data.prompt_ids) + len(ids) >= most_tokens(self.rollout_config)
+        if fills or len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
             return data.end("length")
         data.messages += messages
         data.conversation.add_given(ids)
