@@ -92,6 +92,13 @@ class UnevenTool(LoggedTool):
 class PatientInteraction(BaseInteraction):
     """Asks "?" again until `turns` answers are there."""
 
+    async def start_interaction(self, instance_id=None, start=None, **kwargs):
+        EVENTS.append(("started", instance_id))
+        if start == "raises":
+            raise ZeroDivisionError("no")
+        await asyncio.sleep(3600 if start == "hangs" else 0)
+        return f"{instance_id}_started"
+
     async def generate_response(self, instance_id, messages, turns=2, raises=False, hangs=False, **kwargs):
         if raises:
             raise ZeroDivisionError("no")

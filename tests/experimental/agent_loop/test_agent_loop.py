@@ -215,15 +215,17 @@ def test_an_aborted_generation_is_lost(manager, agent):
     assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 1
 
 
-@pytest.mark.parametrize("fault", ["raises", "hangs"])
+@pytest.mark.parametrize("fault", [{"raises": True}, {"hangs": True}, {"start": "raises"}, {"start": "hangs"}])
 def test_a_conversation_whose_interaction_fails_is_lost_and_the_others_are_not(manager, fault):
     EVENTS.clear()
     made = manager(lambda row, turn: [7, EOS], interaction=True)
-    kwargs = [{"turns": 2}, {"turns": 2, fault: True}]
+    kwargs = [{"turns": 2}, {"turns": 2, **fault}]
     output = generated(made, 2, agent="tool_agent", interaction_kwargs=kwargs, tools_kwargs=[{}, {}])
     assert output.non_tensor_batch[LOST].tolist() == [False, True]
     assert output.non_tensor_batch["end_reason"].tolist() == ["stop", "tool_failed"]
-    assert len({instance for kind, instance, *_ in EVENTS if kind == "finalized"}) == 2  # however they ended
+    instances = [[instance for kind, instance, *_ in EVENTS if kind == event] for event in ("started", "finalized")]
+    ids = {id if i and "start" in fault else f"{id}_started" for i, id in enumerate(instances[0])}
+    assert len(ids) == 2 and set(instances[1]) == ids  # however they ended
 
 
 def test_an_interactions_text_that_does_not_fit_is_left_out(manager):

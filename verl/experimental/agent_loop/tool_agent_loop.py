@@ -145,10 +145,6 @@ class ToolAgentLoop(AgentLoopBase):
         data.seed, data.step = sampling_params.get("seed"), kwargs.get("trajectory", {}).get("step", -1)
         async with self.runner.conversation(data.tools_kwargs, self.journal) as data.tools:
             try:
-                if self.interactions:
-                    data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
-                    start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
-                    data.interaction_id = await self.runner.limited(start)
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
                     state = await getattr(self, HANDLERS[state])(data, sampling_params)
@@ -196,6 +192,18 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         data.conversation.prompt_ids = self.check_prompt(self.encoder.prompt(data.messages, self.tool_schemas))
+        if not self.interactions:
+            return AgentState.GENERATING
+        data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
+        data.interaction_id = data.request_id  # for a start that fails
+        try:
+            start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
+            data.interaction_id = await self.runner.limited(start)
+        except FatalGradingError:
+            raise
+        except Exception as error:
+            self._failed("exception", data.interaction, error)
+            return data.end("tool_failed")
         return AgentState.GENERATING
 
     async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
