@@ -123,10 +123,17 @@ def test_a_missing_column_is_reported():
         stream.finish(data)
 
 
-@pytest.mark.parametrize(("adds", "expected"), [(True, [2 + 0.5 + 0.25, 1]), (False, [2, 1])])
-def test_rewards_of_tools_and_turns_are_part_of_the_score_by_a_key(adds, expected):
+TOOLS, TURNS = ("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []])
+
+
+@pytest.mark.parametrize(
+    ("adds", "columns", "expected"),
+    [(True, (TOOLS, TURNS), [2 + 0.5 + 0.25, 1]), (False, (TOOLS, TURNS), [2, 1]), (True, (TURNS,), [2.5, 1]),
+     (True, (), [2, 1])],
+)  # fmt: skip
+def test_rewards_of_tools_and_turns_are_part_of_the_score_by_a_key(adds, columns, expected):
     data = batch(("1 2", "7"))
-    for name, given in (("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []])):
+    for name, given in columns:
         data.non_tensor_batch[name] = np.empty(2, dtype=object)
         data.non_tensor_batch[name][:] = given
     phase = RolloutPhase.__new__(RolloutPhase)

@@ -135,9 +135,10 @@ class RolloutPhase:
         samples.non_tensor_batch.pop(GRADED, None)
         samples, scores, extras, failed = drop_failed(samples, *scored)
         if self.rollout_config.multi_turn.add_turn_rewards:
-            columns = [samples.non_tensor_batch.get(name, ()) for name in ("turn_scores", "tool_rewards")]
-            rows = zip(*(column for column in columns if len(column)), strict=True)
-            scores = scores + place_scores(samples, [sum(sum(given or ()) for given in row) for row in rows])
+            columns = [samples.non_tensor_batch.get(name) for name in ("turn_scores", "tool_rewards")]
+            given = [column for column in columns if column is not None]  # loops without turns have neither
+            sums = [sum(sum(column[i] or ()) for column in given) for i in range(len(samples))]
+            scores = scores + place_scores(samples, sums)
         return samples, scores, extras, failed
 
 
