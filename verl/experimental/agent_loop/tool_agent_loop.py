@@ -132,7 +132,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.runner, self.interactions = _RUNNERS[trainer_config], _INTERACTIONS[trainer_config]
         self.journal = _JOURNALS.get(trainer_config)
         self.tool_schemas = tool_schemas(self.runner.tools.values())
-        self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
+        self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer, self.tool_schemas)
         self.encoder.stop_ids |= set(self.parser.stop_token_ids)
 
     @rollout_trace_op
