@@ -14,6 +14,7 @@ from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
+from tests.workers.test_reward_managers import TOKENIZER
 from verl.experimental.agent_loop.agent_loop import (
     LOST,
     AgentLoopBase,
@@ -24,9 +25,11 @@ from verl.experimental.agent_loop.agent_loop import (
 )
 from verl.experimental.agent_loop.base import AsyncLLMServerManager, ConversationTooLong
 from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.rollout_trace import RolloutTraceConfig
+from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.reward_manager.reward_rows import place_scores
-from verl.workers.rollout.replica import ServerHandle, TokenOutput
+from verl.workers.rollout.replica import ServerHandle, ServerUnreachable, TokenOutput
 
 EOS, PROMPT, RESPONSE = 2, 8, 20
 
@@ -35,7 +38,7 @@ EOS, PROMPT, RESPONSE = 2, 8, 20
 class ChangingLoop(AgentLoopBase):
     """Takes entries out of its settings, as upstream's servers do, and returns columns of its own."""
 
-    async def run(self, sampling_params, extra=None, **kwargs):
+    async def run(self, sampling_params, extra=None, score=None, **kwargs):
         row = kwargs["trajectory"]["sample_index"]
         params = {name: sampling_params.pop(name) for name in list(sampling_params)}
         asked = {**params, "max_tokens": 9}
@@ -43,7 +46,8 @@ class ChangingLoop(AgentLoopBase):
         experts = torch.full((1 + len(output.token_ids) + 30, 2, 1), row) if extra == "experts" else None
         return AgentLoopOutput(
             prompt_ids=[5], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids), num_turns=2,
-            routed_experts=experts, extra_fields={} if extra is None else {extra: row, "params": params},
+            routed_experts=experts, reward_score=score,
+            extra_fields={} if extra is None else {extra: row, "params": params},
         )  # fmt: skip
 
 
@@ -84,7 +88,7 @@ def manager(tmp_path):
         one.close()
 
 
-def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
+def prompts(size, agent="changing", meta=(), **columns):
     objects = {"raw_prompt": [[{"role": "user", "content": "what"}]] * size, "agent_name": [agent] * size,
                "sample_index": list(range(size)), **columns}  # fmt: skip
     arrays = {name: np.empty(size, dtype=object) for name in objects}
@@ -93,7 +97,11 @@ def generated(manager, size, agent="changing", on_finished=None, meta=(), **colu
     ids = torch.full((size, PROMPT), 5)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
     meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1, **dict(meta)}
-    return manager.generate_sequences(DataProto.from_dict(tensors, arrays, meta), on_finished)
+    return DataProto.from_dict(tensors, arrays, meta)
+
+
+def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
+    return manager.generate_sequences(prompts(size, agent, meta, **columns), on_finished)
 
 
 def test_settings_are_each_conversations_own_and_columns_may_differ(manager):
@@ -162,6 +170,34 @@ def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):
     output = generated(manager(lambda row, turn: [] if row else [7, EOS]), 2)
     assert output.batch["response_mask"].sum(1).tolist() == [2, 0] and not output.non_tensor_batch[LOST].any()
     assert place_scores(output, [0.5, 0.25]).sum(1).tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("own", "lost", "graded", "expected"),
+    [([0.5, 0.25, -1.0], [], 0, [0.5, 0.25, -1.0]), ([0.5, None, -1.0], [1], 0, [0.5, 0, -1.0]),
+     ([0.5, None, -1.0], [], 3, [2, 2, 2])],
+)  # fmt: skip
+def test_scores_of_loops_take_the_place_of_the_reward_function(manager, own, lost, graded, expected):
+    def answer(row, turn):
+        if row in lost:
+            raise ServerUnreachable("gone")
+        return [7, EOS]
+
+    calls = []
+
+    def count(data_source, solution_str, **rest):
+        calls.append(data_source)
+        return 2.0
+
+    made = manager(answer)
+    phase = RolloutPhase.__new__(RolloutPhase)
+    phase.rollout_config, phase.tokenizer, phase.agent_loops = made.rollout_config, TOKENIZER, made
+    phase.rm_group, phase.streams_rewards = None, True
+    reward = NaiveRewardManager(TOKENIZER, 0, count)
+    truth = {"reward_model": [{"ground_truth": "7"}] * 3, "data_source": ["here"] * 3}
+    samples, _ = phase.generate(prompts(3, score=own, **truth), step=1, reward_fn=reward, n=1, eos_token_id=EOS)
+    scores = phase.score(samples, reward)[1]
+    assert scores[:, 1].tolist() == expected and scores.sum(1).tolist() == expected and len(calls) == graded
 
 
 def test_the_slowest_are_cancelled_once_the_others_have_ended(manager):

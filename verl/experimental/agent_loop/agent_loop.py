@@ -35,7 +35,7 @@ from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
 from verl.workers.config import RolloutConfig
-from verl.workers.reward_manager.reward_rows import LOST
+from verl.workers.reward_manager.reward_rows import LOST, place_scores
 from verl.workers.rollout.replica import (
     RequestRouter,
     ServerHandle,
@@ -336,7 +336,7 @@ class AgentLoopManager:
             parts, restarts = self._generate_by_workers(batch, ended)
         metrics = self._metrics(parts, time.perf_counter() - started)
         metrics["agent_loop/restarted_workers"] = float(restarts)
-        output = _joined(parts)
+        output = _with_own_scores(_joined(parts))
         output.meta_info = {"metrics": metrics}
         return self._with_versions(output)
 
@@ -473,6 +473,16 @@ def _joined(parts: list[DataProto]) -> DataProto:
         for name in names - set(part.non_tensor_batch):
             part.non_tensor_batch[name] = _column([None] * len(part))
     return DataProto.concat(parts)
+
+
+def _with_own_scores(output: DataProto) -> DataProto:
+    """With rm_scores [B, R] in place of the column reward_score, if every row has one, lost rows aside."""
+    given = output.non_tensor_batch.pop("reward_score", _column([None] * len(output)))
+    lost = output.non_tensor_batch[LOST].astype(bool)
+    if not lost.all() and all(score is not None for score in given[~lost]):
+        scores = [0.0 if score is None else float(score) for score in given]
+        output.batch["rm_scores"] = place_scores(output, scores)
+    return output
 
 
 def manager_class(config: DictConfig) -> type[AgentLoopManager]:

@@ -141,7 +141,10 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """A finished conversation: ids, mask (1 = generated), log-probs of the response; a score if it is known already."""
+    """A finished conversation: ids, mask (1 = generated), log-probs of the response; a score if it is known already.
+
+    With a `reward_score` from every conversation of a batch, no reward function is called.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
