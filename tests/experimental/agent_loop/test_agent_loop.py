@@ -229,6 +229,13 @@ def test_validations_and_greedy_baselines_are_complete(manager, meta):
     assert not output.non_tensor_batch[LOST].any()
 
 
+def test_a_step_starts_with_all_servers_and_no_request(manager):
+    made = manager(lambda row, turn: [7, EOS])
+    made.router.running, made.router.lost = [3], {0}
+    generated(made, 2)
+    assert made.router.running == [0] and made.router.lost == set()
+
+
 def test_over_sampling_needs_our_workers(manager):
     class Own(AgentLoopWorkerBase):
         async def generate_sequences(self, batch):

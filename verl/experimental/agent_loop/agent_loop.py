@@ -27,6 +27,14 @@ from verl.experimental.agent_loop.base import (
     register,
 )
 from verl.experimental.agent_loop.prometheus_utils import update_prometheus_config
+from verl.experimental.agent_loop.rows import (
+    column_of,
+    empty_output,
+    is_lost,
+    joined,
+    routed_experts,
+    with_own_scores,
+)
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
@@ -35,7 +43,7 @@ from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer
 from verl.workers.config import RolloutConfig
-from verl.workers.reward_manager.reward_rows import LOST, place_scores
+from verl.workers.reward_manager.reward_rows import LOST
 from verl.workers.rollout.replica import (
     RequestRouter,
     ServerHandle,
@@ -114,8 +122,8 @@ class AgentLoopWorkerBase:
             except asyncio.CancelledError:
                 if not self._cancels_rest:
                     raise
-                return _empty("cancelled")
-            if meta.get("report_finished") and not _is_lost(output):
+                return empty_output("cancelled")
+            if meta.get("report_finished") and not is_lost(output):
                 self._finished.put_nowait((i, self._postprocess([output])))
             return output
 
@@ -180,8 +188,8 @@ class AgentLoopWorkerBase:
     def _postprocess(self, outputs: list[AgentLoopOutput | None]) -> DataProto:
         """Rows of one shape; those of lost conversations are marked, and empty if nothing is known of them."""
         rollout, pad = self.rollout_config, self.tokenizer.pad_token_id
-        lost = np.array([_is_lost(output) for output in outputs])
-        rows = [output or _empty() for output in outputs]
+        lost = np.array([is_lost(output) for output in outputs])
+        rows = [output or empty_output() for output in outputs]
         p, r = rollout.prompt_length, rollout.response_length
         reversed_prompts = right_padded([row.prompt_ids[::-1] for row in rows], p, pad, torch.int64)
         prompt_mask = right_padded([[1] * len(row.prompt_ids) for row in rows], p, 0, torch.int64).flip(1)
@@ -199,53 +207,21 @@ class AgentLoopWorkerBase:
         if rollout.calculate_log_probs:
             values = [(row.response_logprobs or [0.0] * len(row.response_ids))[:r] for row in rows]
             tensors["rollout_log_probs"] = right_padded(values, r, 0.0, torch.float32)
-        if (experts := _routed_experts(rows, p, r)) is not None:
+        if (experts := routed_experts(rows, p, r)) is not None:
             tensors["routed_experts"] = experts
         turns = np.array([row.num_turns for row in rows], dtype=np.int32)
         columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
         for name in sorted({name for row in rows for name in row.extra_fields}):
-            columns[name] = _column([row.extra_fields.get(name) for row in rows])
+            columns[name] = column_of([row.extra_fields.get(name) for row in rows])
         scores = [row.reward_score for row in rows]
         if any(score is not None for score in scores):
-            columns["reward_score"] = _column(scores)
+            columns["reward_score"] = column_of(scores)
         metrics = [row.metrics.model_dump() for row in rows]
         return DataProto.from_dict(tensors, columns, {"metrics": metrics})
 
 
 class AgentLoopWorker(AgentLoopWorkerBase):
     """The worker of AgentLoopManager."""
-
-
-def _empty(end_reason: str | None = None) -> AgentLoopOutput:
-    fields = {} if end_reason is None else {"end_reason": end_reason}
-    return AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[], extra_fields=fields)
-
-
-def _is_lost(output: AgentLoopOutput | None) -> bool:
-    """Whether a conversation broke off for a reason that the model has no part in."""
-    return output is None or output.extra_fields.get("end_reason") in ("cancelled", "tool_failed")
-
-
-def _routed_experts(rows: list[AgentLoopOutput], p: int, r: int) -> torch.Tensor | None:
-    """The experts of each token [B, P + R, layers, k], 0 where a row has none; None if no row has any."""
-    given = [None if row.routed_experts is None else torch.as_tensor(row.routed_experts) for row in rows]
-    known = next((experts for experts in given if experts is not None), None)
-    if known is None:
-        return None
-    filled = torch.zeros(len(rows), p + r, *known.shape[1:], dtype=known.dtype)
-    for i, (row, experts) in enumerate(zip(rows, given, strict=True)):
-        if experts is not None:
-            start = p - len(row.prompt_ids)
-            filled[i, start : start + len(experts)] = experts[: p + r - start]
-    return filled
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    if all(isinstance(value, int | float) for value in values):
-        return np.array(values)
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
 
 
 async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:
@@ -283,16 +259,17 @@ class AgentLoopManager:
         self._runner: asyncio.Runner | None = None
         if config.trainer.local:
             self._runner = asyncio.Runner()
-            self.agent_loop_workers = [cls(config, self.server_handles)]
+            self.router: Any = RequestRouter(servers)
+            self.agent_loop_workers = [cls(config, self.server_handles, router=self.router)]
             return
         # Resolved here: the actors have no resolvers of the user's own.
         plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-        router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
+        self.router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
         actor = cls if hasattr(cls, "remote") else ray.remote(num_cpus=0)(cls)
 
         def start_worker(i: int) -> Any:
             named = actor.options(name=f"agent_loop_worker_{i}_{uuid4().hex[:8]}")
-            return named.remote(plain, self.server_handles, router=router)
+            return named.remote(plain, self.server_handles, router=self.router)
 
         self._start_worker = start_worker
         self.agent_loop_workers = [start_worker(i) for i in range(self.rollout_config.agent.num_workers)]
@@ -330,15 +307,23 @@ class AgentLoopManager:
         meta["report_finished"] = bool(cut or on_finished)
         batch = DataProto(None, columns, meta)
         started = time.perf_counter()
+        self._reset_router()
         if self._runner is not None:
             parts, restarts = [self._runner.run(self._generate_here(batch, ended))], 0
         else:
             parts, restarts = self._generate_by_workers(batch, ended)
         metrics = self._metrics(parts, time.perf_counter() - started)
         metrics["agent_loop/restarted_workers"] = float(restarts)
-        output = _with_own_scores(_joined(parts))
+        output = with_own_scores(joined(parts))
         output.meta_info = {"metrics": metrics}
         return self._with_versions(output)
+
+    def _reset_router(self, lost: bool = True) -> None:
+        """See RequestRouter.reset: a server that failed in the step before may have recovered."""
+        if self._runner is not None:
+            self.router.reset(lost)
+        elif self.router is not None:
+            ray.get(self.router.reset.remote(lost))
 
     async def _generate_here(self, batch: DataProto, ended: "_Ended") -> DataProto:
         worker = self.agent_loop_workers[0]
@@ -381,6 +366,7 @@ class AgentLoopManager:
                     raise
                 logger.warning(f"agent loop worker {i} died; a new one starts its {len(shares[i])} conversations again")
                 workers[i] = self._start_worker(i)
+                self._reset_router(lost=False)
                 start(i)
                 continue
             if ref in calls:
@@ -463,26 +449,6 @@ class _Ended:
         if self.on_finished is not None:
             self.on_finished(row, sample)
         return self.wanted is not None and len(self.rows) >= self.wanted
-
-
-def _joined(parts: list[DataProto]) -> DataProto:
-    """All rows; a column that a part lacks is None there."""
-    names = {name for part in parts for name in part.non_tensor_batch}
-    for part in parts:
-        part.meta_info = {}
-        for name in names - set(part.non_tensor_batch):
-            part.non_tensor_batch[name] = _column([None] * len(part))
-    return DataProto.concat(parts)
-
-
-def _with_own_scores(output: DataProto) -> DataProto:
-    """With rm_scores [B, R] in place of the column reward_score, if every row has one, lost rows aside."""
-    given = output.non_tensor_batch.pop("reward_score", _column([None] * len(output)))
-    lost = output.non_tensor_batch[LOST].astype(bool)
-    if not lost.all() and all(score is not None for score in given[~lost]):
-        scores = [0.0 if score is None else float(score) for score in given]
-        output.batch["rm_scores"] = place_scores(output, scores)
-    return output
 
 
 def manager_class(config: DictConfig) -> type[AgentLoopManager]:

@@ -375,9 +375,18 @@ class RequestRouter:
         self.running[server] += 1
         return server
 
+    def reset(self, lost: bool = True) -> None:
+        """Count no request as running, and with `lost` use all servers again; for requests of workers that died.
+
+        Requests that do run are missing in the counts until they end.
+        """
+        self.running = [0] * len(self.running)
+        if lost:
+            self.lost.clear()
+
     def release(self, server: int, lost: bool = False) -> None:
-        """A request has ended; `lost` takes the server out of use."""
-        self.running[server] -= 1
+        """A request has ended; `lost` takes the server out of use, until `reset`."""
+        self.running[server] = max(0, self.running[server] - 1)
         if lost:
             self.lost.add(server)
 
