@@ -109,6 +109,24 @@ def test_a_sample_that_comes_twice_has_the_result_of_the_last():
     assert [result["score"] for result in again.non_tensor_batch[GRADED]] == [3, 1]
 
 
+def test_samples_of_loops_with_different_columns_are_graded_together():
+    first = threading.Event()
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        first.wait(10)  # until the others are waiting
+        return float(len(solution_str.split()))
+
+    data, manager = batch(("1 2 3", "7", "1 2")), naive_manager(score)
+    stream = RewardStream(manager)
+    for index in range(3):
+        row = data[index : index + 1]
+        more = {"turn_scores": np.array([0.5])} if index == 2 else {}
+        stream.put(index, DataProto(row.batch, {**row.non_tensor_batch, **more}, {}))
+    first.set()
+    stream.finish(data)
+    assert data.non_tensor_batch[GRADED].tolist() == [3, 1, 2]
+
+
 def test_samples_that_were_lost_have_no_result():
     data = batch()
     grade(naive_manager(length_score), data, [1])
