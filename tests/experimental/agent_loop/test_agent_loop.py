@@ -29,7 +29,7 @@ from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.rollout_trace import RolloutTraceConfig
 from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.reward_manager.reward_rows import place_scores
-from verl.workers.rollout.replica import ServerHandle, ServerUnreachable, TokenOutput
+from verl.workers.rollout.replica import ServerHandle, ServerUnreachable, TokenOutput, token_output
 
 EOS, PROMPT, RESPONSE = 2, 8, 20
 
@@ -118,6 +118,20 @@ def test_experts_are_cut_and_placed_like_the_ids(manager):
     assert experts.shape == (3, PROMPT + RESPONSE, 2, 1)
     assert (experts[0] == 0).all() and (experts[1] == 0).all()
     assert (experts[2, : PROMPT - 1] == 0).all() and (experts[2, PROMPT - 1 :] == 2).all()
+
+
+@pytest.mark.parametrize(("agent", "turns"), [("single_turn_agent", 1), ("tool_agent", 2)])
+def test_the_experts_of_the_last_turn_are_those_of_the_row(manager, agent, turns):
+    def answer(prompt_ids, turn):
+        experts = [[[turn], [7]]] * (len(prompt_ids) + 2)
+        reply = {"output_ids": [7, EOS], "meta_info": {"output_token_logprobs": [], "routed_experts": experts}}
+        return token_output(reply, False, "here")
+
+    made = manager(answer, interaction=True)
+    output = generated(made, 1, agent=agent, interaction_kwargs=[{"turns": 2}], tools_kwargs=[{}])
+    attended = output.batch["attention_mask"][0].bool()
+    experts = output.batch["routed_experts"][0]
+    assert (experts[attended] == torch.tensor([[turns], [7]])).all() and (experts[~attended] == 0).all()
 
 
 def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):

@@ -35,7 +35,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         conversation.add_generated(output.token_ids[:limit], output.log_probs, output.weights_version)
         return AgentLoopOutput(
             prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs, num_turns=2,
+            response_logprobs=conversation.response_logprobs, num_turns=2, routed_experts=output.routed_experts,
             metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
             extra_fields={
                 "weights_versions": [version for version, _, _ in conversation.versions],

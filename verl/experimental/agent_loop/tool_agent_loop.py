@@ -72,6 +72,7 @@ class AgentData:
         self.seed: int | None = None
         self.step = -1  # of the training
         self.tool_calls: list[FunctionCall] = []  # of the last turn
+        self.routed_experts: Any = None
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
 
@@ -161,7 +162,8 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
             response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
-            num_turns=data.user_turns + data.assistant_turns + 1, metrics=AgentLoopMetrics(**data.metrics),
+            routed_experts=data.routed_experts, num_turns=data.user_turns + data.assistant_turns + 1,
+            metrics=AgentLoopMetrics(**data.metrics),
             extra_fields={
                 "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards, "reward_scores": rewards,
                 "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
@@ -223,6 +225,8 @@ class ToolAgentLoop(AgentLoopBase):
         )  # fmt: skip
         data.metrics["generate_sequences"] += time.perf_counter() - started
         conversation.add_generated(output.token_ids, output.log_probs, output.weights_version)
+        if not settings.use_inference_chat_template:
+            data.routed_experts = output.routed_experts  # of all ids so far
         data.assistant_turns += 1
         if output.stop_reason == "aborted":
             return data.end("cancelled")
