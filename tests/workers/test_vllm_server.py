@@ -172,6 +172,33 @@ def test_pause_in_place_continues_with_the_same_tokens(served):
     assert run(rollout, pause) == (True, full)
 
 
+@pytest.mark.parametrize("how", ["abort_all", "rid", "release", "python"])
+def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how):
+    rollout, _ = served
+    server = rollout.server
+
+    async def abort(client):
+        await client.post("pause_generation", {"mode": "abort"})
+        task = asyncio.create_task(client.generate("held", [7], sampled(40), True))
+        while not server._held:
+            await asyncio.sleep(0.001)
+        if how == "release":
+            await asyncio.to_thread(rollout.release)
+            await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
+        elif how == "python":
+            done = await asyncio.to_thread(server.abort_all_requests)
+            assert done == {"aborted_count": 1, "request_ids": ["held"]}
+        else:
+            await client.post("abort_request", {"abort_all": True} if how == "abort_all" else {"rid": "held"})
+        try:
+            return await asyncio.wait_for(task, 10)
+        finally:
+            await client.post("continue_generation", {})
+
+    output = run(rollout, abort)
+    assert output.stop_reason == "aborted" and output.token_ids == output.log_probs == []
+
+
 def test_turn_seeds():
     assert turn_seed(5, 0) == 5
     assert len({turn_seed(5, turn) for turn in range(100)} | {turn_seed(6, 1)}) == 101
