@@ -124,23 +124,25 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             torch.cuda.set_device(device)
         with torch.no_grad():
             while not self._closing:
-                if not self.requests or self.is_paused:
-                    self._inbox.get()()
-                while not self._inbox.empty():
-                    self._inbox.get()()
-                if self.requests and not self.is_paused:
-                    self._step()
+                try:
+                    if not self.requests or self.is_paused:
+                        self._inbox.get()()
+                    while not self._inbox.empty():
+                        self._inbox.get()()
+                    if self.requests and not self.is_paused:
+                        self._step()
+                except Exception as error:
+                    self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Answer all requests with an error, and refuse later ones: the engine's state is unknown."""
+        logger.opt(exception=error).error("vLLM's engine failed")
+        self.error, held, self._held = error, self._held, []
+        for request in [*self.requests.values(), *held]:
+            self._finish(request, error)
 
     def _step(self) -> None:
-        try:
-            outputs = self.engine.step()
-        except Exception as error:
-            logger.exception("vLLM's engine failed")
-            self.error = error
-            for request in list(self.requests.values()):
-                self._finish(request, error)
-            return
-        for output in outputs:
+        for output in self.engine.step():
             request, answer = self.requests.get(output.request_id), output.outputs[0]
             if request is None:
                 continue
