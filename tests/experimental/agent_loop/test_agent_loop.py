@@ -233,6 +233,21 @@ def test_the_slowest_are_cancelled_once_the_others_have_ended(manager):
     assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 0.25
 
 
+def test_conversations_may_be_cancelled_before_they_have_begun(manager):
+    (worker,) = manager(lambda row, turn: asyncio.sleep(60)).agent_loop_workers
+    batch = prompts(3)
+    batch.meta_info["sampling"] = {}
+
+    async def cancel_at_once():
+        call = asyncio.create_task(worker.generate_sequences(batch))
+        cancel = asyncio.create_task(worker.cancel_rest())
+        await cancel
+        return await call
+
+    output = asyncio.run(cancel_at_once())
+    assert output.non_tensor_batch[LOST].tolist() == [True] * 3
+
+
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
 def test_validations_and_greedy_baselines_are_complete(manager, meta):
     async def answer(row):

@@ -105,7 +105,7 @@ class AgentLoopWorkerBase:
         """A conversation for each row, as rows of `prompts` [B, P], `responses` [B, R] and the other tensors.
 
         Non-tensor columns are the arguments of the loops' `run`. meta_info["sampling"] has the sampling parameters,
-        column __seed__ the seeds.
+        column __seed__ the seeds. With meta_info["cancelled"] no conversation is held, and all are lost.
         """
         meta, size = batch.meta_info, len(batch)
         columns = batch.non_tensor_batch
@@ -117,6 +117,8 @@ class AgentLoopWorkerBase:
         self._cancels_rest = False
 
         async def hold(i: int) -> AgentLoopOutput | None:
+            if meta.get("cancelled"):
+                return empty_output("cancelled")
             try:
                 output = await self._run_agent_loop(dict(meta["sampling"]), infos[i], **rows[i])
             except asyncio.CancelledError:
@@ -143,6 +145,7 @@ class AgentLoopWorkerBase:
 
     async def cancel_rest(self) -> None:
         """End the running `generate_sequences`: conversations that have not ended are cancelled, and lost."""
+        await asyncio.sleep(0)  # a task that has not begun would not see that it is cancelled by this
         self._cancels_rest = True
         for task in self._tasks:
             task.cancel()
@@ -346,14 +349,15 @@ class AgentLoopManager:
 
         def start(i: int) -> None:
             columns = {name: column[shares[i]] for name, column in batch.non_tensor_batch.items()}
-            calls[workers[i].generate_sequences.remote(DataProto(None, columns, batch.meta_info))] = i
+            meta = {**batch.meta_info, "cancelled": over}
+            calls[workers[i].generate_sequences.remote(DataProto(None, columns, meta))] = i
             if batch.meta_info["report_finished"]:
                 reports[workers[i].next_finished.remote()] = i
 
+        parts: dict[int, DataProto] = {}
+        deaths, over = 0, False  # over: enough conversations have ended
         for i in range(len(shares)):
             start(i)
-        parts: dict[int, DataProto] = {}
-        deaths, over = 0, False
         while calls or reports:
             ref = ray.wait([*reports, *calls])[0][0]
             try:
