@@ -24,6 +24,7 @@ from verl.experimental.agent_loop.agent_loop import (
     register,
 )
 from verl.experimental.agent_loop.base import AsyncLLMServerManager, ConversationTooLong
+from verl.experimental.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.rollout_trace import RolloutTraceConfig
@@ -287,7 +288,8 @@ def test_an_aborted_generation_is_lost(manager, agent):
     assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 1
 
 
-@pytest.mark.parametrize("fault", [{"raises": True}, {"hangs": True}, {"start": "raises"}, {"start": "hangs"}])
+@pytest.mark.parametrize("fault", [{"raises": True}, {"hangs": True}, {"start": "raises"}, {"start": "hangs"},
+                                   {"extra": 5}])  # fmt: skip
 def test_a_conversation_whose_interaction_fails_is_lost_and_the_others_are_not(manager, fault):
     EVENTS.clear()
     made = manager(lambda row, turn: [7, EOS], interaction=True)
@@ -298,6 +300,46 @@ def test_a_conversation_whose_interaction_fails_is_lost_and_the_others_are_not(m
     instances = [[instance for kind, instance, *_ in EVENTS if kind == event] for event in ("started", "finalized")]
     ids = {id if i and "start" in fault else f"{id}_started" for i, id in enumerate(instances[0])}
     assert len(ids) == 2 and set(instances[1]) == ids  # however they ended
+
+
+def test_values_of_an_interaction_do_not_replace_those_of_the_loop(manager):
+    made = manager(lambda row, turn: [7, EOS], interaction=True)
+    kwargs = [{"turns": 1, "extra": {"end_reason": "cancelled", "weights_versions": [1, 2], "mood": 3}}]
+    output = generated(made, 1, agent="tool_agent", interaction_kwargs=kwargs, tools_kwargs=[{}])
+    columns = output.non_tensor_batch
+    assert columns["end_reason"].tolist() == ["stop"] and columns["weights_version"].tolist() == [3]
+    assert columns["mood"].tolist() == [3] and not columns[LOST].any()
+
+
+def returning(state):
+    async def handler(self, data, sampling_params):
+        return state
+
+    return handler
+
+
+@pytest.mark.parametrize("state", HANDLERS)
+def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
+    assert set(TRANSITIONS) == set(HANDLERS) and all(AgentState.TERMINATED in after for after in TRANSITIONS.values())
+    ways = {AgentState.PENDING: AgentState.GENERATING, AgentState.GENERATING: state, state: AgentState.PENDING}
+    for start, end in ways.items():
+        monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], returning(end))
+    with pytest.raises(RuntimeError, match=f"{HANDLERS[state]} returned AgentState.PENDING; from {state} follow Agent"):
+        generated(manager(lambda row, turn: [7, EOS]), 1, agent="tool_agent", tools_kwargs=[{}])
+
+
+def test_pictures_of_a_tool_are_refused(manager, tmp_path):
+    entry = {"class_name": f"{PARTS}.PictureTool", "config": {}}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
+    made = manager(lambda row, turn: ids([*call, "<eos>"] if turn == 1 else ["so", "<eos>"]), response_length=60,
+                   multi_turn={"tool_config_path": str(tmp_path / "tools.yaml")})  # fmt: skip
+    ids = made.agent_loop_workers[0].tokenizer.convert_tokens_to_ids
+    output = generated(made, 1, agent="tool_agent", tools_kwargs=[{}])
+    given = output.batch["attention_mask"][0, PROMPT:] - output.batch["response_mask"][0]
+    words = made.agent_loop_workers[0].tokenizer.decode(output.batch["responses"][0][given.bool()]).split()
+    assert words[:2] == ["tool", "Error:"] and "7" not in words
+    assert output.non_tensor_batch["tool_rewards"].tolist() == [[]]
 
 
 def test_an_interactions_text_that_does_not_fit_is_left_out(manager):

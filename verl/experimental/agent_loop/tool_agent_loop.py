@@ -46,6 +46,13 @@ HANDLERS = {
     AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
     AgentState.INTERACTING: "_handle_interacting_state",
 }
+#: The states that may follow each state.
+TRANSITIONS = {
+    AgentState.PENDING: {AgentState.GENERATING, AgentState.TERMINATED},
+    AgentState.GENERATING: {AgentState.PROCESSING_TOOLS, AgentState.INTERACTING, AgentState.TERMINATED},
+    AgentState.PROCESSING_TOOLS: {AgentState.GENERATING, AgentState.TERMINATED},
+    AgentState.INTERACTING: {AgentState.GENERATING, AgentState.TERMINATED},
+}
 #: Why a conversation ended: the model stopped or the interaction was content, the tokens or the turns were used up, the
 #: interaction failed, the generation was aborted. Conversations of the last two are lost.
 END_REASONS = ("stop", "length", "turns", "tool_failed", "cancelled")
@@ -148,7 +155,7 @@ class ToolAgentLoop(AgentLoopBase):
             try:
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
-                    state = await getattr(self, HANDLERS[state])(data, sampling_params)
+                    state = self._checked(state, await getattr(self, HANDLERS[state])(data, sampling_params))
                 rewards = await data.tools.calc_rewards()
             finally:
                 if data.interaction_id is not None:
@@ -165,11 +172,19 @@ class ToolAgentLoop(AgentLoopBase):
             routed_experts=data.routed_experts, num_turns=data.user_turns + data.assistant_turns + 1,
             metrics=AgentLoopMetrics(**data.metrics),
             extra_fields={
-                "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards, "reward_scores": rewards,
-                "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
-                "weights_versions": [version for version, _, _ in conversation.versions], **data.extra_fields,
+                **data.extra_fields, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
+                "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
+                "weights_versions": [version for version, _, _ in conversation.versions],
             },
         )  # fmt: skip
+
+    @staticmethod
+    def _checked(state: AgentState, following: AgentState) -> AgentState:
+        """The state that follows; RuntimeError unless TRANSITIONS has it."""
+        if following not in TRANSITIONS[state]:
+            allowed = ", ".join(sorted(str(allowed) for allowed in TRANSITIONS[state]))
+            raise RuntimeError(f"{HANDLERS[state]} returned {following!s}; from {state!s} follow {allowed} only")
+        return following
 
     def _check_tokenization(self, data: AgentData) -> None:
         """Warn once in a process of ids that differ from those of the finished messages."""
@@ -272,12 +287,16 @@ class ToolAgentLoop(AgentLoopBase):
             if self.journal is not None:
                 key = self.journal.key(agent_data.step, agent_data.seed, ids, number)
             result = await agent_data.tools.call(tool_call.name, tool_call.arguments, key)
+            if result.response.image or result.response.video:
+                text = f"{tool_call.name!r} answered with images or videos; conversations are text only."
+                result = self.runner.failed("exception", tool_call.name, text, ValueError(text))
         return result.response, result.reward, result.metrics
 
     async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         answer = data.interaction.generate_response(data.interaction_id, data.messages, **data.interaction_kwargs)
         try:
             ends, text, score, extra = await self.runner.limited(answer)
+            data.extra_fields.update(extra or {})
         except FatalGradingError:
             raise
         except Exception as error:
@@ -285,7 +304,6 @@ class ToolAgentLoop(AgentLoopBase):
             return data.end("tool_failed")
         if score is not None:
             data.turn_scores.append(score)
-        data.extra_fields.update(extra or {})
         return data.end("stop") if ends else self._given(data, [{"role": "user", "content": text}])
 
     def _failed(self, kind: str, interaction: BaseInteraction, error: Exception) -> None:
