@@ -204,6 +204,27 @@ def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how)
     assert output.stop_reason == "aborted" and output.token_ids == output.log_probs == []
 
 
+def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
+    rollout, _ = served
+
+    async def release(client):
+        task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+        while not rollout.server.requests or not next(iter(rollout.server.requests.values())).output_ids:
+            await asyncio.sleep(0.001)
+        await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
+        with pytest.raises(RuntimeError, match="vLLM keeps its prefix cache, since requests run"):
+            await asyncio.to_thread(rollout.server.call, rollout.forget_prefixes)
+        await asyncio.to_thread(rollout.release)
+        output = await asyncio.wait_for(task, 10)
+        await client.post("continue_generation", {})
+        await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
+        return output
+
+    output = run(rollout, release)
+    assert output.stop_reason == "aborted" and 0 < len(output.token_ids) == len(output.log_probs) < 47
+    assert len(run(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
+
+
 class BrokenEngine:
     """An engine that fails in a method, or returns an output without tokens."""
 

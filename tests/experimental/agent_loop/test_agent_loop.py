@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import verl
 from tests.experimental.agent_loop.parts import EVENTS
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
@@ -21,10 +23,12 @@ from verl.experimental.agent_loop.agent_loop import (
     AgentLoopManager,
     AgentLoopOutput,
     AgentLoopWorkerBase,
+    manager_class,
     register,
 )
-from verl.experimental.agent_loop.base import AsyncLLMServerManager, ConversationTooLong
+from verl.experimental.agent_loop.base import AsyncLLMServerManager, ConversationTooLong, _agent_loop_registry
 from verl.experimental.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
+from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
 from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.rollout_trace import RolloutTraceConfig
@@ -326,6 +330,94 @@ def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
         monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], returning(end))
     with pytest.raises(RuntimeError, match=f"{HANDLERS[state]} returned AgentState.PENDING; from {state} follow Agent"):
         generated(manager(lambda row, turn: [7, EOS]), 1, agent="tool_agent", tools_kwargs=[{}])
+
+
+def calling(manager, tmp_path, turns, **multi_turn):
+    """The row of a conversation whose model writes `turns`, each a number of calls of AddTool, then "so"."""
+    EVENTS.clear()
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
+    call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
+    words = [[*call * number, "<eos>"] for number in turns] + [["so", "<eos>"]]
+    made = manager(lambda row, turn: ids(words[turn - 1]), response_length=100,
+                   multi_turn={"tool_config_path": str(tmp_path / "tools.yaml"), **multi_turn})  # fmt: skip
+    tokenizer = made.agent_loop_workers[0].tokenizer
+    ids = tokenizer.convert_tokens_to_ids
+    output = generated(made, 1, agent="tool_agent", tools_kwargs=[{}])
+    given = output.batch["attention_mask"][0, PROMPT:].bool() & ~output.batch["response_mask"][0].bool()
+    columns = {name: column[0] for name, column in output.non_tensor_batch.items()}
+    return columns, tokenizer.convert_ids_to_tokens(output.batch["responses"][0][given])
+
+
+def test_a_tool_keeps_its_state_over_the_turns_of_a_conversation(manager, tmp_path):
+    columns, given = calling(manager, tmp_path, [1, 1])
+    assert given == ["tool", "7"] * 2
+    assert [kind for kind, *_ in EVENTS] == ["create", "execute", "execute", "release"]
+    assert len({instance for _, instance, *_ in EVENTS}) == 1
+    assert columns["reward_scores"] == {"add": 2.0} and columns["tool_rewards"] == [0.25, 0.25]
+    assert columns["__num_turns__"] == 6 and columns["tool_call_counts"] == 2 and columns["end_reason"] == "stop"
+
+
+def test_user_turns_limit_a_conversation(manager, tmp_path):
+    columns, given = calling(manager, tmp_path, [1, 1], max_user_turns=1)
+    assert columns["end_reason"] == "turns" and columns["__num_turns__"] == 1 + 2 + 1
+    assert given == ["tool", "7"] and [kind for kind, *_ in EVENTS].count("execute") == 1
+
+
+@pytest.mark.parametrize(("limit", "made"), [(1, 1), (2, 2), (3, 3)])
+def test_calls_beyond_those_of_one_turn_are_answered_and_not_made(manager, tmp_path, limit, made):
+    columns, given = calling(manager, tmp_path, [3], max_parallel_calls=limit)
+    assert given.count("tool") == 3 and given.count("7") == made and given.count("Error:") == 3 - made
+    assert [kind for kind, *_ in EVENTS].count("execute") == made == columns["tool_call_counts"]
+    assert columns["end_reason"] == "stop"
+
+
+class Greeting(AgentLoopBase):
+    """Answers with its setting."""
+
+    def __init__(self, *args, word, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.word = word
+
+    async def run(self, sampling_params, **kwargs):
+        return AgentLoopOutput(prompt_ids=[5], response_ids=[self.word], response_mask=[1])
+
+
+class OwnManager(AgentLoopManager):
+    pass
+
+
+def test_loops_of_a_file_get_its_settings(manager, tmp_path):
+    entries = [{"name": f"greets_{word}", "_target_": f"{__name__}.Greeting", "word": word} for word in (7, 9)]
+    (tmp_path / "loops.yaml").write_text(json.dumps(entries))
+    made = manager(lambda row, turn: [7, EOS], agent={"agent_loop_config_path": str(tmp_path / "loops.yaml")})
+    try:
+        output = generated(made, 2, agent_name=["greets_9", "greets_7"])
+    finally:
+        for entry in entries:
+            del _agent_loop_registry[entry["name"]]
+    assert output.batch["responses"][:, 0].tolist() == [9, 7]
+
+
+def test_the_manager_is_the_one_that_is_named(manager):
+    config = manager(lambda row, turn: [7, EOS]).config
+    assert manager_class(config) is AgentLoopManager
+    config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = f"{__name__}.OwnManager"
+    assert manager_class(config) is OwnManager
+
+
+def test_paths_of_loops_files(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    for name in ("out.yaml", "work/in.yaml"):
+        (tmp_path / name).write_text("[]")
+    monkeypatch.chdir(tmp_path / "work")
+    assert resolve_config_path("in.yaml") == str(tmp_path / "work" / "in.yaml")
+    packaged = "trainer/config/rollout/rollout.yaml"
+    assert resolve_config_path(packaged) == str(Path(verl.__file__).parent / packaged)
+    assert resolve_config_path(str(tmp_path / "out.yaml")) == str(tmp_path / "out.yaml")
+    with pytest.raises(ValueError, match=r"'../out.yaml' leaves .*work; give an absolute path"):
+        resolve_config_path("../out.yaml")
+    with pytest.raises(FileNotFoundError, match="'out.yaml' is no file in .*work, "):
+        resolve_config_path("out.yaml")
 
 
 def test_pictures_of_a_tool_are_refused(manager, tmp_path):

@@ -1,5 +1,6 @@
 """Grading of samples that finished while others are still generated."""
 
+import asyncio
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.workers.test_reward_managers import TOKENIZER, batch, length_score
+from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as LoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward, drop_failed
@@ -92,6 +94,26 @@ def test_a_failed_sample_keeps_its_rule(make):
         manager.config = RewardModelConfig(error="drop")
         kept, scores, _, failed = drop_failed(data, *compute_reward(data, manager))
         assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
+
+
+def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart(monkeypatch):
+    for name, value in (("_class_initialized", False), ("_loop", None)):
+        monkeypatch.setattr(RateLimitedRewardManager, name, value)
+    running, most = 0, 0
+
+    async def score(data_source, solution_str, ground_truth, extra_info):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return float(len(solution_str.split()))
+
+    config = OmegaConf.merge(CONFIG, {"reward_model": {"max_concurrent": 2}})
+    data, manager = batch(("1 2", "7", "1 2 3", "1")), RateLimitedRewardManager(config, TOKENIZER, score)
+    assert grades_rows(manager)
+    grade(manager, data, [3, 1, 0, 2])
+    assert compute_reward(data, manager)[0].sum(1).tolist() == [2, 1, 3, 1] and most == 2
 
 
 def test_a_sample_that_comes_twice_has_the_result_of_the_last():
