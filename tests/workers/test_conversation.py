@@ -116,6 +116,18 @@ def test_requests_that_have_ended_do_not_count():
     assert router.acquire("w") == 0
 
 
+def test_requests_of_dead_workers_and_lost_servers_are_forgotten():
+    router = RequestRouter(2)
+    assert [router.acquire(name) for name in "abc"] == [0, 1, 0]
+    router.release(1, lost=True)
+    router.reset(lost=False)
+    assert router.running == [0, 0] and router.lost == {1}
+    router.release(0)  # of a request that ran meanwhile
+    assert router.running == [0, 0]
+    router.reset()
+    assert router.lost == set() and router.acquire("b") == 1
+
+
 def test_the_router_forgets_the_oldest_conversation():
     router = RequestRouter(2, max_cache_size=2)
     for name in "abc":

@@ -4,6 +4,7 @@ import asyncio
 import urllib.request
 
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,13 @@ from verl.workers.config import (
     PrometheusConfig,
     RolloutConfig,
 )
-from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, ServerClient
+from verl.workers.rollout.replica import (
+    RolloutMode,
+    RolloutReplica,
+    RolloutReplicaRegistry,
+    ServerClient,
+    host_to_bind,
+)
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServerBase, vLLMReplica
 
 SETTINGS = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",
@@ -83,6 +90,17 @@ def test_a_standalone_replica_answers_and_counts_its_tokens_for_prometheus(ray_c
     # The engine's own prompt at its start is counted too: one token, with two in the answer.
     assert float(counted["vllm:generation_tokens_total"].rpartition(" ")[2]) == 8 + 2
     assert float(counted["vllm:prompt_tokens_total"].rpartition(" ")[2]) == 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("alive", "host"), [(None, "127.0.0.1"), ([True], "127.0.0.1"), ([True, False], "127.0.0.1"),
+                        ([True, True], "10.0.0.7")]
+)  # fmt: skip
+def test_servers_are_reached_from_other_nodes_only_where_there_are_some(monkeypatch, alive, host):
+    monkeypatch.setattr(ray, "is_initialized", lambda: alive is not None)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": up} for up in alive])
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    assert host_to_bind() == host
 
 
 def test_a_pool_of_another_size_is_refused(tiny_llama):

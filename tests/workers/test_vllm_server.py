@@ -1,6 +1,8 @@
 """The HTTP server of a vLLM engine: what it answers, what it refuses, what happens to requests that are aborted."""
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
@@ -11,7 +13,8 @@ from tests.helpers.engines import leave_group, make_engine
 from verl.experimental.agent_loop.base import turn_seed
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle
+from verl.workers.rollout.replica import ServerClient, ServerError, ServerHandle, ServerUnreachable
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 pytestmark = pytest.mark.process  # vLLM asks the system's tools about the machine when it starts
 
@@ -140,6 +143,7 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
         task = asyncio.create_task(client.generate("gone", [7], sampled(47), False))
         while not rollout.server.requests:
             await asyncio.sleep(0.001)
+        await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
         with pytest.raises(RuntimeError, match="while 1 requests run"):
             await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
         refused = await client.post("update_weights_from_disk", {"model_path": "anything"})
@@ -149,6 +153,7 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
         task.cancel()
         for _ in range(1000):
             if not rollout.server.requests:
+                await client.post("continue_generation", {})
                 return True
             await asyncio.sleep(0.005)
 
@@ -170,6 +175,103 @@ def test_pause_in_place_continues_with_the_same_tokens(served):
         return paused, (await task).token_ids
 
     assert run(rollout, pause) == (True, full)
+
+
+@pytest.mark.parametrize("how", ["abort_all", "rid", "release", "python"])
+def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how):
+    rollout, _ = served
+    server = rollout.server
+
+    async def abort(client):
+        await client.post("pause_generation", {"mode": "abort"})
+        task = asyncio.create_task(client.generate("held", [7], sampled(40), True))
+        while not server._held:
+            await asyncio.sleep(0.001)
+        if how == "release":
+            await asyncio.to_thread(rollout.release)
+            await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
+        elif how == "python":
+            done = await asyncio.to_thread(server.abort_all_requests)
+            assert done == {"aborted_count": 1, "request_ids": ["held"]}
+        else:
+            await client.post("abort_request", {"abort_all": True} if how == "abort_all" else {"rid": "held"})
+        try:
+            return await asyncio.wait_for(task, 10)
+        finally:
+            await client.post("continue_generation", {})
+
+    output = run(rollout, abort)
+    assert output.stop_reason == "aborted" and output.token_ids == output.log_probs == []
+
+
+def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
+    rollout, _ = served
+
+    async def release(client):
+        task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+        while not rollout.server.requests or not next(iter(rollout.server.requests.values())).output_ids:
+            await asyncio.sleep(0.001)
+        await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
+        with pytest.raises(RuntimeError, match="vLLM keeps its prefix cache, since requests run"):
+            await asyncio.to_thread(rollout.server.call, rollout.forget_prefixes)
+        await asyncio.to_thread(rollout.release)
+        output = await asyncio.wait_for(task, 10)
+        await client.post("continue_generation", {})
+        await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
+        return output
+
+    output = run(rollout, release)
+    assert output.stop_reason == "aborted" and 0 < len(output.token_ids) == len(output.log_probs) < 47
+    assert len(run(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
+
+
+class BrokenEngine:
+    """An engine that fails in a method, or returns an output without tokens."""
+
+    def __init__(self, method):
+        self.method, self.rids = method, []
+
+    def add_request(self, rid, *args, **kwargs):
+        self.rids.append(rid)
+
+    def abort_request(self, rids, internal):
+        if self.method == "abort":
+            raise ZeroDivisionError("the engine is broken")
+
+    def step(self):
+        time.sleep(0.01)
+        if self.method == "step":
+            raise ZeroDivisionError("the engine is broken")
+        return [SimpleNamespace(request_id=self.rids[0], outputs=[None])] if self.method == "outputs" else []
+
+
+@pytest.mark.parametrize(
+    ("method", "error"), [("step", "ZeroDivisionError"), ("outputs", "AttributeError"), ("abort", "ZeroDivisionError")]
+)
+def test_an_engine_that_fails_answers_all_requests_with_the_error(method, error):
+    rollout = SimpleNamespace(adapter=None)
+    server = vLLMHttpServer(BrokenEngine(method), rollout, vocab_size=64, max_model_len=64)
+
+    async def use():
+        async with ServerClient(ServerHandle(server.address, server.token)) as client:
+            first = asyncio.create_task(client.generate("a", [7], sampled(3), False))
+            if method == "abort":  # by a client that leaves
+                left = asyncio.create_task(client.generate("b", [7], sampled(3), False))
+                while len(server.requests) < 2:
+                    await asyncio.sleep(0.001)
+                left.cancel()
+            with pytest.raises(ServerUnreachable, match=f"answered 500: .*{error}"):
+                await asyncio.wait_for(first, 10)
+            with pytest.raises(ServerUnreachable, match="answered 500: .*the engine failed before"):
+                await asyncio.wait_for(client.generate("c", [7], sampled(3), False), 10)
+            async with aiohttp.ClientSession() as plain:
+                async with plain.get(f"http://{server.address}/health") as response:
+                    return response.status
+
+    assert asyncio.run(use()) == 503
+    assert server.call(lambda: 5) == 5 and not server.requests
+    server.engine.method = None
+    server.close()
 
 
 def test_turn_seeds():

@@ -15,6 +15,9 @@ from verl.tools.utils.threads import in_thread
 from verl.utils.import_utils import load_module
 from verl.utils.user_code import defined_at
 
+#: Settings of a tool for the dry run: the arguments of a call, and its extra_info.tools_kwargs.
+EXAMPLES = ("example_arguments", "example_kwargs")
+
 # "name: text" or "name (type): text" under Args:, with continuation lines that are indented further.
 _ARGUMENT = re.compile(r"^ {4,}(\w+)(?: *\([^)\n]*\))?: *(.+(?:\n {8,}\S.*)*)", re.MULTILINE)
 _PARAM = re.compile(r"^ *:param(?: [^:\n]+)? (\w+): *(.+)", re.MULTILINE)
@@ -53,12 +56,15 @@ class FunctionTool(BaseTool):
 
     `execute_kwargs` of the row take the place of arguments of the same name. An `async def` is awaited; any other
     function runs in a thread of its own. The result is text, a ToolResponse, or a value that is written as JSON.
+
+    The function's attributes `example_arguments` and `example_kwargs`, if it has them, are the tool's settings.
     """
 
     parallel_calls = True
 
     def __init__(self, function: Callable) -> None:
-        super().__init__({}, function_schema(function))
+        schema = function_schema(function)
+        super().__init__({name: value for name, value in vars(function).items() if name in EXAMPLES}, schema)
         self.source = function
         self._function, self._is_async = validate_call(function), inspect.iscoroutinefunction(function)
 

@@ -44,6 +44,13 @@ class AddTool(BaseTool):
         EVENTS.append(("release", instance_id))
 
 
+class PictureTool(AddTool):
+    """a + b, with a picture."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text=str(parameters["a"] + parameters["b"]), image=[b"png"]), 0.25, {}
+
+
 class SayTool(BaseTool):
     """Answers `texts[i]`."""
 
@@ -92,13 +99,22 @@ class UnevenTool(LoggedTool):
 class PatientInteraction(BaseInteraction):
     """Asks "?" again until `turns` answers are there."""
 
-    async def generate_response(self, instance_id, messages, turns=2, raises=False, hangs=False, **kwargs):
+    async def start_interaction(self, instance_id=None, start=None, **kwargs):
+        EVENTS.append(("started", instance_id))
+        if start == "raises":
+            raise ZeroDivisionError("no")
+        await asyncio.sleep(3600 if start == "hangs" else 0)
+        return f"{instance_id}_started"
+
+    async def generate_response(
+        self, instance_id, messages, turns=2, raises=False, hangs=False, extra=None, **kwargs
+    ):  # fmt: skip
         if raises:
             raise ZeroDivisionError("no")
         await asyncio.sleep(3600 if hangs else 0)
         answers = sum(message["role"] == "assistant" for message in messages)
         EVENTS.append(("asked", instance_id, [message["role"] for message in messages]))
-        return answers >= turns, "again ?", 0.5, {"asked": answers}
+        return answers >= turns, "again ?", 0.5, {"asked": answers} if extra is None else extra
 
     async def finalize_interaction(self, instance_id, **kwargs):
         EVENTS.append(("finalized", instance_id))

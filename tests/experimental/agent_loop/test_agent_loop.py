@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,23 +10,31 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import verl
 from tests.experimental.agent_loop.parts import EVENTS
 from tests.experimental.agent_loop.scripted import ScriptedEngine
 from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.models import make_tokenizer
+from tests.workers.test_reward_managers import TOKENIZER
 from verl.experimental.agent_loop.agent_loop import (
     LOST,
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopOutput,
     AgentLoopWorkerBase,
+    manager_class,
     register,
 )
+from verl.experimental.agent_loop.base import AsyncLLMServerManager, ConversationTooLong, _agent_loop_registry
+from verl.experimental.agent_loop.tool_agent_loop import HANDLERS, TRANSITIONS, AgentState, ToolAgentLoop
+from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
+from verl.trainer.ppo.rollout_phase import RolloutPhase
 from verl.utils.rollout_trace import RolloutTraceConfig
+from verl.workers.reward_manager import NaiveRewardManager
 from verl.workers.reward_manager.reward_rows import place_scores
-from verl.workers.rollout.replica import ServerHandle, TokenOutput
+from verl.workers.rollout.replica import ServerHandle, ServerUnreachable, TokenOutput, token_output
 
 EOS, PROMPT, RESPONSE = 2, 8, 20
 
@@ -34,7 +43,7 @@ EOS, PROMPT, RESPONSE = 2, 8, 20
 class ChangingLoop(AgentLoopBase):
     """Takes entries out of its settings, as upstream's servers do, and returns columns of its own."""
 
-    async def run(self, sampling_params, extra=None, **kwargs):
+    async def run(self, sampling_params, extra=None, score=None, **kwargs):
         row = kwargs["trajectory"]["sample_index"]
         params = {name: sampling_params.pop(name) for name in list(sampling_params)}
         asked = {**params, "max_tokens": 9}
@@ -42,7 +51,8 @@ class ChangingLoop(AgentLoopBase):
         experts = torch.full((1 + len(output.token_ids) + 30, 2, 1), row) if extra == "experts" else None
         return AgentLoopOutput(
             prompt_ids=[5], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids), num_turns=2,
-            routed_experts=experts, extra_fields={} if extra is None else {extra: row, "params": params},
+            routed_experts=experts, reward_score=score,
+            extra_fields={} if extra is None else {extra: row, "params": params},
         )  # fmt: skip
 
 
@@ -83,7 +93,7 @@ def manager(tmp_path):
         one.close()
 
 
-def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
+def prompts(size, agent="changing", meta=(), **columns):
     objects = {"raw_prompt": [[{"role": "user", "content": "what"}]] * size, "agent_name": [agent] * size,
                "sample_index": list(range(size)), **columns}  # fmt: skip
     arrays = {name: np.empty(size, dtype=object) for name in objects}
@@ -92,7 +102,11 @@ def generated(manager, size, agent="changing", on_finished=None, meta=(), **colu
     ids = torch.full((size, PROMPT), 5)
     tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
     meta = {"n": 1, "eos_token_id": EOS, "pad_token_id": 0, "global_steps": 1, **dict(meta)}
-    return manager.generate_sequences(DataProto.from_dict(tensors, arrays, meta), on_finished)
+    return DataProto.from_dict(tensors, arrays, meta)
+
+
+def generated(manager, size, agent="changing", on_finished=None, meta=(), **columns):
+    return manager.generate_sequences(prompts(size, agent, meta, **columns), on_finished)
 
 
 def test_settings_are_each_conversations_own_and_columns_may_differ(manager):
@@ -111,6 +125,20 @@ def test_experts_are_cut_and_placed_like_the_ids(manager):
     assert (experts[2, : PROMPT - 1] == 0).all() and (experts[2, PROMPT - 1 :] == 2).all()
 
 
+@pytest.mark.parametrize(("agent", "turns"), [("single_turn_agent", 1), ("tool_agent", 2)])
+def test_the_experts_of_the_last_turn_are_those_of_the_row(manager, agent, turns):
+    def answer(prompt_ids, turn):
+        experts = [[[turn], [7]]] * (len(prompt_ids) + 2)
+        reply = {"output_ids": [7, EOS], "meta_info": {"output_token_logprobs": [], "routed_experts": experts}}
+        return token_output(reply, False, "here")
+
+    made = manager(answer, interaction=True)
+    output = generated(made, 1, agent=agent, interaction_kwargs=[{"turns": 2}], tools_kwargs=[{}])
+    attended = output.batch["attention_mask"][0].bool()
+    experts = output.batch["routed_experts"][0]
+    assert (experts[attended] == torch.tensor([[turns], [7]])).all() and (experts[~attended] == 0).all()
+
+
 def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
     (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
     made = manager(lambda row, turn: [7, EOS])
@@ -126,15 +154,69 @@ def test_a_single_turn_has_the_tools_in_its_prompt(manager, tmp_path):
 
 def test_a_prompt_that_is_too_long_costs_its_own_row_only(manager):
     prompts = [[{"role": "user", "content": "what " * length}] for length in (PROMPT - 1, PROMPT)]
-    output = generated(manager(lambda row, turn: [7, EOS]), 2, agent="tool_agent", raw_prompt=prompts)
+    made = manager(lambda row, turn: [7, EOS])
+    output = generated(made, 2, agent="tool_agent", raw_prompt=prompts)
     assert output.non_tensor_batch[LOST].tolist() == [False, True]
     assert output.batch["responses"][0, :2].tolist() == [7, EOS]
+    (worker,) = made.agent_loop_workers
+    assert [len(ids) for ids in worker.server_manager.seen] == [PROMPT]  # nothing was asked about the other
+
+
+@pytest.mark.parametrize(("settings", "limit"), [({}, PROMPT + RESPONSE), ({"max_model_len": 12}, 12)])
+def test_a_conversation_that_fills_the_model_is_lost_before_a_server_is_asked(manager, settings, limit):
+    config = manager(lambda row, turn: [7, EOS], **settings).config
+    servers, asked = AsyncLLMServerManager(config, [ServerHandle("127.0.0.1:1")]), []
+
+    async def answer(rid, ids, sampling, log_probs):
+        asked.append(sampling["max_new_tokens"])
+        return TokenOutput(token_ids=[7])
+
+    servers.clients[0].generate = answer
+    asyncio.run(servers.generate("a", prompt_ids=[5] * (limit - 1), sampling_params={"max_tokens": 9}))
+    with pytest.raises(ConversationTooLong, match=f"its {limit} tokens leave no room .* is {limit}"):
+        asyncio.run(servers.generate("a", prompt_ids=[5] * limit, sampling_params={"max_tokens": 9}))
+    assert asked == [1]
+
+
+def test_what_a_model_has_no_room_for_is_left_out(manager):
+    made = manager(lambda row, turn: [7, EOS], interaction=True, max_model_len=7)
+    output = generated(made, 1, agent="tool_agent", interaction_kwargs=[{"turns": 9}], tools_kwargs=[{}])
+    assert output.non_tensor_batch["end_reason"].tolist() == ["length"]
+    assert output.batch["attention_mask"].sum() == 2 + 2  # the interaction's three tokens would fill it
 
 
 def test_an_empty_answer_is_a_row_and_its_score_has_a_place(manager):
     output = generated(manager(lambda row, turn: [] if row else [7, EOS]), 2)
     assert output.batch["response_mask"].sum(1).tolist() == [2, 0] and not output.non_tensor_batch[LOST].any()
     assert place_scores(output, [0.5, 0.25]).sum(1).tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("own", "lost", "graded", "expected"),
+    [([0.5, 0.25, -1.0], [], 0, [0.5, 0.25, -1.0]), ([0.5, None, -1.0], [1], 0, [0.5, 0, -1.0]),
+     ([0.5, None, -1.0], [], 3, [2, 2, 2])],
+)  # fmt: skip
+def test_scores_of_loops_take_the_place_of_the_reward_function(manager, own, lost, graded, expected):
+    def answer(row, turn):
+        if row in lost:
+            raise ServerUnreachable("gone")
+        return [7, EOS]
+
+    calls = []
+
+    def count(data_source, solution_str, **rest):
+        calls.append(data_source)
+        return 2.0
+
+    made = manager(answer)
+    phase = RolloutPhase.__new__(RolloutPhase)
+    phase.rollout_config, phase.tokenizer, phase.agent_loops = made.rollout_config, TOKENIZER, made
+    phase.rm_group, phase.streams_rewards = None, True
+    reward = NaiveRewardManager(TOKENIZER, 0, count)
+    truth = {"reward_model": [{"ground_truth": "7"}] * 3, "data_source": ["here"] * 3}
+    samples, _ = phase.generate(prompts(3, score=own, **truth), step=1, reward_fn=reward, n=1, eos_token_id=EOS)
+    scores = phase.score(samples, reward)[1]
+    assert scores[:, 1].tolist() == expected and scores.sum(1).tolist() == expected and len(calls) == graded
 
 
 def test_the_slowest_are_cancelled_once_the_others_have_ended(manager):
@@ -156,6 +238,21 @@ def test_the_slowest_are_cancelled_once_the_others_have_ended(manager):
     assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 0.25
 
 
+def test_conversations_may_be_cancelled_before_they_have_begun(manager):
+    (worker,) = manager(lambda row, turn: asyncio.sleep(60)).agent_loop_workers
+    batch = prompts(3)
+    batch.meta_info["sampling"] = {}
+
+    async def cancel_at_once():
+        call = asyncio.create_task(worker.generate_sequences(batch))
+        cancel = asyncio.create_task(worker.cancel_rest())
+        await cancel
+        return await call
+
+    output = asyncio.run(cancel_at_once())
+    assert output.non_tensor_batch[LOST].tolist() == [True] * 3
+
+
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
 def test_validations_and_greedy_baselines_are_complete(manager, meta):
     async def answer(row):
@@ -164,6 +261,13 @@ def test_validations_and_greedy_baselines_are_complete(manager, meta):
 
     output = generated(manager(lambda row, turn: answer(row), over_sample_rate=0.5), 4, meta=meta)
     assert not output.non_tensor_batch[LOST].any()
+
+
+def test_a_step_starts_with_all_servers_and_no_request(manager):
+    made = manager(lambda row, turn: [7, EOS])
+    made.router.running, made.router.lost = [3], {0}
+    generated(made, 2)
+    assert made.router.running == [0] and made.router.lost == set()
 
 
 def test_over_sampling_needs_our_workers(manager):
@@ -188,15 +292,146 @@ def test_an_aborted_generation_is_lost(manager, agent):
     assert output.meta_info["metrics"]["agent_loop/end/cancelled"] == 1
 
 
-@pytest.mark.parametrize("fault", ["raises", "hangs"])
+@pytest.mark.parametrize("fault", [{"raises": True}, {"hangs": True}, {"start": "raises"}, {"start": "hangs"},
+                                   {"extra": 5}])  # fmt: skip
 def test_a_conversation_whose_interaction_fails_is_lost_and_the_others_are_not(manager, fault):
     EVENTS.clear()
     made = manager(lambda row, turn: [7, EOS], interaction=True)
-    kwargs = [{"turns": 2}, {"turns": 2, fault: True}]
+    kwargs = [{"turns": 2}, {"turns": 2, **fault}]
     output = generated(made, 2, agent="tool_agent", interaction_kwargs=kwargs, tools_kwargs=[{}, {}])
     assert output.non_tensor_batch[LOST].tolist() == [False, True]
     assert output.non_tensor_batch["end_reason"].tolist() == ["stop", "tool_failed"]
-    assert len({instance for kind, instance, *_ in EVENTS if kind == "finalized"}) == 2  # however they ended
+    instances = [[instance for kind, instance, *_ in EVENTS if kind == event] for event in ("started", "finalized")]
+    ids = {id if i and "start" in fault else f"{id}_started" for i, id in enumerate(instances[0])}
+    assert len(ids) == 2 and set(instances[1]) == ids  # however they ended
+
+
+def test_values_of_an_interaction_do_not_replace_those_of_the_loop(manager):
+    made = manager(lambda row, turn: [7, EOS], interaction=True)
+    kwargs = [{"turns": 1, "extra": {"end_reason": "cancelled", "weights_versions": [1, 2], "mood": 3}}]
+    output = generated(made, 1, agent="tool_agent", interaction_kwargs=kwargs, tools_kwargs=[{}])
+    columns = output.non_tensor_batch
+    assert columns["end_reason"].tolist() == ["stop"] and columns["weights_version"].tolist() == [3]
+    assert columns["mood"].tolist() == [3] and not columns[LOST].any()
+
+
+def returning(state):
+    async def handler(self, data, sampling_params):
+        return state
+
+    return handler
+
+
+@pytest.mark.parametrize("state", HANDLERS)
+def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
+    assert set(TRANSITIONS) == set(HANDLERS) and all(AgentState.TERMINATED in after for after in TRANSITIONS.values())
+    ways = {AgentState.PENDING: AgentState.GENERATING, AgentState.GENERATING: state, state: AgentState.PENDING}
+    for start, end in ways.items():
+        monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], returning(end))
+    with pytest.raises(RuntimeError, match=f"{HANDLERS[state]} returned AgentState.PENDING; from {state} follow Agent"):
+        generated(manager(lambda row, turn: [7, EOS]), 1, agent="tool_agent", tools_kwargs=[{}])
+
+
+def calling(manager, tmp_path, turns, **multi_turn):
+    """The row of a conversation whose model writes `turns`, each a number of calls of AddTool, then "so"."""
+    EVENTS.clear()
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": {}}]}))
+    call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
+    words = [[*call * number, "<eos>"] for number in turns] + [["so", "<eos>"]]
+    made = manager(lambda row, turn: ids(words[turn - 1]), response_length=100,
+                   multi_turn={"tool_config_path": str(tmp_path / "tools.yaml"), **multi_turn})  # fmt: skip
+    tokenizer = made.agent_loop_workers[0].tokenizer
+    ids = tokenizer.convert_tokens_to_ids
+    output = generated(made, 1, agent="tool_agent", tools_kwargs=[{}])
+    given = output.batch["attention_mask"][0, PROMPT:].bool() & ~output.batch["response_mask"][0].bool()
+    columns = {name: column[0] for name, column in output.non_tensor_batch.items()}
+    return columns, tokenizer.convert_ids_to_tokens(output.batch["responses"][0][given])
+
+
+def test_a_tool_keeps_its_state_over_the_turns_of_a_conversation(manager, tmp_path):
+    columns, given = calling(manager, tmp_path, [1, 1])
+    assert given == ["tool", "7"] * 2
+    assert [kind for kind, *_ in EVENTS] == ["create", "execute", "execute", "release"]
+    assert len({instance for _, instance, *_ in EVENTS}) == 1
+    assert columns["reward_scores"] == {"add": 2.0} and columns["tool_rewards"] == [0.25, 0.25]
+    assert columns["__num_turns__"] == 6 and columns["tool_call_counts"] == 2 and columns["end_reason"] == "stop"
+
+
+def test_user_turns_limit_a_conversation(manager, tmp_path):
+    columns, given = calling(manager, tmp_path, [1, 1], max_user_turns=1)
+    assert columns["end_reason"] == "turns" and columns["__num_turns__"] == 1 + 2 + 1
+    assert given == ["tool", "7"] and [kind for kind, *_ in EVENTS].count("execute") == 1
+
+
+@pytest.mark.parametrize(("limit", "made"), [(1, 1), (2, 2), (3, 3)])
+def test_calls_beyond_those_of_one_turn_are_answered_and_not_made(manager, tmp_path, limit, made):
+    columns, given = calling(manager, tmp_path, [3], max_parallel_calls=limit)
+    assert given.count("tool") == 3 and given.count("7") == made and given.count("Error:") == 3 - made
+    assert [kind for kind, *_ in EVENTS].count("execute") == made == columns["tool_call_counts"]
+    assert columns["end_reason"] == "stop"
+
+
+class Greeting(AgentLoopBase):
+    """Answers with its setting."""
+
+    def __init__(self, *args, word, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.word = word
+
+    async def run(self, sampling_params, **kwargs):
+        return AgentLoopOutput(prompt_ids=[5], response_ids=[self.word], response_mask=[1])
+
+
+class OwnManager(AgentLoopManager):
+    pass
+
+
+def test_loops_of_a_file_get_its_settings(manager, tmp_path):
+    entries = [{"name": f"greets_{word}", "_target_": f"{__name__}.Greeting", "word": word} for word in (7, 9)]
+    (tmp_path / "loops.yaml").write_text(json.dumps(entries))
+    made = manager(lambda row, turn: [7, EOS], agent={"agent_loop_config_path": str(tmp_path / "loops.yaml")})
+    try:
+        output = generated(made, 2, agent_name=["greets_9", "greets_7"])
+    finally:
+        for entry in entries:
+            del _agent_loop_registry[entry["name"]]
+    assert output.batch["responses"][:, 0].tolist() == [9, 7]
+
+
+def test_the_manager_is_the_one_that_is_named(manager):
+    config = manager(lambda row, turn: [7, EOS]).config
+    assert manager_class(config) is AgentLoopManager
+    config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = f"{__name__}.OwnManager"
+    assert manager_class(config) is OwnManager
+
+
+def test_paths_of_loops_files(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    for name in ("out.yaml", "work/in.yaml"):
+        (tmp_path / name).write_text("[]")
+    monkeypatch.chdir(tmp_path / "work")
+    assert resolve_config_path("in.yaml") == str(tmp_path / "work" / "in.yaml")
+    packaged = "trainer/config/rollout/rollout.yaml"
+    assert resolve_config_path(packaged) == str(Path(verl.__file__).parent / packaged)
+    assert resolve_config_path(str(tmp_path / "out.yaml")) == str(tmp_path / "out.yaml")
+    with pytest.raises(ValueError, match=r"'../out.yaml' leaves .*work; give an absolute path"):
+        resolve_config_path("../out.yaml")
+    with pytest.raises(FileNotFoundError, match="'out.yaml' is no file in .*work, "):
+        resolve_config_path("out.yaml")
+
+
+def test_pictures_of_a_tool_are_refused(manager, tmp_path):
+    entry = {"class_name": f"{PARTS}.PictureTool", "config": {}}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    call = '<tool_call> {"name": "add", "arguments": {"a": 2, "b": 5}} </tool_call>'.split()
+    made = manager(lambda row, turn: ids([*call, "<eos>"] if turn == 1 else ["so", "<eos>"]), response_length=60,
+                   multi_turn={"tool_config_path": str(tmp_path / "tools.yaml")})  # fmt: skip
+    ids = made.agent_loop_workers[0].tokenizer.convert_tokens_to_ids
+    output = generated(made, 1, agent="tool_agent", tools_kwargs=[{}])
+    given = output.batch["attention_mask"][0, PROMPT:] - output.batch["response_mask"][0]
+    words = made.agent_loop_workers[0].tokenizer.decode(output.batch["responses"][0][given.bool()]).split()
+    assert words[:2] == ["tool", "Error:"] and "7" not in words
+    assert output.non_tensor_batch["tool_rewards"].tolist() == [[]]
 
 
 def test_an_interactions_text_that_does_not_fit_is_left_out(manager):

@@ -203,8 +203,8 @@ def test_an_unknown_loop_is_named(converse):
 
 
 def test_a_long_prompt_is_dropped_and_counted(converse):
-    output = converse([{"text": "add " * 9}, {}])
-    assert output.non_tensor_batch[LOST].tolist() == [True, False]
+    output = converse([{"text": "add " * 9}, {}, {"text": "add " * 60}])  # the last one fills the model
+    assert output.non_tensor_batch[LOST].tolist() == [True, False, True]
 
 
 def test_every_state_has_a_handler():

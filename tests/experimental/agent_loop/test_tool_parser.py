@@ -6,6 +6,7 @@ import json
 import pytest
 
 from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
 
 
 class Text:
@@ -15,8 +16,8 @@ class Text:
         return "".join(map(chr, ids))
 
 
-def parse(name, text):
-    parser = ToolParser.get_tool_parser(name, Text())
+def parse(name, text, tool_schemas=()):
+    parser = ToolParser.get_tool_parser(name, Text(), tool_schemas)
     content, calls = asyncio.run(parser.extract_tool_calls([ord(c) for c in text]))
     arguments = [call.arguments if call.error else json.loads(call.arguments) for call in calls]
     return content, [(call.name, given, call.error) for call, given in zip(calls, arguments, strict=True)]
@@ -64,6 +65,23 @@ def test_qwen3_coder():
     assert content == "I look.\n"
     assert calls == [("search", {"query": "red foxes", "topk": 3, "ids": [1, 2], "quoted": '"3"'}, None)]
     assert parse("qwen3_coder", "<tool_call><function=x>")[1][0][2].startswith("a call is written <function=name>")
+
+
+@pytest.mark.parametrize(
+    ("types", "text", "expected"),
+    [
+        ("string", "2024", "2024"), ("string", "true", "true"), ("string", "[1]", "[1]"), ("string", "null", "null"),
+        ("integer", "2024", 2024), ("number", "2024", 2024), ("array", "[1]", [1]), ("integer", "many", "many"),
+        (["string", "null"], "null", None), (["string", "null"], "2024", "2024"), (["string", "integer"], "7", 7),
+        (["string", "boolean"], "7", "7"),
+    ],
+)  # fmt: skip
+def test_qwen3_coder_keeps_text_where_the_schema_has_a_string(types, text, expected):
+    schema = OpenAIFunctionToolSchema.of("find", "Finds.", {"properties": {"what": {"type": types}}})
+    call = "<tool_call><function={}><parameter=what>\n{}\n</parameter></function></tool_call>"
+    schemas = [schema.model_dump(exclude_unset=True, exclude_none=True)]
+    assert parse("qwen3_coder", call.format("find", text), schemas)[1] == [("find", {"what": expected}, None)]
+    assert parse("qwen3_coder", call.format("other", "2024"), schemas)[1] == [("other", {"what": 2024}, None)]
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "hermes", "llama3_json", "gpt-oss"])

@@ -12,6 +12,7 @@ from verl.trainer.ppo.batching import (
     drop_lost,
     fill_groups,
     group_rows,
+    mark_without_baseline,
     share_weights,
     shareable,
 )
@@ -50,6 +51,16 @@ def test_lost_rows_go_and_a_group_with_one_sample_left_goes_whole():
     assert counts == DropCounts(requested=9, scored=5, lost=3, small_group=1)
     assert "__lost__" not in data.non_tensor_batch
     assert counts.metrics()["training/dropped_samples"] == 4
+
+
+def test_prompts_without_a_greedy_answer_go_whole_and_count_by_themselves():
+    data = samples("aaabbbccc", "x...x....")
+    mark_without_baseline(data, {"a": 0.5, "c": 0.0})
+    data, counts = drop_lost(data, n=3, ranks=1, whole_groups=False)
+    assert numbers(data) == [1, 2, 6, 7, 8]
+    assert counts == DropCounts(requested=9, scored=5, lost=2, no_baseline=2)
+    assert counts.metrics()["training/dropped_samples/no_baseline"] == 2
+    assert counts.after_rewards(3, DropCounts(scored=2)).metrics()["training/dropped_samples"] == 7
 
 
 def test_one_sample_a_prompt_is_no_small_group():

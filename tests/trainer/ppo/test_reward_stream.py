@@ -1,5 +1,6 @@
 """Grading of samples that finished while others are still generated."""
 
+import asyncio
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.workers.test_reward_managers import TOKENIZER, batch, length_score
+from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager as LoopManager
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward, drop_failed
@@ -94,6 +96,26 @@ def test_a_failed_sample_keeps_its_rule(make):
         assert (len(kept), scores.tolist(), failed) == (1, [[0, 1, 0, 0]], {"error": 1})
 
 
+def test_the_rate_limited_manager_keeps_its_limit_over_samples_that_finish_apart(monkeypatch):
+    for name, value in (("_class_initialized", False), ("_loop", None)):
+        monkeypatch.setattr(RateLimitedRewardManager, name, value)
+    running, most = 0, 0
+
+    async def score(data_source, solution_str, ground_truth, extra_info):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.05)
+        running -= 1
+        return float(len(solution_str.split()))
+
+    config = OmegaConf.merge(CONFIG, {"reward_model": {"max_concurrent": 2}})
+    data, manager = batch(("1 2", "7", "1 2 3", "1")), RateLimitedRewardManager(config, TOKENIZER, score)
+    assert grades_rows(manager)
+    grade(manager, data, [3, 1, 0, 2])
+    assert compute_reward(data, manager)[0].sum(1).tolist() == [2, 1, 3, 1] and most == 2
+
+
 def test_a_sample_that_comes_twice_has_the_result_of_the_last():
     """A conversation is held again after its worker died."""
 
@@ -107,6 +129,24 @@ def test_a_sample_that_comes_twice_has_the_result_of_the_last():
     stream.put(0, again[:1])
     grade(manager, again, [1], stream)
     assert [result["score"] for result in again.non_tensor_batch[GRADED]] == [3, 1]
+
+
+def test_samples_of_loops_with_different_columns_are_graded_together():
+    first = threading.Event()
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        first.wait(10)  # until the others are waiting
+        return float(len(solution_str.split()))
+
+    data, manager = batch(("1 2 3", "7", "1 2")), naive_manager(score)
+    stream = RewardStream(manager)
+    for index in range(3):
+        row = data[index : index + 1]
+        more = {"turn_scores": np.array([0.5])} if index == 2 else {}
+        stream.put(index, DataProto(row.batch, {**row.non_tensor_batch, **more}, {}))
+    first.set()
+    stream.finish(data)
+    assert data.non_tensor_batch[GRADED].tolist() == [3, 1, 2]
 
 
 def test_samples_that_were_lost_have_no_result():
@@ -123,10 +163,17 @@ def test_a_missing_column_is_reported():
         stream.finish(data)
 
 
-@pytest.mark.parametrize(("adds", "expected"), [(True, [2 + 0.5 + 0.25, 1]), (False, [2, 1])])
-def test_rewards_of_tools_and_turns_are_part_of_the_score_by_a_key(adds, expected):
+TOOLS, TURNS = ("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []])
+
+
+@pytest.mark.parametrize(
+    ("adds", "columns", "expected"),
+    [(True, (TOOLS, TURNS), [2 + 0.5 + 0.25, 1]), (False, (TOOLS, TURNS), [2, 1]), (True, (TURNS,), [2.5, 1]),
+     (True, (), [2, 1])],
+)  # fmt: skip
+def test_rewards_of_tools_and_turns_are_part_of_the_score_by_a_key(adds, columns, expected):
     data = batch(("1 2", "7"))
-    for name, given in (("tool_rewards", [[0.25], None]), ("turn_scores", [[0.5, 0.0], []])):
+    for name, given in columns:
         data.non_tensor_batch[name] = np.empty(2, dtype=object)
         data.non_tensor_batch[name][:] = given
     phase = RolloutPhase.__new__(RolloutPhase)

@@ -20,12 +20,21 @@ from verl.experimental.agent_loop.base import (
     AgentLoopMetrics,
     AgentLoopOutput,
     AsyncLLMServerManager,
+    ConversationTooLong,
     DictConfigWrap,
     _agent_loop_registry,
     make_agent_loop,
     register,
 )
 from verl.experimental.agent_loop.prometheus_utils import update_prometheus_config
+from verl.experimental.agent_loop.rows import (
+    column_of,
+    empty_output,
+    is_lost,
+    joined,
+    routed_experts,
+    with_own_scores,
+)
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
@@ -96,7 +105,7 @@ class AgentLoopWorkerBase:
         """A conversation for each row, as rows of `prompts` [B, P], `responses` [B, R] and the other tensors.
 
         Non-tensor columns are the arguments of the loops' `run`. meta_info["sampling"] has the sampling parameters,
-        column __seed__ the seeds.
+        column __seed__ the seeds. With meta_info["cancelled"] no conversation is held, and all are lost.
         """
         meta, size = batch.meta_info, len(batch)
         columns = batch.non_tensor_batch
@@ -108,13 +117,15 @@ class AgentLoopWorkerBase:
         self._cancels_rest = False
 
         async def hold(i: int) -> AgentLoopOutput | None:
+            if meta.get("cancelled"):
+                return empty_output("cancelled")
             try:
                 output = await self._run_agent_loop(dict(meta["sampling"]), infos[i], **rows[i])
             except asyncio.CancelledError:
                 if not self._cancels_rest:
                     raise
-                return _empty("cancelled")
-            if meta.get("report_finished") and not _is_lost(output):
+                return empty_output("cancelled")
+            if meta.get("report_finished") and not is_lost(output):
                 self._finished.put_nowait((i, self._postprocess([output])))
             return output
 
@@ -134,6 +145,7 @@ class AgentLoopWorkerBase:
 
     async def cancel_rest(self) -> None:
         """End the running `generate_sequences`: conversations that have not ended are cancelled, and lost."""
+        await asyncio.sleep(0)  # a task that has not begun would not see that it is cancelled by this
         self._cancels_rest = True
         for task in self._tasks:
             task.cancel()
@@ -167,23 +179,20 @@ class AgentLoopWorkerBase:
             try:
                 given = {"request_id": uuid4().hex, "trajectory": trajectory, **row}
                 output = await loop.run(sampling_params, **given)
-            except ServerUnreachable as error:
-                logger.warning(f"conversation of sample {trajectory['sample_index']} is lost: {error}")
+                if not isinstance(output, AgentLoopOutput):
+                    what = f"{type(loop).__name__}.run returned {type(output).__name__}"
+                    raise TypeError(f"{what}; expected an AgentLoopOutput")
+                loop.check_prompt(output.prompt_ids)
+            except (ServerUnreachable, ConversationTooLong) as error:
+                logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {error}")
                 return None
-        if not isinstance(output, AgentLoopOutput):
-            raise TypeError(f"{type(loop).__name__}.run returned {type(output).__name__}; expected an AgentLoopOutput")
-        limit = self.rollout_config.prompt_length
-        if len(output.prompt_ids) > limit:
-            what = f"its prompt has {len(output.prompt_ids)} tokens, more than rollout.prompt_length={limit}"
-            logger.warning(f"conversation of sample {trajectory['sample_index']} is dropped: {what}")
-            return None
         return output
 
     def _postprocess(self, outputs: list[AgentLoopOutput | None]) -> DataProto:
         """Rows of one shape; those of lost conversations are marked, and empty if nothing is known of them."""
         rollout, pad = self.rollout_config, self.tokenizer.pad_token_id
-        lost = np.array([_is_lost(output) for output in outputs])
-        rows = [output or _empty() for output in outputs]
+        lost = np.array([is_lost(output) for output in outputs])
+        rows = [output or empty_output() for output in outputs]
         p, r = rollout.prompt_length, rollout.response_length
         reversed_prompts = right_padded([row.prompt_ids[::-1] for row in rows], p, pad, torch.int64)
         prompt_mask = right_padded([[1] * len(row.prompt_ids) for row in rows], p, 0, torch.int64).flip(1)
@@ -201,53 +210,21 @@ class AgentLoopWorkerBase:
         if rollout.calculate_log_probs:
             values = [(row.response_logprobs or [0.0] * len(row.response_ids))[:r] for row in rows]
             tensors["rollout_log_probs"] = right_padded(values, r, 0.0, torch.float32)
-        if (experts := _routed_experts(rows, p, r)) is not None:
+        if (experts := routed_experts(rows, p, r)) is not None:
             tensors["routed_experts"] = experts
         turns = np.array([row.num_turns for row in rows], dtype=np.int32)
         columns: dict[str, Any] = {"__num_turns__": turns, LOST: lost}
         for name in sorted({name for row in rows for name in row.extra_fields}):
-            columns[name] = _column([row.extra_fields.get(name) for row in rows])
+            columns[name] = column_of([row.extra_fields.get(name) for row in rows])
         scores = [row.reward_score for row in rows]
         if any(score is not None for score in scores):
-            columns["reward_score"] = _column(scores)
+            columns["reward_score"] = column_of(scores)
         metrics = [row.metrics.model_dump() for row in rows]
         return DataProto.from_dict(tensors, columns, {"metrics": metrics})
 
 
 class AgentLoopWorker(AgentLoopWorkerBase):
     """The worker of AgentLoopManager."""
-
-
-def _empty(end_reason: str | None = None) -> AgentLoopOutput:
-    fields = {} if end_reason is None else {"end_reason": end_reason}
-    return AgentLoopOutput(prompt_ids=[], response_ids=[], response_mask=[], extra_fields=fields)
-
-
-def _is_lost(output: AgentLoopOutput | None) -> bool:
-    """Whether a conversation broke off for a reason that the model has no part in."""
-    return output is None or output.extra_fields.get("end_reason") in ("cancelled", "tool_failed")
-
-
-def _routed_experts(rows: list[AgentLoopOutput], p: int, r: int) -> torch.Tensor | None:
-    """The experts of each token [B, P + R, layers, k], 0 where a row has none; None if no row has any."""
-    given = [None if row.routed_experts is None else torch.as_tensor(row.routed_experts) for row in rows]
-    known = next((experts for experts in given if experts is not None), None)
-    if known is None:
-        return None
-    filled = torch.zeros(len(rows), p + r, *known.shape[1:], dtype=known.dtype)
-    for i, (row, experts) in enumerate(zip(rows, given, strict=True)):
-        if experts is not None:
-            start = p - len(row.prompt_ids)
-            filled[i, start : start + len(experts)] = experts[: p + r - start]
-    return filled
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    if all(isinstance(value, int | float) for value in values):
-        return np.array(values)
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
 
 
 async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:
@@ -285,16 +262,17 @@ class AgentLoopManager:
         self._runner: asyncio.Runner | None = None
         if config.trainer.local:
             self._runner = asyncio.Runner()
-            self.agent_loop_workers = [cls(config, self.server_handles)]
+            self.router: Any = RequestRouter(servers)
+            self.agent_loop_workers = [cls(config, self.server_handles, router=self.router)]
             return
         # Resolved here: the actors have no resolvers of the user's own.
         plain = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-        router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
+        self.router = ray.remote(num_cpus=0)(RequestRouter).remote(servers) if servers > 1 else None
         actor = cls if hasattr(cls, "remote") else ray.remote(num_cpus=0)(cls)
 
         def start_worker(i: int) -> Any:
             named = actor.options(name=f"agent_loop_worker_{i}_{uuid4().hex[:8]}")
-            return named.remote(plain, self.server_handles, router=router)
+            return named.remote(plain, self.server_handles, router=self.router)
 
         self._start_worker = start_worker
         self.agent_loop_workers = [start_worker(i) for i in range(self.rollout_config.agent.num_workers)]
@@ -332,15 +310,23 @@ class AgentLoopManager:
         meta["report_finished"] = bool(cut or on_finished)
         batch = DataProto(None, columns, meta)
         started = time.perf_counter()
+        self._reset_router()
         if self._runner is not None:
             parts, restarts = [self._runner.run(self._generate_here(batch, ended))], 0
         else:
             parts, restarts = self._generate_by_workers(batch, ended)
         metrics = self._metrics(parts, time.perf_counter() - started)
         metrics["agent_loop/restarted_workers"] = float(restarts)
-        output = _joined(parts)
+        output = with_own_scores(joined(parts))
         output.meta_info = {"metrics": metrics}
         return self._with_versions(output)
+
+    def _reset_router(self, lost: bool = True) -> None:
+        """See RequestRouter.reset: a server that failed in the step before may have recovered."""
+        if self._runner is not None:
+            self.router.reset(lost)
+        elif self.router is not None:
+            ray.get(self.router.reset.remote(lost))
 
     async def _generate_here(self, batch: DataProto, ended: "_Ended") -> DataProto:
         worker = self.agent_loop_workers[0]
@@ -363,14 +349,15 @@ class AgentLoopManager:
 
         def start(i: int) -> None:
             columns = {name: column[shares[i]] for name, column in batch.non_tensor_batch.items()}
-            calls[workers[i].generate_sequences.remote(DataProto(None, columns, batch.meta_info))] = i
+            meta = {**batch.meta_info, "cancelled": over}
+            calls[workers[i].generate_sequences.remote(DataProto(None, columns, meta))] = i
             if batch.meta_info["report_finished"]:
                 reports[workers[i].next_finished.remote()] = i
 
+        parts: dict[int, DataProto] = {}
+        deaths, over = 0, False  # over: enough conversations have ended
         for i in range(len(shares)):
             start(i)
-        parts: dict[int, DataProto] = {}
-        deaths, over = 0, False
         while calls or reports:
             ref = ray.wait([*reports, *calls])[0][0]
             try:
@@ -383,6 +370,7 @@ class AgentLoopManager:
                     raise
                 logger.warning(f"agent loop worker {i} died; a new one starts its {len(shares[i])} conversations again")
                 workers[i] = self._start_worker(i)
+                self._reset_router(lost=False)
                 start(i)
                 continue
             if ref in calls:
@@ -465,16 +453,6 @@ class _Ended:
         if self.on_finished is not None:
             self.on_finished(row, sample)
         return self.wanted is not None and len(self.rows) >= self.wanted
-
-
-def _joined(parts: list[DataProto]) -> DataProto:
-    """All rows; a column that a part lacks is None there."""
-    names = {name for part in parts for name in part.non_tensor_batch}
-    for part in parts:
-        part.meta_info = {}
-        for name in names - set(part.non_tensor_batch):
-            part.non_tensor_batch[name] = _column([None] * len(part))
-    return DataProto.concat(parts)
 
 
 def manager_class(config: DictConfig) -> type[AgentLoopManager]:

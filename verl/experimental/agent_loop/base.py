@@ -31,6 +31,16 @@ SAMPLING = {
 }  # fmt: skip
 
 
+class ConversationTooLong(RuntimeError):
+    """A conversation's prompt, or all its tokens, leave no room for an answer: the conversation is lost."""
+
+
+def most_tokens(rollout: RolloutConfig) -> int:
+    """The tokens that prompt and response of a conversation may have together."""
+    tokens = rollout.prompt_length + rollout.response_length
+    return min(tokens, rollout.max_model_len or tokens)
+
+
 class AsyncLLMServerManager:
     """Sends requests to the rollout servers, for one worker.
 
@@ -61,9 +71,10 @@ class AsyncLLMServerManager:
         """The next turn of the conversation `request_id`, after all its tokens so far.
 
         `sampling_params`: temperature, top_p, top_k, repetition_penalty, ignore_eos, stop_token_ids, max_tokens (by
-        default what rollout.prompt_length + response_length leave), logprobs (bool) and seed, from which the seed of
-        each turn is derived. A server that fails is left out and the turn starts again on another, up to
-        rollout.server.max_attempts times. Raises ValueError for unknown parameters, ServerUnreachable at the end.
+        default what rollout.prompt_length + response_length, or max_model_len, leave), logprobs (bool) and seed, from
+        which the seed of each turn is derived. A server that fails is left out and the turn starts again on another, up
+        to rollout.server.max_attempts times. Raises ValueError for unknown parameters, ConversationTooLong for a prompt
+        of rollout.max_model_len or prompt_length + response_length tokens, ServerUnreachable at the end.
         """
         if image_data or video_data:
             raise ValueError("image_data and video_data: rollout servers take token ids only")
@@ -74,7 +85,10 @@ class AsyncLLMServerManager:
             raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {known}")
         sampling = {SAMPLING[name]: value for name, value in given.items()}
         rollout = self.rollout_config
-        room = rollout.prompt_length + rollout.response_length - len(prompt_ids)
+        room = most_tokens(rollout) - len(prompt_ids)
+        if room < 1:
+            limit = f"rollout.prompt_length + response_length, or max_model_len, is {most_tokens(rollout)}"
+            raise ConversationTooLong(f"its {len(prompt_ids)} tokens leave no room for an answer: {limit}")
         sampling["max_new_tokens"] = max(1, min(sampling.get("max_new_tokens", room), room))
         turn = self.turns.pop(request_id, 0)
         self.turns[request_id] = turn + 1
@@ -127,7 +141,10 @@ class AgentLoopMetrics(BaseModel):
 
 
 class AgentLoopOutput(BaseModel):
-    """A finished conversation: ids, mask (1 = generated), log-probs of the response; a score if it is known already."""
+    """A finished conversation: ids, mask (1 = generated), log-probs of the response; a score if it is known already.
+
+    With a `reward_score` from every conversation of a batch, no reward function is called.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -183,6 +200,13 @@ class AgentLoopBase(ABC):
         if remove_system_prompt:
             return self.encoder.added(messages, tools)
         return self.encoder.prompt(messages, tools)
+
+    def check_prompt(self, ids: list[int]) -> list[int]:
+        """The ids of a first prompt; ConversationTooLong if rollout.prompt_length is less: no row can hold them."""
+        limit = self.rollout_config.prompt_length
+        if len(ids) > limit:
+            raise ConversationTooLong(f"its prompt has {len(ids)} tokens, more than rollout.prompt_length={limit}")
+        return ids
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

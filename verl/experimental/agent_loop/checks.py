@@ -57,7 +57,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         yield wrong(key, f"{key}={rollout.agent.default_agent_loop} is unknown. Known: {', '.join(sorted(names))}.")
     tools = []
     for name in ("tool_config_path", "function_tool_path"):
-        tools += checked(f"{MULTI_TURN}.{name}", _tools, **{name: settings[name]}) or []
+        tools += checked(f"{MULTI_TURN}.{name}", _tools, settings, **{name: settings[name]}) or []
     key = f"{MULTI_TURN}.interaction_config_path"
     path = settings.interaction_config_path
     interactions = checked(key, initialize_interactions_from_config, path) if path else None
@@ -82,15 +82,25 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     yield from problems
 
 
-def _tools(tool_config_path: str | None = None, function_tool_path: str | None = None) -> list[Any]:
-    """The tools of a file, each of which answers the call of its config.example_arguments, if it has them."""
+def _tools(
+    settings: DictConfig, tool_config_path: str | None = None, function_tool_path: str | None = None
+) -> list[Any]:
+    """The tools of a file, each of which answers the call of its config.example_arguments, if it has them.
+
+    config.example_kwargs are the call's extra_info.tools_kwargs; `settings` (multi_turn) has the limits.
+    """
     tools = initialize_tools_from_config(tool_config_path, function_tool_path)
-    runner = ToolRunner(tools, max_tool_response_length=300)
+    runner = ToolRunner(
+        tools, max_tool_response_length=settings.max_tool_response_length, timeout=settings.tool_timeout,
+        tool_response_truncate_side=settings.tool_response_truncate_side,
+    )  # fmt: skip
+    configs = {tool.name: dict(tool.config or {}) for tool in tools}
+    kwargs = {name: config.get("example_kwargs") for name, config in configs.items()}
 
     async def call_examples() -> None:
-        async with runner.conversation() as conversation:
+        async with runner.conversation(kwargs) as conversation:
             for tool in tools:
-                if (example := dict(tool.config or {}).get("example_arguments")) is not None:
+                if (example := configs[tool.name].get("example_arguments")) is not None:
                     result = await conversation.call(tool.name, dict(example))
                     if result.failure is not None:
                         raise ValueError(f"the call of example_arguments failed: {result.response.text}")

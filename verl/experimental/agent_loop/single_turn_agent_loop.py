@@ -24,7 +24,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         if given is None:  # a data set of the user's own
             tools = schemas_of(self.config.data.tool_config_path, self.config.data.function_tool_path)
             given = self.encoder.prompt(list(kwargs["raw_prompt"]), tools)
-        prompt_ids = list(given)
+        prompt_ids = self.check_prompt(list(given))
         limit = self.rollout_config.response_length
         started = time.perf_counter()
         output = await self.server_manager.generate(
@@ -35,7 +35,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         conversation.add_generated(output.token_ids[:limit], output.log_probs, output.weights_version)
         return AgentLoopOutput(
             prompt_ids=prompt_ids, response_ids=conversation.response_ids, response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs, num_turns=2,
+            response_logprobs=conversation.response_logprobs, num_turns=2, routed_experts=output.routed_experts,
             metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
             extra_fields={
                 "weights_versions": [version for version, _, _ in conversation.versions],

@@ -14,6 +14,7 @@ from verl.experimental.agent_loop.base import (
     AgentLoopMetrics,
     AgentLoopOutput,
     DictConfigWrap,
+    most_tokens,
     register,
 )
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -45,6 +46,13 @@ HANDLERS = {
     AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
     AgentState.INTERACTING: "_handle_interacting_state",
 }
+#: The states that may follow each state.
+TRANSITIONS = {
+    AgentState.PENDING: {AgentState.GENERATING, AgentState.TERMINATED},
+    AgentState.GENERATING: {AgentState.PROCESSING_TOOLS, AgentState.INTERACTING, AgentState.TERMINATED},
+    AgentState.PROCESSING_TOOLS: {AgentState.GENERATING, AgentState.TERMINATED},
+    AgentState.INTERACTING: {AgentState.GENERATING, AgentState.TERMINATED},
+}
 #: Why a conversation ended: the model stopped or the interaction was content, the tokens or the turns were used up, the
 #: interaction failed, the generation was aborted. Conversations of the last two are lost.
 END_REASONS = ("stop", "length", "turns", "tool_failed", "cancelled")
@@ -71,6 +79,7 @@ class AgentData:
         self.seed: int | None = None
         self.step = -1  # of the training
         self.tool_calls: list[FunctionCall] = []  # of the last turn
+        self.routed_experts: Any = None
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
 
@@ -131,7 +140,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.runner, self.interactions = _RUNNERS[trainer_config], _INTERACTIONS[trainer_config]
         self.journal = _JOURNALS.get(trainer_config)
         self.tool_schemas = tool_schemas(self.runner.tools.values())
-        self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer)
+        self.parser = ToolParser.get_tool_parser(settings.format, self.tokenizer, self.tool_schemas)
         self.encoder.stop_ids |= set(self.parser.stop_token_ids)
 
     @rollout_trace_op
@@ -144,13 +153,9 @@ class ToolAgentLoop(AgentLoopBase):
         data.seed, data.step = sampling_params.get("seed"), kwargs.get("trajectory", {}).get("step", -1)
         async with self.runner.conversation(data.tools_kwargs, self.journal) as data.tools:
             try:
-                if self.interactions:
-                    data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
-                    start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
-                    data.interaction_id = await self.runner.limited(start)
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
-                    state = await getattr(self, HANDLERS[state])(data, sampling_params)
+                    state = self._checked(state, await getattr(self, HANDLERS[state])(data, sampling_params))
                 rewards = await data.tools.calc_rewards()
             finally:
                 if data.interaction_id is not None:
@@ -164,13 +169,22 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
             response_mask=conversation.response_mask, response_logprobs=conversation.response_logprobs,
-            num_turns=data.user_turns + data.assistant_turns + 1, metrics=AgentLoopMetrics(**data.metrics),
+            routed_experts=data.routed_experts, num_turns=data.user_turns + data.assistant_turns + 1,
+            metrics=AgentLoopMetrics(**data.metrics),
             extra_fields={
-                "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards, "reward_scores": rewards,
-                "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
-                "weights_versions": [version for version, _, _ in conversation.versions], **data.extra_fields,
+                **data.extra_fields, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
+                "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
+                "weights_versions": [version for version, _, _ in conversation.versions],
             },
         )  # fmt: skip
+
+    @staticmethod
+    def _checked(state: AgentState, following: AgentState) -> AgentState:
+        """The state that follows; RuntimeError unless TRANSITIONS has it."""
+        if following not in TRANSITIONS[state]:
+            allowed = ", ".join(sorted(str(allowed) for allowed in TRANSITIONS[state]))
+            raise RuntimeError(f"{HANDLERS[state]} returned {following!s}; from {state!s} follow {allowed} only")
+        return following
 
     def _check_tokenization(self, data: AgentData) -> None:
         """Warn once in a process of ids that differ from those of the finished messages."""
@@ -194,7 +208,19 @@ class ToolAgentLoop(AgentLoopBase):
         return self.interactions[name]
 
     async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
-        data.conversation.prompt_ids = self.encoder.prompt(data.messages, self.tool_schemas)
+        data.conversation.prompt_ids = self.check_prompt(self.encoder.prompt(data.messages, self.tool_schemas))
+        if not self.interactions:
+            return AgentState.GENERATING
+        data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
+        data.interaction_id = data.request_id  # for a start that fails
+        try:
+            start = data.interaction.start_interaction(data.request_id, **data.interaction_kwargs)
+            data.interaction_id = await self.runner.limited(start)
+        except FatalGradingError:
+            raise
+        except Exception as error:
+            self._failed("exception", data.interaction, error)
+            return data.end("tool_failed")
         return AgentState.GENERATING
 
     async def _handle_generating_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
@@ -214,6 +240,8 @@ class ToolAgentLoop(AgentLoopBase):
         )  # fmt: skip
         data.metrics["generate_sequences"] += time.perf_counter() - started
         conversation.add_generated(output.token_ids, output.log_probs, output.weights_version)
+        if not settings.use_inference_chat_template:
+            data.routed_experts = output.routed_experts  # of all ids so far
         data.assistant_turns += 1
         if output.stop_reason == "aborted":
             return data.end("cancelled")
@@ -259,12 +287,16 @@ class ToolAgentLoop(AgentLoopBase):
             if self.journal is not None:
                 key = self.journal.key(agent_data.step, agent_data.seed, ids, number)
             result = await agent_data.tools.call(tool_call.name, tool_call.arguments, key)
+            if result.response.image or result.response.video:
+                text = f"{tool_call.name!r} answered with images or videos; conversations are text only."
+                result = self.runner.failed("exception", tool_call.name, text, ValueError(text))
         return result.response, result.reward, result.metrics
 
     async def _handle_interacting_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         answer = data.interaction.generate_response(data.interaction_id, data.messages, **data.interaction_kwargs)
         try:
             ends, text, score, extra = await self.runner.limited(answer)
+            data.extra_fields.update(extra or {})
         except FatalGradingError:
             raise
         except Exception as error:
@@ -272,7 +304,6 @@ class ToolAgentLoop(AgentLoopBase):
             return data.end("tool_failed")
         if score is not None:
             data.turn_scores.append(score)
-        data.extra_fields.update(extra or {})
         return data.end("stop") if ends else self._given(data, [{"role": "user", "content": text}])
 
     def _failed(self, kind: str, interaction: BaseInteraction, error: Exception) -> None:
@@ -281,7 +312,8 @@ class ToolAgentLoop(AgentLoopBase):
     def _given(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
         """Append what the model is given, if it fits."""
         ids = self.encoder.added(messages, self.tool_schemas)
-        if len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
+        fills = len(data.prompt_ids) + len(ids) >= most_tokens(self.rollout_config)
+        if fills or len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
             return data.end("length")
         data.messages += messages
         data.conversation.add_given(ids)

@@ -3,7 +3,7 @@
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,8 +18,12 @@ class FunctionCall(BaseModel):
 
 
 class ToolParser(ABC):
-    """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out."""
+    """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out.
 
+    `tool_schemas` are those of the prompt, for a format that leaves the types of arguments open.
+    """
+
+    tool_schemas: Sequence[dict[str, Any]] = ()
     _registry: dict[str, type["ToolParser"]] = {}
     #: Tokens that end a turn with calls in this format, where the tokenizer has them.
     STOPS: tuple[str, ...] = ()
@@ -42,12 +46,14 @@ class ToolParser(ABC):
         """The same for text, special tokens included."""
 
     @classmethod
-    def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
+    def get_tool_parser(cls, name: str, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]] = ()) -> "ToolParser":
         """The parser of that name (rollout.multi_turn.format); ValueError for an unknown one."""
         if name not in cls._registry:
             known = ", ".join(sorted(cls._registry))
             raise ValueError(f"rollout.multi_turn.format={name!r} is unknown. Known: {known}.")
-        return cls._registry[name](tokenizer)
+        parser = cls._registry[name](tokenizer)
+        parser.tool_schemas = tool_schemas
+        return parser
 
     @classmethod
     def register(cls, name: str) -> Callable[[type["ToolParser"]], type["ToolParser"]]:
@@ -114,7 +120,8 @@ class Llama3JsonToolParser(ToolParser):
 class Qwen3CoderToolParser(ToolParser):
     """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
 
-    A value that is JSON other than a string is taken as such, any other as text.
+    A value that is JSON other than a string is taken as such, any other as text. Where the tool's schema allows for a
+    string, JSON of a type that it does not name is text as well.
     """
 
     CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -129,17 +136,36 @@ class Qwen3CoderToolParser(ToolParser):
         if function is None:
             expected = "<function=name><parameter=key>value</parameter></function>"
             return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
-        arguments = {key.strip(): _value(value) for key, value in self.PARAMETER.findall(function.group(2))}
-        return FunctionCall(name=function.group(1).strip(), arguments=json.dumps(arguments))
+        name, found = function.group(1).strip(), self.PARAMETER.findall(function.group(2))
+        types = _types(self.tool_schemas, name)
+        arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in found}
+        return FunctionCall(name=name, arguments=json.dumps(arguments))
 
 
-def _value(text: str) -> Any:
+JSON_TYPES = {
+    bool: ("boolean",), int: ("integer", "number"), float: ("number", "integer"), list: ("array",), dict: ("object",),
+    type(None): ("null",),
+}  # fmt: skip
+
+
+def _types(tool_schemas: Sequence[dict[str, Any]], name: str) -> dict[str, list[str]]:
+    """The types that the schema of the tool `name` allows for each of its parameters."""
+    functions = (schema["function"] for schema in tool_schemas)
+    known = next((function for function in functions if function["name"] == name), {})
+    properties = known.get("parameters", {}).get("properties", {})
+    kinds = {key: schema["type"] for key, schema in properties.items()}
+    return {key: [kind] if isinstance(kind, str) else kind for key, kind in kinds.items()}
+
+
+def _value(text: str, types: Sequence[str]) -> Any:
     text = text.removeprefix("\n").removesuffix("\n")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text if isinstance(value, str) else value
+    if isinstance(value, str) or ("string" in types and not set(JSON_TYPES[type(value)]) & set(types)):
+        return text
+    return value
 
 
 @ToolParser.register("gpt-oss")

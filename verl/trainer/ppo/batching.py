@@ -23,7 +23,7 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import LOST
 
-MASKED = "masked"
+MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves
 ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
 
 
@@ -43,12 +43,13 @@ class DropCounts:
     uneven: int = 0
     no_reward: int = 0
     masked: int = 0
+    no_baseline: int = 0
 
     def after_rewards(self, failed: int, later: DropCounts) -> DropCounts:
         """These counts plus those of samples dropped after the rewards: `failed` rewards, then `later` ones."""
         return DropCounts(
             self.requested, later.scored, self.lost, self.small_group + later.small_group, self.uneven + later.uneven,
-            failed, self.masked,
+            failed, self.masked, self.no_baseline,
         )
 
     def check_any_scored(self) -> None:
@@ -57,6 +58,7 @@ class DropCounts:
             raise ValueError(
                 f"none of the {self.requested} samples can be trained on: {self.lost} generations failed, "
                 f"{self.masked} are masked by their rollout, {self.no_reward} have no reward, "
+                f"{self.no_baseline} have no greedy answer to compare with, "
                 f"{self.small_group} were alone in their group, {self.uneven} the ranks cannot share."
             )
 
@@ -90,20 +92,28 @@ def with_scores(batch: DataProto, scored: DataProto) -> DataProto:
     return kept
 
 
+def mark_without_baseline(data: DataProto, baselines: Mapping[str, float]) -> None:
+    """Mark the samples [B] of prompts (`uid`) that `baselines` lacks in the column `__lost__`, in place."""
+    lost = data.non_tensor_batch.get(LOST, np.zeros(len(data), dtype=bool)).astype(object)
+    without = np.array([uid not in baselines for uid in data.non_tensor_batch["uid"]], dtype=bool)
+    lost[without & ~lost.astype(bool)] = NO_BASELINE
+    data.non_tensor_batch[LOST] = lost
+
+
 def drop_lost(data: DataProto, n: int, ranks: int, whole_groups: bool) -> tuple[DataProto, DropCounts]:
     """Leave out what cannot be trained on, in three counted stages.
 
-    1. rows marked `__lost__` (true or a text; "masked" counts by itself); 2. groups (equal `uid`) with fewer than
-    min(2, n) samples left, since a group of one has no baseline; 3. the last prompts, until the ranks share the rest
-    evenly: prompts where a group must stay on one rank (`whole_groups`, or some group is no longer full), else samples.
+    1. rows marked `__lost__` (true or a text; "masked" and "no_baseline" count by themselves); 2. groups (equal `uid`)
+    with fewer than min(2, n) samples left, since a group of one has no baseline; 3. the last prompts, until the ranks
+    share the rest evenly: prompts where a group must stay on one rank (`whole_groups`, or some group is no longer
+    full), else samples.
     The column `__lost__` is taken away.
     """
     uid = data.non_tensor_batch["uid"]
-    keep = np.ones(len(data), dtype=bool)
-    if LOST in data.non_tensor_batch:
-        keep &= ~data.non_tensor_batch[LOST].astype(bool)
-    masked = int((data.non_tensor_batch[LOST] == MASKED).sum()) if LOST in data.non_tensor_batch else 0
-    counts = DropCounts(requested=len(data), lost=int((~keep).sum()) - masked, masked=masked)
+    lost = data.non_tensor_batch.get(LOST, np.zeros(len(data), dtype=bool)).astype(object)
+    keep = ~lost.astype(bool)
+    named = {reason: int((lost == reason).sum()) for reason in (MASKED, NO_BASELINE)}
+    counts = DropCounts(requested=len(data), lost=int((~keep).sum()) - sum(named.values()), **named)
 
     group = as_torch_index(uid).numpy()  # [B]
     sizes = np.bincount(group[keep], minlength=group.max(initial=-1) + 1)

@@ -206,6 +206,8 @@ class RayPPOTrainer:
         """Samples of these prompts that have a score and can be trained on; raises ValueError if there are none."""
         baselines = self._greedy_baselines(prompts) if self.needs_greedy_baseline else None
         samples, metrics = self._generate(prompts)
+        if baselines is not None:
+            batching.mark_without_baseline(samples, baselines)
         samples, counts = self._drop_lost(samples)
         if self.scorer is not None and counts.scored:
             samples.batch[batching.ROW] = torch.arange(len(samples))
@@ -227,14 +229,12 @@ class RayPPOTrainer:
 
     @step("gen_max")
     def _greedy_baselines(self, prompts: DataProto) -> dict[str, float]:
-        """The score of each prompt's greedy answer, by uid (ReMax, arXiv 2310.10505)."""
+        """The score of each prompt's greedy answer, by uid, where it was not lost (ReMax, arXiv 2310.10505)."""
         answers, _ = self.rollout.generate(prompts, self.global_steps, False, self.reward_fn, n=1, do_sample=False)
         answers, lost = without_lost(answers)
-        if lost:
-            raise ValueError(f"{lost} greedy answers were lost; advantages need one for each prompt.")
-        answers, scores, _, failed = self.rollout.score(answers, self.reward_fn)
-        if failed:
-            raise ValueError(f"{failed.total()} greedy answers have no reward; advantages need one for each prompt.")
+        if lost == len(prompts):
+            return {}
+        answers, scores, _, _ = self.rollout.score(answers, self.reward_fn)
         return dict(zip(answers.non_tensor_batch["uid"].tolist(), scores.sum(-1).tolist(), strict=True))
 
     @step("data")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.experimental.agent_loop.rows import joined
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager
@@ -100,7 +101,7 @@ class RewardStream:
             if not self._waiting:
                 return
             taken, self._waiting = self._waiting, []
-            part = DataProto.concat([sample for _, sample in taken])
+            part = joined([sample for _, sample in taken])
             rows = rows_of(part, self.reward_fn.reward_fn_key)
             results = await asyncio.to_thread(self.reward_fn.results, part, rows)
             self.results.update(zip((index for index, _ in taken), results, strict=True))

@@ -70,15 +70,20 @@ class RolloutPhase:
         }
         n = meta["n"]
         gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # with extra_info [SPD Fix]
-        stream = self._reward_stream(reward_fn)
+        stream, own = self._reward_stream(reward_fn), []  # own: rows that have a score of their loop
         if stream is not None:
 
             def grade(index: int, row: DataProto) -> None:
                 given = {k: v[index // n : index // n + 1] for k, v in prompts.non_tensor_batch.items()}
                 stream.put(index, DataProto(row.batch, {**given, **row.non_tensor_batch}, {}))
 
+            def ended(index: int, row: DataProto) -> None:
+                own.append((index, row)) if "reward_score" in row.non_tensor_batch else grade(index, row)
+
             try:
-                output = self.agent_loops.generate_sequences(gen_batch, on_finished=grade)
+                output = self.agent_loops.generate_sequences(gen_batch, on_finished=ended)
+                for item in () if "rm_scores" in output.batch else own:  # others have none: all are graded
+                    grade(*item)
             except BaseException:
                 stream.close()
                 raise
@@ -120,10 +125,12 @@ class RolloutPhase:
     def score(self, samples: DataProto, reward_fn: Any) -> tuple[DataProto, torch.Tensor, dict[str, Any], Any]:
         """Samples that have a score, token-level scores [B, R], extras by name, and how many failed in which way.
 
-        With rollout.multi_turn.add_turn_rewards, scores contain what tools and interactions gave.
+        Scores that the agent loops gave to all samples (rm_scores [B, R]) take the place of `reward_fn`. With
+        rollout.multi_turn.add_turn_rewards, scores contain what tools and interactions gave.
         With a reward model, its rm_scores [B, R] are a column that the reward manager takes or mixes in.
         """
-        if self.rm_group is not None:
+        own = samples.batch.pop("rm_scores", None)  # of the agent loops
+        if self.rm_group is not None and own is None:
             columns = ["raw_prompt"] if "raw_prompt" in samples.non_tensor_batch else []
             sent = samples.select(
                 batch_keys=["input_ids", "attention_mask", "position_ids", "responses", "response_mask"],
@@ -131,13 +138,14 @@ class RolloutPhase:
             )
             padded, pad = pad_dataproto_to_divisor(sent, self.rm_group.world_size)
             samples.union(unpad_dataproto(self.rm_group.compute_rm_score(padded), pad_size=pad))
-        scored = compute_reward(samples, reward_fn)
+        scored = compute_reward(samples, reward_fn) if own is None else (own, {})
         samples.non_tensor_batch.pop(GRADED, None)
         samples, scores, extras, failed = drop_failed(samples, *scored)
         if self.rollout_config.multi_turn.add_turn_rewards:
-            columns = [samples.non_tensor_batch.get(name, ()) for name in ("turn_scores", "tool_rewards")]
-            rows = zip(*(column for column in columns if len(column)), strict=True)
-            scores = scores + place_scores(samples, [sum(sum(given or ()) for given in row) for row in rows])
+            columns = [samples.non_tensor_batch.get(name) for name in ("turn_scores", "tool_rewards")]
+            given = [column for column in columns if column is not None]  # loops without turns have neither
+            sums = [sum(sum(column[i] or ()) for column in given) for i in range(len(samples))]
+            scores = scores + place_scores(samples, sums)
         return samples, scores, extras, failed
 
 

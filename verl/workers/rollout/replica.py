@@ -26,7 +26,8 @@ START_KEY = "actor_rollout_ref.rollout.server.max_start_wait_time"
 class TokenOutput(BaseModel):
     """The answer to one request: token ids [T] and, if requested, the log-prob of each.
 
-    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights.
+    `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights;
+    `routed_experts` those of prompt and answer [P + T, layers, k], from servers that tell them.
     """
 
     token_ids: list[int]
@@ -97,7 +98,7 @@ def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenO
     return TokenOutput(
         token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
         stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
-        weights_version=int(version) if version.isdigit() else None,
+        weights_version=int(version) if version.isdigit() else None, routed_experts=meta.get("routed_experts"),
     )  # fmt: skip
 
 
@@ -375,9 +376,18 @@ class RequestRouter:
         self.running[server] += 1
         return server
 
+    def reset(self, lost: bool = True) -> None:
+        """Count no request as running, and with `lost` use all servers again; for requests of workers that died.
+
+        Requests that do run are missing in the counts until they end.
+        """
+        self.running = [0] * len(self.running)
+        if lost:
+            self.lost.clear()
+
     def release(self, server: int, lost: bool = False) -> None:
-        """A request has ended; `lost` takes the server out of use."""
-        self.running[server] -= 1
+        """A request has ended; `lost` takes the server out of use, until `reset`."""
+        self.running[server] = max(0, self.running[server] - 1)
         if lost:
             self.lost.add(server)
 

@@ -124,23 +124,25 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             torch.cuda.set_device(device)
         with torch.no_grad():
             while not self._closing:
-                if not self.requests or self.is_paused:
-                    self._inbox.get()()
-                while not self._inbox.empty():
-                    self._inbox.get()()
-                if self.requests and not self.is_paused:
-                    self._step()
+                try:
+                    if not self.requests or self.is_paused:
+                        self._inbox.get()()
+                    while not self._inbox.empty():
+                        self._inbox.get()()
+                    if self.requests and not self.is_paused:
+                        self._step()
+                except Exception as error:
+                    self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Answer all requests with an error, and refuse later ones: the engine's state is unknown."""
+        logger.opt(exception=error).error("vLLM's engine failed")
+        self.error, held, self._held = error, self._held, []
+        for request in [*self.requests.values(), *held]:
+            self._finish(request, error)
 
     def _step(self) -> None:
-        try:
-            outputs = self.engine.step()
-        except Exception as error:
-            logger.exception("vLLM's engine failed")
-            self.error = error
-            for request in list(self.requests.values()):
-                self._finish(request, error)
-            return
-        for output in outputs:
+        for output in self.engine.step():
             request, answer = self.requests.get(output.request_id), output.outputs[0]
             if request is None:
                 continue
@@ -181,16 +183,18 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self.requests[request.rid] = request
 
     def _abort(self, rids: Iterable[str]) -> list[str]:
-        """Finish requests with what they have generated; the ids of those that ran."""
+        """Finish requests, running or held, with what they have generated; their ids."""
         rids = set(rids)
-        for request in [held for held in self._held if held.rid in rids]:
-            self._held.remove(request)
-            request.finish(self._reply(request, {"type": "abort", "message": "aborted"}))
-        known = [self.requests[rid] for rid in rids if rid in self.requests]
-        self.engine.abort_request([request.rid for request in known], internal=False)
-        for request in known:
+        held = [request for request in self._held if request.rid in rids]
+        self._held = [request for request in self._held if request.rid not in rids]
+        running = [self.requests[rid] for rid in rids if rid in self.requests]
+        self.engine.abort_request([request.rid for request in running], internal=False)
+        for request in held + running:
             self._finish(request, self._reply(request, {"type": "abort", "message": "aborted"}))
-        return [request.rid for request in known]
+        return [request.rid for request in held + running]
+
+    def _abort_all(self) -> list[str]:
+        return self._abort([*self.requests, *(request.rid for request in self._held)])
 
     def _pause(self, mode: str) -> None:
         self.is_paused = True
@@ -204,7 +208,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def abort_all_requests(self, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Finish all requests with what they have generated."""
-        aborted = self.call(lambda: self._abort(list(self.requests)))
+        aborted = self.call(self._abort_all)
         if reset_prefix_cache:
             self.call(self.rollout.forget_prefixes)
         return {"aborted_count": len(aborted), "request_ids": aborted}
@@ -261,7 +265,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_post("/generate", self._generate)
         posts = {
-            "abort_request": lambda b: self._abort(list(self.requests) if b.get("abort_all") else [b.get("rid")]),
+            "abort_request": lambda b: self._abort_all() if b.get("abort_all") else self._abort([b.get("rid")]),
             "pause_generation": lambda b: self._pause(b.get("mode", "abort")),
             "continue_generation": lambda b: self._continue(),
             "flush_cache": lambda b: self._idle(self.rollout.forget_prefixes),
@@ -319,7 +323,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _update_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.requests and not body.get("abort_all_requests"):
             return {"success": False, "message": f"{len(self.requests)} requests run", "num_paused_requests": 0}
-        self._abort(list(self.requests))
+        if body.get("abort_all_requests"):
+            self._abort_all()
         self.rollout.load_from_disk(body["model_path"])
         self.weight_version = body.get("weight_version") or self.weight_version
         return {"success": True, "message": "", "num_paused_requests": 0}
@@ -376,7 +381,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def close(self) -> None:
         """Abort what runs and end both threads; the engine itself stays as it is."""
-        self.call(lambda: self._abort(list(self.requests)))
+        self.call(self._abort_all)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -439,7 +444,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def release(self) -> None:
         if self.server is not None:
-            self.server.call(lambda: self.server._abort(list(self.server.requests)))
+            self.server.call(self.server._abort_all)
         self._call(self.free)
 
     def wake(self, tags: list[str]) -> None:

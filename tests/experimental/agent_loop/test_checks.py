@@ -1,0 +1,94 @@
+"""What the dry run says of agent loops, tools and interactions."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tests.experimental.agent_loop.test_tool_agent_loop import PARTS, TEMPLATE, WORDS
+from tests.helpers.configs import SOUND, compose_ppo
+from tests.helpers.models import make_tokenizer
+from verl.experimental.agent_loop.checks import check_agent_loops
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SERVED = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=tool_agent")
+FUNCTION = 'def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b + missing\n'
+
+
+def problems(*overrides, template=TEMPLATE, rows=()):
+    tokenizer = make_tokenizer(WORDS)
+    tokenizer.chat_template = template
+    findings = SimpleNamespace(datasets={"data.train_files": SimpleNamespace(rows=list(rows))}, tokenizer=tokenizer)
+    found = list(check_agent_loops(compose_ppo(*SOUND, *overrides), findings))
+    return [(problem.key.removeprefix(f"{ROLLOUT}."), problem.message) for problem in found]
+
+
+@pytest.fixture
+def tools(tmp_path):
+    """A function that writes a file of one AddTool with this config; the override that names it."""
+
+    def write(**config):
+        path = tmp_path / "tools.yaml"
+        path.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.AddTool", "config": config}]}))
+        return f"{ROLLOUT}.multi_turn.tool_config_path={path}"
+
+    return write
+
+
+SUM = {"example_arguments": {"a": 1, "b": 2}}
+
+
+def test_a_tool_answers_its_example_with_the_kwargs_of_the_example(tools):
+    unused = "the chat template leaves out the schemas of the tools"
+    ((_, message),) = problems(*SERVED, tools(**SUM))
+    assert unused in message
+    raising = {**SUM, "example_kwargs": {"execute_kwargs": {"raises": True}}}
+    ((key, message),) = problems(*SERVED, tools(**raising))
+    assert key == "multi_turn.tool_config_path"
+    assert "the call of example_arguments failed: Error: 'add' raised ZeroDivisionError: no." in message
+    ((_, message),) = problems(*SERVED, tools(example_arguments={"a": 1}))
+    assert "the arguments of 'add' do not fit its schema: arguments: 'b' is a required property." in message
+
+
+def test_an_example_has_the_limits_of_the_training(tools):
+    hanging = tools(**SUM, example_kwargs={"execute_kwargs": {"hangs": True}})
+    ((_, message),) = problems(*SERVED, hanging, f"{ROLLOUT}.multi_turn.tool_timeout=0.2")
+    assert "gave no answer in time (took longer than 0.2 s)" in message
+    ((_, message),) = problems(*SERVED, hanging, f"{ROLLOUT}.multi_turn.tool_timeout=0.2",
+                               f"{ROLLOUT}.multi_turn.max_tool_response_length=20")  # fmt: skip
+    assert "...(truncated)..." in message
+
+
+def test_a_function_has_its_example_in_an_attribute(tmp_path):
+    (tmp_path / "f.py").write_text(f"{FUNCTION}\n\nadd.example_arguments = {{'a': 1, 'b': 2}}\n")
+    ((key, message),) = problems(*SERVED, f"{ROLLOUT}.multi_turn.function_tool_path={tmp_path}/f.py")
+    assert key == "multi_turn.function_tool_path" and "NameError: name 'missing' is not defined" in message
+
+
+def test_a_template_without_messages_of_tools_is_named(tools):
+    template = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
+    ((key, message),) = problems(*SERVED, tools(), template=template)
+    assert key == "actor_rollout_ref.model.path" and "tool" in message
+
+
+def test_names_of_loops(tmp_path, tools):
+    default = f"{ROLLOUT}.agent.default_agent_loop"
+    ((key, message),) = problems(*SERVED, f"{default}=nobody")
+    assert key == "agent.default_agent_loop"
+    assert message.startswith(f"{default}=nobody is unknown. Known: ") and "single_turn_agent, tool_agent" in message
+    (tmp_path / "loops.yaml").write_text(json.dumps([{"name": "nobody", "_target_": f"{PARTS}.SilentLoop"}]))
+    path = f"{ROLLOUT}.agent.agent_loop_config_path"
+    assert problems(*SERVED, f"{default}=nobody", f"{path}={tmp_path}/loops.yaml") == []
+    ((key, message), _) = problems(*SERVED, f"{default}=nobody", f"{path}={tmp_path}/absent.yaml")[::-1]
+    assert key == "agent.agent_loop_config_path" and "absent.yaml' is no file in" in message
+
+
+def test_tools_need_a_loop_that_uses_them_and_a_server(tools):
+    single = f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent"
+    rows = [{"prompt": []}]
+    assert [m for _, m in problems(*SERVED[:2], single, tools(), rows=rows)][-1].endswith("Set " + ROLLOUT
+           + ".agent.default_agent_loop=tool_agent.")  # fmt: skip
+    found = problems(*SERVED[:2], single, tools(), rows=[{"agent_name": "tool_agent"}])
+    assert not any("uses neither tools nor interactions" in message for _, message in found)
+    ((key, message),) = problems(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=sync", tools())
+    assert key == "multi_turn.tool_config_path" and "needs conversations with a server: set" in message
