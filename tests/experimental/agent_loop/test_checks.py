@@ -19,8 +19,8 @@ def problems(*overrides, template=TEMPLATE, rows=()):
     tokenizer = make_tokenizer(WORDS)
     tokenizer.chat_template = template
     findings = SimpleNamespace(datasets={"data.train_files": SimpleNamespace(rows=list(rows))}, tokenizer=tokenizer)
-    found = list(check_agent_loops(compose_ppo(*SOUND, *overrides), findings))
-    return [(problem.key.removeprefix(f"{ROLLOUT}."), problem.message) for problem in found]
+    reported = list(check_agent_loops(compose_ppo(*SOUND, *overrides), findings))
+    return [(problem.key.removeprefix(f"{ROLLOUT}."), problem.message) for problem in reported]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_tools_need_a_loop_that_uses_them_and_a_server(tools):
     rows = [{"prompt": []}]
     assert [m for _, m in problems(*SERVED[:2], single, tools(), rows=rows)][-1].endswith("Set " + ROLLOUT
            + ".agent.default_agent_loop=tool_agent.")  # fmt: skip
-    found = problems(*SERVED[:2], single, tools(), rows=[{"agent_name": "tool_agent"}])
-    assert not any("uses neither tools nor interactions" in message for _, message in found)
+    reported = problems(*SERVED[:2], single, tools(), rows=[{"agent_name": "tool_agent"}])
+    assert not any("uses neither tools nor interactions" in message for _, message in reported)
     ((key, message),) = problems(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode=sync", tools())
     assert key == "multi_turn.tool_config_path" and "needs conversations with a server: set" in message

@@ -38,7 +38,7 @@ class ScriptedWorker(AgentLoopWorkerBase):
 
 
 class DyingWorker(ScriptedWorker):
-    """A ScriptedWorker; the first one that is told to cancel conversations while it holds any dies."""
+    """A ScriptedWorker; the first one that has to cancel conversations while it holds any dies."""
 
     async def cancel_rest(self):
         struck = Path(self.config.trainer.default_local_dir + ".struck")

@@ -136,9 +136,9 @@ class Qwen3CoderToolParser(ToolParser):
         if function is None:
             expected = "<function=name><parameter=key>value</parameter></function>"
             return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
-        name, found = function.group(1).strip(), self.PARAMETER.findall(function.group(2))
+        name, parameters = function.group(1).strip(), self.PARAMETER.findall(function.group(2))
         types = _types(self.tool_schemas, name)
-        arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in found}
+        arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
         return FunctionCall(name=name, arguments=json.dumps(arguments))
 
 

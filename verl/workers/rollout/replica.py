@@ -27,7 +27,7 @@ class TokenOutput(BaseModel):
     """The answer to one request: token ids [T] and, if requested, the log-prob of each.
 
     `stop_reason` is "completed", "length" or "aborted"; `weights_version` the global step of the weights;
-    `routed_experts` those of prompt and answer [P + T, layers, k], from servers that tell them.
+    `routed_experts` those of prompt and answer [P + T, layers, k], from servers that return them.
     """
 
     token_ids: list[int]
