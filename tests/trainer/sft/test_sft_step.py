@@ -1,5 +1,6 @@
 """The SFT step: by hand, and the same whatever the cut into micro-batches, rows and ranks."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
+from verl.utils.flops_counter import FlopsCounter
 
 
 @pytest.fixture
@@ -43,6 +45,21 @@ def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, tiny_llama
     assert metrics["train/lr"] == 0.01 and metrics["train/skipped_steps"] == 0
     cosine = 10 * 0.5 * (1 + math.cos(math.pi / 6))  # 6 steps, none of them warm-up
     assert trainer.training_step(batch)["train/lr(1e-3)"] == pytest.approx(cosine)
+
+
+def test_the_utilisation_is_that_of_all_rows_where_the_peak_is_known(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama, trainer__peak_tflops="1e-3", trainer__total_training_steps=1)
+    batch = trainer._draw()
+    lengths = batch["attention_mask"].sum(-1).tolist()
+    reached, peak = FlopsCounter(trainer.engine.module.config, 1e-3).estimate_flops(lengths, 2.0)
+    assert peak == 1e-3
+    assert trainer._utilisation(batch, 2.0) == {"perf/mfu/train": pytest.approx(reached / 1e-3)}
+    trainer.config.trainer.peak_tflops = None
+    assert trainer._utilisation(batch, 2.0) == {}  # of a CPU
+    trainer.config.trainer.peak_tflops = 1e-3
+    trainer.fit()
+    (row,) = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < row["data"]["perf/mfu/train"]
 
 
 @pytest.mark.parametrize("other", [

@@ -43,7 +43,7 @@ class ActorRolloutRefWorker(ModelWorker):
     """
 
     def __init__(self, config: DictConfig, role: str, device_name: str | None = None, **kwargs) -> None:
-        super().__init__(config, device_name, config.nccl_timeout)
+        super().__init__(config, device_name, config.nccl_timeout, **kwargs)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is unknown. Known: {', '.join(ROLES)}.")
         self.role = role
