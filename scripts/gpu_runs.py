@@ -2,7 +2,8 @@
 
 Rows of GRPO that replay train on the samples that the row REFERENCE stored (rollout.skip_rollout), so that only the
 update differs: the first step's loss and gradient norm must be those of that row, in float32 on one GPU. All rows of
-GRPO bound the distance between the rollout's probabilities and the actor's in their first step.
+GRPO bound the distance between the rollout's probabilities and the actor's in their first step. SFT and refinement are
+compared with the same training on the CPU.
 """
 
 import math
@@ -27,6 +28,11 @@ TOLERANCES = {"float32": (1e-2, 1e-3), "bfloat16": (5e-2, 1e-2)}
 #: dtype of the update -> largest mean of |probability in the rollout - in the actor| of sampled tokens
 DISTANCES = {"float32": 1e-3, "bfloat16": 2e-2}
 DISTANCE = "training/rollout_probs_diff_mean"
+#: training -> metrics that are compared: gradient norm, loss
+COMPARED = {
+    "grpo": ("actor/grad_norm", "actor/pg_loss"), "sft": ("train/grad_norm", "train/loss"),
+    "refinement": ("train/grad_norm", "train/loss_total"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ RUNS = {
     "update, tensor parallel 2 x FSDP 2": _replay(_LAYERS, *BFLOAT16, ranks=4),
     "update, two copies of two shards (HSDP)": _replay(f"{ENGINE}.fsdp_size=2", *BFLOAT16, ranks=4),
     "SPD scorer": Run("spd"), "refinement": Run("refinement"), "SFT": Run("sft"),
+    "SFT, packed": Run("sft", ("data.packing=true",)),
     "refinement, sequence parallel": Run("refinement", ("ulysses_sequence_parallel_size=2",), 2),
 }  # fmt: skip
 
@@ -187,12 +194,23 @@ def run_row(name: str, work: Path, gpus: int) -> Iterator[Result]:
     inputs, log = make_inputs(row, work), work / f"{folder.name}.log"
     for command in commands_of(row, inputs, folder, gpus):
         run(command, ROOT, log)
-    metrics = read_metrics(folder)
+    metrics, reference = read_metrics(folder), None
     if row.then == "resume":
         resumed = "resuming from" in log.read_text()
         yield Result(f"{name}: resumed", float(not resumed), "failures", 0)
-    reference = read_metrics(work / REFERENCE.replace(" ", "_")) if row.replays and name != REFERENCE else None
+    if row.replays and name != REFERENCE:
+        reference = read_metrics(work / REFERENCE.replace(" ", "_"))
+    elif row.training in ("sft", "refinement"):
+        reference = on_cpu(row.training, inputs, work)
     yield from judged(name, row, metrics, reference)
+
+
+def on_cpu(training: str, inputs: Path, work: Path) -> dict[tuple[int, str], float]:
+    """Metrics of a training of scripts/loss_compare.py as it is, run once."""
+    folder = work / f"{training}-cpu"
+    if not folder.exists():
+        run(TRAININGS[training].train(inputs, folder), ROOT, work / f"{folder.name}.log")
+    return read_metrics(folder)
 
 
 def judged(
@@ -204,16 +222,16 @@ def judged(
     """
     bad = sum(not math.isfinite(value) for value in metrics.values()) if metrics else math.nan
     yield Result(name, bad, "bad metrics", 0)
-    if row.training != "grpo":
-        return
-    yield Result(f"{name}: rollout and actor", _at(metrics, 1, DISTANCE), "probability", DISTANCES[row.dtype])
+    if row.training == "grpo":
+        yield Result(f"{name}: rollout and actor", _at(metrics, 1, DISTANCE), "probability", DISTANCES[row.dtype])
     if reference is None:
         return
     of_norm, of_loss = TOLERANCES[row.dtype]
+    norm, loss = COMPARED[row.training]
     for step in (1, STEPS) if row.then == "resume" else (1,):
-        here, there = (_at(side, step, "actor/grad_norm") for side in (metrics, reference))
+        here, there = (_at(side, step, norm) for side in (metrics, reference))
         yield Result(f"{name}: gradient norm, step {step}", abs(here - there) / there, "relative", of_norm)
-        here, there = (_at(side, step, "actor/pg_loss") for side in (metrics, reference))
+        here, there = (_at(side, step, loss) for side in (metrics, reference))
         yield Result(f"{name}: loss, step {step}", abs(here - there), "", of_loss)
 
 

@@ -196,6 +196,13 @@ def test_updates_are_compared_with_one_gpu_in_float32():
     assert missed("update, saved in the background and resumed", metrics(last=0.2)) == ["gradient norm, step 3"]
 
 
+def test_sft_is_compared_with_the_cpu():
+    there = {(1, "train/grad_norm"): 2.0, (1, "train/loss"): 1.5}
+    for loss, holds in ((1.5005, True), (2.5, False)):  # all tokens in place of the learned ones, say
+        results = judged("SFT, packed", RUNS["SFT, packed"], {**there, (1, "train/loss"): loss}, there)
+        assert [result.holds for result in results] == [True, True, holds]
+
+
 def test_other_trainings_need_finite_metrics_only():
     assert [result.holds for result in judged("SFT", RUNS["SFT"], {(1, "loss"): math.nan}, None)] == [False]
     assert [result.holds for result in judged("SFT", RUNS["SFT"], {(1, "loss"): 2.0}, None)] == [True]

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
+from verl.trainer.sft.trainer import next_token_batch
 from verl.utils.flops_counter import FlopsCounter
+from verl.workers.policy.packing import moved, pack_batch
 
 
 @pytest.fixture
@@ -60,6 +63,17 @@ def test_the_utilisation_is_that_of_all_rows_where_the_peak_is_known(pairs, tiny
     trainer.fit()
     (row,) = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
     assert 0 < row["data"]["perf/mfu/train"]
+
+
+def test_a_device_learns_the_tokens_that_a_cpu_learns():
+    """On the meta device nothing can be read: the tokens that are counted are known on the host."""
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    rows = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
+            "loss_mask": torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 0, 0]])}  # fmt: skip
+    micro = TensorDict(rows, batch_size=2)
+    here, there = (pack_batch(next_token_batch(moved(micro, torch.device(d))), 4) for d in ("cpu", "meta"))
+    assert here.answers.tolist() == [1, 3, 4, 5]
+    assert there.answers.is_meta and len(there.answers) == 4
 
 
 @pytest.mark.parametrize("other", [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
-from verl.workers.policy.packing import ON_HOST, moved
+from verl.workers.policy.packing import ON_HOST, OnHost, moved, on_host
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -303,12 +303,20 @@ class FSDPSFTTrainer:
 
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
         """Sum of the negative log-probs of a micro-batch's learned tokens, [b, T] -> []; position t predicts t + 1."""
-        inputs = {key: micro[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        inputs |= {"responses": micro["input_ids"][:, 1:], "counted": micro["loss_mask"][:, 1:]}
-        if ON_HOST in micro.keys():
-            inputs[ON_HOST] = micro[ON_HOST]
+        batch = next_token_batch(micro)
         with self.engine.autocast():
-            log_probs, _ = self.policy.log_probs(
-                self.engine.module, TensorDict(inputs, batch_size=len(micro)), temperature=1.0, with_entropy=False
-            )
+            log_probs, _ = self.policy.log_probs(self.engine.module, batch, temperature=1.0, with_entropy=False)
         return -log_probs.sum()
+
+
+def next_token_batch(micro: TensorDict) -> TensorDict:
+    """Rows [b, T] as prompts of one token with T - 1 response tokens, of which the learned ones are `counted`."""
+
+    def columns(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {key: given[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        return kept | {"responses": given["input_ids"][:, 1:], "counted": given["loss_mask"][:, 1:]}
+
+    batch = TensorDict(columns(micro), batch_size=len(micro))
+    if ON_HOST in micro.keys():
+        batch.set_non_tensor(ON_HOST, OnHost(columns(on_host(micro))))
+    return batch
