@@ -1,20 +1,21 @@
 """Runs what is special on GPUs against the CPU reference, then measures: python scripts/gpu_check.py [--json FILE].
 
-Attention kernels, the output head and losses in bfloat16 are compared with float32 on the CPU; trainings (FSDP2 on all
-GPUs, the vLLM hybrid with sleep and wake, LoRA, tensor parallel rollouts, SPD, refinement, SFT) run for a few steps and
-must end with finite metrics. Then a training step of models of random weights is timed. Without a GPU it says what it
-would do.
+Attention kernels, the output head and losses in bfloat16 are compared with float32 on the CPU. Trainings
+(scripts/gpu_runs.py) run for a few steps: updates on several GPUs, in bfloat16, with split layers and sequences must
+have the loss and gradient norm of one GPU in float32. Then training steps of models of random weights are timed. A
+check that fails does not end the others. Without a GPU it says what it would do.
 """
 
 import argparse
 import json
 import math
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from scripts.loss_compare import TRAININGS, read_metrics, run
+from scripts.gpu_runs import RUNS, Result, described, left_out, run_row
+from scripts.loss_compare import ROOT, run
+from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import FSDPEngine
@@ -35,7 +38,6 @@ from verl.workers.policy.attention import BACKENDS
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
 from verl.workers.policy.packing import moved, pack
 
-ROOT = Path(__file__).resolve().parents[1]
 #: shapes of Qwen2.5-0.5B and -7B
 SHAPES = {
     "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
@@ -44,21 +46,6 @@ SHAPES = {
                num_key_value_heads=4, vocab_size=152064),
 }  # fmt: skip
 LENGTH, STEPS = 4096, 5
-RANKS = "trainer.n_gpus_per_node"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One check or measurement: its value with the bound that it must keep, or none."""
-
-    name: str
-    value: float
-    unit: str
-    bound: float | None = None
-
-    @property
-    def holds(self) -> bool:
-        return math.isfinite(self.value) and (self.bound is None or self.value <= self.bound)
 
 
 def batch(rows: int = 8, prompt: int = 40, response: int = 24) -> TensorDict:
@@ -155,64 +142,33 @@ def check_step(device: torch.device) -> Iterator[Result]:
     yield Result("update in bfloat16", relative(results[1], results[0]), "relative", 3e-2)
 
 
-#: name -> (training of scripts/loss_compare.py, further settings, GPUs it needs)
-RUNS = {
-    "GRPO, vLLM with sleep and wake": ("grpo", [], 1),
-    "GRPO with LoRA": ("grpo", ["actor_rollout_ref.model.lora_rank=8"], 1),
-    "GRPO on all GPUs": ("grpo", [f"{RANKS}=ALL"], 2),
-    "GRPO, sequence parallel": ("grpo", [f"{RANKS}=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"], 2),
-    "GRPO, tensor parallel rollout": (
-        "grpo", [f"{RANKS}=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], 2
-    ),
-    "GRPO, tensor parallel": (
-        "grpo", [f"{RANKS}=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"], 2
-    ),
-    "GRPO, tensor parallel, tokens split too": (
-        "grpo", [f"{RANKS}=2", "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
-                 "actor_rollout_ref.actor.fsdp_config.sequence_parallel=true"], 2
-    ),
-    "GRPO with the refinement loss": ("grpo", ["actor_rollout_ref.actor.refine_loss_coef=0.5"], 1),
-    "SPD scorer": ("spd", [], 1), "refinement": ("refinement", [], 1), "SFT": ("sft", [], 1),
-    "refinement, sequence parallel": (
-        "refinement", ["--nproc_per_node=2", f"{RANKS}=2", "ulysses_sequence_parallel_size=2"], 2
-    ),
-}  # fmt: skip
-
-
-def on_gpu(command: list[str], changes: Sequence[str], gpus: int) -> list[str]:
-    """A command of scripts/loss_compare.py, which trains on the CPU, on GPUs."""
-    words = [{"cpu": "cuda", "trainer.device=cpu": "trainer.device=cuda"}.get(word, word) for word in command]
-    changed = {change.partition("=")[0]: change.replace("=ALL", f"={gpus}") for change in changes}
-    return [changed.pop(word.partition("=")[0], word) for word in words] + list(changed.values())
-
-
-def check_run(name: str, work: Path) -> Result:
-    """A training of RUNS: the number of metrics that are not finite."""
-    training, changes, _ = RUNS[name]
-    recipe, folder = TRAININGS[training], work / name.replace(" ", "_")
-    inputs = work / recipe.inputs
-    if not inputs.exists():
-        inputs.mkdir()
-        for command in recipe.make(inputs):
-            run(command, ROOT, work / "make.log")
-    run(on_gpu(recipe.train(inputs, folder), changes, torch.cuda.device_count()), ROOT, work / f"{folder.name}.log")
-    metrics = read_metrics(folder)
-    return Result(name, sum(not math.isfinite(v) for v in metrics.values()) if metrics else math.nan, "bad metrics", 0)
+def make_model(sizes: dict, folder: Path, device: torch.device, length: int) -> None:
+    """Write a model of random weights in bfloat16, with positions for `length` tokens."""
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**sizes, max_position_embeddings=2 * length))
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def measure(
-    shape: str, sizes: dict, device: torch.device, length: int = LENGTH, steps: int = STEPS
+    shape: str, sizes: dict, device: torch.device, folder: Path, length: int = LENGTH, steps: int = STEPS
 ) -> Iterator[Result]:
-    """Tokens per second, MFU and peak memory of updates on one device, of a model of random weights."""
-    config = Qwen2Config(**sizes, max_position_embeddings=2 * length)
-    with tempfile.TemporaryDirectory() as folder:
-        with torch.device(device):
-            torch.set_default_dtype(torch.bfloat16)
-            model = LlamaForCausalLM._from_config(LlamaConfig(**sizes, max_position_embeddings=2 * length))
-            torch.set_default_dtype(torch.float32)
-        model.save_pretrained(folder)
-        del model
-        engine, policy = make_engine(folder, device, "bfloat16"), get_policy("causal_lm")
+    """Tokens per second, MFU and peak memory of updates, a sequence on each rank, of a model of random weights.
+
+    All ranks of the process group take part (without one, this process alone); they write the model to `folder`.
+    """
+    ensure_process_group(device.type)
+    ranks, config = dist.get_world_size(), Qwen2Config(**sizes, max_position_embeddings=2 * length)
+    if dist.get_rank() == 0:
+        make_model(sizes, folder, device, length)
+    host_barrier()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # that of writing the model
+    engine, policy = make_engine(str(folder), device, "bfloat16"), get_policy("causal_lm")
     policy.set_forward(remove_padding=True, share_prompt=False)
     ids = torch.randint(5, 1000, (1, length))
     mask = torch.ones_like(ids)
@@ -220,6 +176,7 @@ def measure(
     data = TensorDict(columns, batch_size=1)
     seconds = []
     for _ in range(steps):
+        host_barrier()
         started = time.perf_counter()
         with engine.train_mode(), engine.autocast():
             log_probs, _ = policy.log_probs(engine.module, moved(data, device), temperature=1.0, with_entropy=False)
@@ -227,50 +184,140 @@ def measure(
             engine.optimizer_step()  # reads the norm: the device is done
         seconds.append(time.perf_counter() - started)
     best = min(seconds)
-    reached, peak = FlopsCounter(config).estimate_flops([length], best)
-    yield Result(f"{shape}: throughput", length / best, "tokens/s")
+    reached, peak = FlopsCounter(config).estimate_flops([length] * ranks, best)
+    name = f"{shape} on {ranks} rank{'s' if ranks > 1 else ''}"
+    yield Result(f"{name}: throughput", ranks * length / best, "tokens/s")
     if math.isfinite(peak):
-        yield Result(f"{shape}: MFU", reached / peak, "share")
+        yield Result(f"{name}: MFU", reached / peak / ranks, "share")
     if device.type == "cuda":
-        yield Result(f"{shape}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+        used = torch.tensor([torch.cuda.max_memory_allocated() / 2**30], device=device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        yield Result(f"{name}: peak memory of a GPU", used.item(), "GiB")
     dist.destroy_process_group()
+
+
+def bytes_a_rank(sizes: dict, ranks: int) -> float:
+    """Bytes of float32 weights, gradients and moments, and of a bfloat16 copy, on one of `ranks` that share them."""
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    weights = sizes["num_hidden_layers"] * width * (2 * width + 3 * inner) + 2 * width * sizes["vocab_size"]
+    return 18 * weights / ranks
+
+
+def timings(gpus: int) -> list[tuple[str, int]]:
+    """(shape, ranks) of the measurements on a machine with `gpus` GPUs."""
+    return [("0.5B", 1), *([("0.5B", gpus)] if gpus > 1 else []), ("7B", gpus)]
+
+
+def measure_together(shape: str, ranks: int, work: Path) -> Iterator[Result]:
+    """`measure` on `ranks` GPUs, in processes of torchrun."""
+    folder = work / f"{shape}-{ranks}"
+    folder.mkdir()
+    file = folder / "results.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = ["-m", "scripts.gpu_check", "--measure", shape, "--json", str(file)]
+    run([*launcher, *command], ROOT, work / f"{folder.name}.log")
+    yield from (Result(**fields) for fields in json.loads(file.read_text()))
+    shutil.rmtree(folder)  # 15 GB of 7B weights
+
+
+def measure_here(shape: str, file: Path) -> None:
+    """One rank of `measure_together`; rank 0 writes the results to `file`."""
+    _, rank, _ = initialize_global_process_group()
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = list(measure(shape, SHAPES[shape], device, file.parent / "model"))
+    if rank == 0:
+        write_json(results, file)
 
 
 CHECKS: tuple[Callable[[torch.device], Iterator[Result]], ...] = (check_attention, check_head, check_step)
 
 
+def attempt(name: str, results: Callable[[], Iterable[Result]]) -> Iterator[Result]:
+    """The results; what ends them, an exit included, is a result that failed."""
+    try:
+        yield from results()
+    except (Exception, SystemExit) as error:
+        yield Result(name, math.nan, "", message=f"{type(error).__name__}: {error}"[-4000:])
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def write_json(results: Iterable[Result], file: Path) -> None:
+    """Write results as a list of objects; NaN, which JSON lacks, is null."""
+    rows = [asdict(result) for result in results]
+    rows = [row | {"value": row["value"] if math.isfinite(row["value"]) else None} for row in rows]
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def print_results(results: Sequence[Result], console: Console, title: str) -> None:
+    """A table, and below it why checks could not be done."""
+    table = Table("check", "value", "unit", "bound", title=title)
+    for result in results:
+        bound = "" if result.bound is None else f"at most {result.bound:g}: {'met' if result.holds else 'MISSED'}"
+        table.add_row(result.name, f"{result.value:.4g}", result.unit, "FAILED" if result.message else bound)
+    console.print(table)
+    for result in results:
+        if result.message:
+            console.print(f"{result.name} failed: {result.message}", markup=False, highlight=False)
+
+
+def check_all(gpus: int, device: torch.device, console: Console) -> Iterator[Result]:
+    """Checks, trainings and measurements of a machine with `gpus` GPUs, each whatever happened to the others."""
+    for check in CHECKS:
+        yield from attempt(check.__name__, lambda check=check: check(device))
+    work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
+    for name, row in RUNS.items():
+        if reason := left_out(row, gpus):
+            console.print(f"{name}: left out, it {reason}", highlight=False)
+            continue
+        console.print(f"{name} ...", highlight=False)
+        yield from attempt(name, lambda name=name: run_row(name, work, gpus))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    for shape, ranks in timings(gpus):
+        if (needed := bytes_a_rank(SHAPES[shape], ranks)) < memory:
+            yield from attempt(f"{shape} on {ranks}", lambda at=(shape, ranks): measure_together(*at, work))
+        else:
+            console.print(f"{shape}: weights, gradients and AdamW's state need {needed / 2**30:.0f} GiB; left out")
+    console.print(f"Logs of the trainings: {work}")
+
+
+def has_gpus() -> bool:
+    """Whether nvidia-smi lists GPUs, whatever PyTorch says."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return "GPU 0" in subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and print; 1 if a bound is not kept."""
+    """Run and print; 1 if a check failed or a bound is not kept, or if PyTorch cannot use this machine's GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--measure", choices=SHAPES, help="time this shape alone, on the ranks of torchrun")
     arguments = parser.parse_args(argv)
     console = Console()
     if not torch.cuda.is_available():
+        if has_gpus():
+            console.print(f"nvidia-smi lists GPUs, but torch {torch.__version__} cannot use them. Run `make env`, or "
+                          "install PyTorch for CUDA.", highlight=False)  # fmt: skip
+            return 1
         console.print("No GPU is here. On a machine with GPUs this command would run:")
-        names = [check.__doc__.splitlines()[0] for check in CHECKS] + [f"Training: {name}." for name in RUNS]
-        for name in [*names, *(f"Timing: a training step of a {shape} model, {LENGTH} tokens." for shape in SHAPES)]:
+        names = [check.__doc__.splitlines()[0] for check in CHECKS] + list(described(RUNS))
+        timed = (f"Timing: training steps of a {shape} model, {LENGTH} tokens a GPU." for shape in SHAPES)
+        for name in [*names, *timed]:
             console.print(f"  - {name}", highlight=False)
         return 0
+    if arguments.measure:
+        measure_here(arguments.measure, arguments.json)
+        return 0
     device, gpus = torch.device("cuda", 0), torch.cuda.device_count()
-    results = [result for check in CHECKS for result in check(device)]
-    work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    results += [check_run(name, work) for name, (_, _, needed) in RUNS.items() if needed <= gpus]
-    for shape, sizes in SHAPES.items():
-        width, inner = sizes["hidden_size"], sizes["intermediate_size"]
-        weights = sizes["num_hidden_layers"] * width * (2 * width + 3 * inner) + 2 * width * sizes["vocab_size"]
-        needed = 18 * weights  # float32 weights, gradients and moments, and a bfloat16 copy
-        if needed < torch.cuda.get_device_properties(device).total_memory:
-            results += measure(shape, sizes, device)
-        else:
-            console.print(f"{shape}: weights, gradients and AdamW's state need {needed / 2**30:.0f} GiB; left out")
-    shutil.rmtree(work)
-    table = Table("check", "value", "unit", "bound", title=f"{gpus} x {torch.cuda.get_device_name(device)}")
-    for result in results:
-        bound = "" if result.bound is None else f"at most {result.bound:g}: {'met' if result.holds else 'MISSED'}"
-        table.add_row(result.name, f"{result.value:.4g}", result.unit, bound)
-    console.print(table)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+    results: list[Result] = []
+    try:
+        results.extend(check_all(gpus, device, console))
+    finally:  # Ctrl-C too
+        print_results(results, console, f"{gpus} x {torch.cuda.get_device_name(device)}")
+        if arguments.json is not None:
+            write_json(results, arguments.json)
     return int(not all(result.holds for result in results))
 
 

@@ -30,6 +30,10 @@ if [ -f "$VENV/.ready" ] && [ "$(cat "$VENV/.ready")" = "$stamp" ]; then
 fi
 
 started=$(date +%s)
+if [ -f "$VENV/.ready" ] && [ "$(cut -d' ' -f1 "$VENV/.ready")" != "$VERL_DEVICE" ]; then
+    say "$VENV has the packages of another kind of machine ($(cut -d' ' -f1 "$VENV/.ready")): making it again for $VERL_DEVICE"
+    rm -rf "${VENV:?}"  # pip would keep a torch of the right version for the wrong device
+fi
 if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
         { say "Python 3.11, 3.12 or 3.13 is needed, $("$PYTHON" --version) is the default: set PYTHON=python3.11"; exit 1; }

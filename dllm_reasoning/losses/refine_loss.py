@@ -18,7 +18,7 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import NAME, NAME_OF_FLASH
 from verl.workers.policy.causal_lm import causal_model
-from verl.workers.policy.packing import Packing, pack_batch
+from verl.workers.policy.packing import Packing, on_host, pack_batch
 
 
 @register_auxiliary_loss("refine_loss")
@@ -90,7 +90,7 @@ class RefineLoss(AuxiliaryLoss):
         """How the windows of `layout`, a flat row, attend to the policy's flat row and, after it, to themselves."""
         responses = batch["response_mask"].shape[1]
         policy = pack_batch(batch, responses, share_prompt=self.config.share_prompt_forward)
-        attended = batch["attention_mask"].bool().cpu()
+        attended = on_host(batch)["attention_mask"].bool().cpu()
         flat = torch.full((attended.numel(),), -1)
         flat[policy.all_tokens] = torch.arange(policy.length)
         flat, number = flat.view(attended.shape), torch.arange(len(attended))
@@ -115,10 +115,11 @@ class RefineLoss(AuxiliaryLoss):
 
     def _counts(self, batch: TensorDict) -> torch.Tensor:
         """Which samples have labels: bool [b], on the CPU."""
-        generated = batch["response_mask"]  # [b, R], 1 = generated token
+        columns = on_host(batch)
+        generated = columns["response_mask"]  # [b, R], 1 = generated token
         counts = generated.sum(-1) > 0
         if self.config.refine_loss.samples == "positive":
-            counts = counts & ((batch["advantages"] * generated).sum(-1) > 0)
+            counts = counts & ((columns["advantages"] * generated).sum(-1) > 0)
         return counts.cpu()
 
     def _kept(self, batch: TensorDict) -> torch.Tensor:
@@ -132,9 +133,9 @@ class RefineLoss(AuxiliaryLoss):
         Every token of a response is a label, those of tools too. Samples without labels have no row; if there are no
         others, the first one has a row, since each rank must make the same forwards.
         """
-        generated, counts, kept = batch["response_mask"], self._counts(batch), self._kept(batch)
-        attended, ids = batch["attention_mask"].bool().cpu()[kept], batch["input_ids"].cpu()[kept]
-        answer = torch.arange(ids.shape[1]) >= ids.shape[1] - generated.shape[1]
+        counts, kept, given = self._counts(batch), self._kept(batch), on_host(batch)
+        attended, ids = given["attention_mask"].bool().cpu()[kept], given["input_ids"].cpu()[kept]
+        answer = torch.arange(ids.shape[1]) >= ids.shape[1] - batch["response_mask"].shape[1]
         answer = attended & answer & counts[kept][:, None]
         columns = {"input_ids": ids, "attention_mask": attended.long(), "response_mask": answer.long()}
         rows = {

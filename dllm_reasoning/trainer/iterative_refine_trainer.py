@@ -29,7 +29,7 @@ from verl.utils.dataset.rl_dataset import custom_dataset_class
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.workers.policy.causal_lm import causal_model
-from verl.workers.policy.packing import moved
+from verl.workers.policy.packing import moved, on_host
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -170,9 +170,10 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
 
     def _layout(self, micro: TensorDict, noise: IterativeConfig) -> Layout:
         names = ("input_ids", "attention_mask", "position_ids")
-        batch = {name: micro[name].cpu() for name in names} | {"response_mask": micro["loss_mask"].cpu()}
+        rows = on_host(micro)
+        batch = {name: rows[name].cpu() for name in names} | {"response_mask": rows["loss_mask"].cpu()}
         progress = self.global_steps / max(1, self.total_training_steps)
-        seeds = micro[SEED_COLUMN].tolist()
+        seeds = rows[SEED_COLUMN].tolist()
         return build_layout(batch, seeds, noise, self.noise_token, progress=progress, split=self.loss.share)
 
     def _metrics(self, split: str, losses: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:

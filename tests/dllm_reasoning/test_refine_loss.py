@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
 from dllm_reasoning.inference.settings import NOISE_KEY, WINDOW_KEY
+from dllm_reasoning.losses.layouts import build_layout
 from dllm_reasoning.losses.refine_loss import RefineLoss, seeds_of
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning.models import tiny
@@ -16,6 +17,7 @@ from verl.config.actor import RefineLossConfig
 from verl.workers.actor import DataParallelPPOActor, base
 from verl.workers.config import FSDPActorConfig
 from verl.workers.policy import get_policy
+from verl.workers.policy.packing import moved
 
 WINDOW, NOISE, WINDOWS = 4, 3, 2
 
@@ -83,6 +85,19 @@ def test_gradient_and_value_are_those_of_windows_forwarded_one_by_one(model_path
     assert metrics == {"actor/refine_loss": pytest.approx(value, rel=1e-5)}
     for name, gradient in expected.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("samples", ["all", "positive"])
+def test_windows_are_laid_out_without_a_look_at_the_device(model_path, samples):
+    """Values of tensors on the meta device cannot be read at all."""
+    (loss,) = actor_of(model_path, samples=samples).auxiliary_losses
+    here = batch().batch
+    there = moved(here, torch.device("meta"))
+    expected = loss._rows(here)
+    layout = build_layout(expected, seeds_of(expected), loss.noise, loss.noise_token)
+    packings = [loss._packing(columns, expected, layout) for columns in (here, there)]
+    assert all(torch.equal(rows, expected[name]) for name, rows in loss._rows(there).items())
+    assert torch.equal(packings[0].keys, packings[1].keys) and torch.equal(packings[0].seen, packings[1].seen)
 
 
 def test_cuts_do_not_change_the_update(model_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from verl.utils.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
+from verl.utils.checkpoint.publish import DIGESTS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,7 +110,7 @@ def test_only_tensors_and_json_are_written(tiny_llama, tmp_path):
     engine.save_checkpoint(str(tmp_path), global_step=7)
     top = {p.name for p in tmp_path.iterdir()}
     assert top == {
-        "model", "optim", "extra_state.json", "fsdp_config.json", "rng_rank_0.safetensors", "huggingface"
+        "model", "optim", "extra_state.json", "fsdp_config.json", "rng_rank_0.safetensors", "huggingface", DIGESTS
     }  # fmt: skip
     extra = json.loads((tmp_path / "extra_state.json").read_text())
     assert extra["global_step"] == 7 and extra["optimizer"]["param_groups"][0]["lr"] == 0.01

@@ -1,6 +1,7 @@
 """Publishing of checkpoints: crashes between steps, torn and altered files, rotation after a restart, full disk."""
 
 import errno
+import json
 import os
 
 import pytest
@@ -176,3 +177,24 @@ def test_the_end_of_a_rented_instance_asks_for_a_save(monkeypatch):
     monkeypatch.setenv(variable, str(time.time() + 120))
     assert should_save_ckpt_esi(100, save_ckpt_duration=60)
     assert not should_save_ckpt_esi(10, save_ckpt_duration=60)
+
+
+def test_files_that_ranks_digested_are_not_read_again(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    expected = json.loads((tmp_path / "global_step_1" / "manifest.json").read_text())
+    read = []
+    monkeypatch.setattr(publish, "_sync_and_digest", lambda f, own=publish._sync_and_digest: read.append(f) or own(f))
+    with CheckpointWriter(tmp_path, 1) as writer:
+        (writer.path / "actor").mkdir()
+        (writer.path / "actor" / "model.bin").write_text("weights of step 1")
+        (writer.path / "data.pt").write_text("state")
+        digests = publish.digest_files(writer.path / "actor", [writer.path / "actor" / "model.bin"])
+        publish.write_digests(writer.path / "actor", digests | {"gone.bin": (3, "0")})
+        read.clear()
+    assert [file.name for file in read] == ["data.pt"]
+    assert json.loads((tmp_path / "global_step_1" / "manifest.json").read_text()) == expected
+    with CheckpointWriter(tmp_path, 2) as writer:  # a file that changed its size since is read again
+        (writer.path / "actor").mkdir()
+        (writer.path / "actor" / "model.bin").write_text("longer")
+        publish.write_digests(writer.path / "actor", {"model.bin": (1, "0")})
+    verify_manifest(tmp_path / "global_step_2")

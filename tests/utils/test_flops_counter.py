@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+from tests.helpers.configs import SOUND, compose_ppo
 from verl.protocol import DataProto
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.worker_groups import classes
 from verl.utils import flops_counter
 from verl.utils.flops_counter import FlopsCounter, get_device_flops
 from verl.workers.roles.ranks import ModelWorker
@@ -50,9 +53,17 @@ def test_peaks_of_devices():
         get_device_flops("X")
 
 
+def test_the_peak_of_the_config_reaches_the_ranks():
+    workers = {Role.ActorRollout: ModelWorker, Role.Critic: ModelWorker}
+    parts = classes(compose_ppo(*SOUND, "trainer.peak_tflops=60"), workers, "cpu", steps=1)
+    assert [part.kwargs["peak_tflops"] for part in parts.values()] == [60, 60]
+    parts = classes(compose_ppo(*SOUND), workers, "cpu", steps=1)
+    assert not any("peak_tflops" in part.kwargs for part in parts.values())
+
+
 def test_a_rank_reports_the_utilisation_of_all_ranks(monkeypatch):
     rank = ModelWorker.__new__(ModelWorker)
-    rank.__dict__.update(engine=SimpleNamespace(module=SimpleNamespace(config=LLAMA)))
+    rank.__dict__.update(engine=SimpleNamespace(module=SimpleNamespace(config=LLAMA)), peak_tflops=None)
     monkeypatch.setattr(ModelWorker, "world_size", 4, raising=False)
     data = DataProto(meta_info={"global_token_num": [3, 5]})
     assert rank.utilisation("actor", data, 2.0, passes=1) == {}  # the peak of a CPU is unknown
@@ -60,6 +71,8 @@ def test_a_rank_reports_the_utilisation_of_all_ranks(monkeypatch):
     reached = FlopsCounter(LLAMA).estimate_flops([3, 5], 2.0)[0]
     share = rank.utilisation("actor", data, 2.0, passes=3)["perf/mfu/actor"]
     assert share == pytest.approx(3 * reached / 1e-9 / 4)
+    rank.peak_tflops = 2e-9  # trainer.peak_tflops has precedence
+    assert rank.utilisation("actor", data, 2.0, passes=3)["perf/mfu/actor"] == pytest.approx(share / 2)
     for config in (None, SimpleNamespace(hidden_size=8)):  # modules that are no transformers models, as an SPD scorer
         rank.engine.module.config = config
         assert rank.utilisation("actor", data, 2.0, passes=3) == {}

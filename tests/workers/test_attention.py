@@ -113,7 +113,7 @@ def test_the_layout_is_made_without_a_look_at_the_device():
         packing, here = (pack_batch(b, 5, share_prompt=share) for b in (there, batch))
         assert packing.tokens.is_meta and packing.tokens.shape == here.tokens.shape
         assert packing.ends[0].is_meta and packing.longest == here.longest
-        assert torch.equal(packing.lengths, here.lengths)
+        assert torch.equal(packing.lengths, here.lengths) and len(packing.answers) == len(here.answers)
         kept = batch["attention_mask"][:, 6:].bool() & batch["counted"].bool()
         assert torch.equal(here.answered(torch.ones(len(here.answers)), kept.shape), kept.float())
     assert isinstance(there, TensorDict)

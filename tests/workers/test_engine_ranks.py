@@ -1,5 +1,8 @@
 """One rank against two: same losses, gradients and weights, whatever the cut; checkpoints across rank numbers."""
 
+import json
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,8 @@ import torch
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
+from verl.utils.checkpoint import CheckpointWriter, publish
+from verl.utils.distributed import host_barrier
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPOptimizerConfig
 
@@ -175,3 +180,42 @@ def test_generators_belong_to_a_number_of_ranks(odd_llama, of_two):
     seed_before = torch.get_rng_state()
     engine.load_checkpoint(of_two[1])
     assert torch.equal(torch.get_rng_state(), seed_before)
+
+
+def saved_and_published(rank, world_size, path, root, in_background):
+    """Names of the files that this rank hashed while it saved, and while rank 0 published."""
+    hashed, own = [], publish._sync_and_digest
+    publish._sync_and_digest = lambda file: hashed.append(file.name) or own(file)
+    engine = make_engine(path, async_save=in_background)
+    steps(engine, rank, world_size, [0])
+    writer = CheckpointWriter(root, 1)
+    if rank == 0:
+        writer.__enter__()
+    host_barrier()
+    engine.save_checkpoint(str(writer.path / "actor"), global_step=1)
+    while not engine.save_is_finished():
+        time.sleep(0.01)
+    of_save = sorted(hashed)
+    hashed.clear()
+    host_barrier()
+    if rank == 0:
+        (writer.path / "trainer_state.json").write_text("{}")
+        writer.__exit__(None, None, None)
+    return of_save, hashed
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("in_background", [False, True])
+def test_every_rank_hashes_its_own_files_and_the_manifest_is_that_of_one_process(odd_llama, tmp_path, in_background):
+    (of_first, published), (of_second, nothing) = run_ranks(
+        saved_and_published, 2, odd_llama, str(tmp_path), in_background
+    )
+    assert of_second == ["__1_0.distcp", "__1_0.distcp", "rng_rank_1.safetensors"] and nothing == []
+    assert "__0_0.distcp" in of_first and not {*of_first} & {*of_second}
+    assert published == ["trainer_state.json"]
+    step = tmp_path / "global_step_1"
+    written = json.loads((step / publish.MANIFEST).read_text())
+    publish.verify_manifest(step)
+    publish.write_manifest(step)  # by this process alone
+    assert json.loads((step / publish.MANIFEST).read_text()) == written
+    assert {entry["file"].rpartition("/")[2] for entry in written["files"]} >= {"__1_0.distcp", ".metadata"}

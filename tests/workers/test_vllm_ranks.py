@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def on_two_ranks(rank, world_size, path):
+def on_ranks(rank, world_size, path):
     """(mean distance of log-probs before and after an update, answers) of this rank's own prompts."""
     from tests.helpers.engines import make_actor, make_engine, rl_batch
     from tests.workers.test_vllm_rollout import P, R, difference, prompts
@@ -22,7 +22,7 @@ def on_two_ranks(rank, world_size, path):
     engine = make_engine(path, lr=3e-2)
     config = RolloutConfig(
         name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=16, max_num_batched_tokens=64,
-        calculate_log_probs=True, max_model_len=32, tensor_model_parallel_size=world_size,
+        calculate_log_probs=True, max_model_len=32, tensor_model_parallel_size=2,
     )
     rollout = get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
     distances = []
@@ -33,7 +33,7 @@ def on_two_ranks(rank, world_size, path):
             forward = get_policy("causal_lm").log_probs
             log_probs, _ = forward(engine.module, output.batch, temperature=1.0, with_entropy=False)
         distances.append(difference(output, log_probs))
-        make_actor(engine, mini=4).update_policy(rl_batch(seed=seed)[rank * 4 : rank * 4 + 4])
+        make_actor(engine, mini=4).update_policy(rl_batch(rows=4 * world_size, seed=seed)[rank * 4 : rank * 4 + 4])
     rollout.close()
     return distances, output.batch["prompts"].tolist(), output.batch["responses"].tolist()
 
@@ -50,8 +50,10 @@ def segment_of_a_killed_run():
 
 @pytest.mark.process
 @pytest.mark.usefixtures("segment_of_a_killed_run")
-def test_an_engine_over_two_ranks_answers_each_ranks_prompts_with_the_trained_weights(tmp_path):
-    results = run_ranks(on_two_ranks, 2, save_tiny_llama(tmp_path / "wide", vocab_size=96))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_engines_over_two_ranks_answer_each_ranks_prompts_with_the_trained_weights(tmp_path, ranks):
+    results = run_ranks(on_ranks, ranks, save_tiny_llama(tmp_path / "wide", vocab_size=96))
     assert all(distance < 1e-4 for distances, _, _ in results for distance in distances)
-    (_, asked, answers), (_, asked_there, answers_there) = results
-    assert asked != asked_there and answers != answers_there and len(answers) == len(answers_there) == 6
+    for i, (_, asked, answers) in enumerate(results):
+        assert len(answers) == 6
+        assert all(asked != there and answers != answered for _, there, answered in results[:i])

@@ -4,19 +4,23 @@ import ast
 import asyncio
 import importlib.util
 import logging
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from loguru import logger
+from omegaconf import OmegaConf
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
-from verl.config.rollout import SamplingConfig
+from verl.config.rollout import SamplingConfig, SpeculativeConfig
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy
+from verl.workers.roles.actor_rollout_ref import ActorRolloutRefWorker
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.replica import ServerClient
 from verl.workers.rollout.sampling import GenerationRequest
@@ -300,6 +304,57 @@ def test_adapters_are_merged_or_sent_alone(wide_llama, alone):
     finally:
         made.rollout.close()
         leave_group()
+
+
+class RecordingLLM:
+    """Stands for vLLM on a GPU: records what it is told, in order."""
+
+    def __init__(self):
+        self.calls, self.llm_engine = [], self
+
+    def wake_up(self, tags):
+        self.calls.append(("wake", *tags))
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def collective_rpc(self, method, kwargs):
+        self.calls.append((method, [name for name, _ in kwargs["weights_iterator"]]))
+
+    def add_lora(self, request):
+        self.calls.append(("add_lora", request.lora_name))
+
+    def reset_prefix_cache(self):
+        self.calls.append(("reset_prefix_cache",))
+        return True
+
+
+@pytest.mark.parametrize(("adapter_rank", "draft_path", "update", "level"), [
+    (0, None, ("reload_weights", ["w"]), 2), (8, None, ("add_lora", "actor"), 1),
+    (0, "draft", ("reload_weights", ["w"]), 1),
+], ids=["weights", "adapter", "draft model"])  # fmt: skip
+def test_weights_wake_and_are_replaced_before_the_cache_wakes(adapter_rank, draft_path, update, level):
+    """On GPUs: the cache has no memory while weights are gathered, and holds nothing that old weights computed."""
+    rollout = vLLMRollout.__new__(vLLMRollout)
+    speculative = {"method": "draft_model", "draft_path": draft_path} if draft_path else {}
+    config = RolloutConfig(name="vllm", speculative=SpeculativeConfig(**speculative))
+    rollout.__dict__.update(config=config, llm=RecordingLLM(), can_sleep=True, keeps_weights=False, drafter=None,
+                            adapter_rank=adapter_rank, takes_adapters=adapter_rank > 0)  # fmt: skip
+    weights, saved = {"w": torch.zeros(1)}, SimpleNamespace(save_pretrained=lambda folder: None)
+    worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
+    engine = SimpleNamespace(eval_mode=nullcontext, has_adapters=adapter_rank > 0,
+                             get_adapter=lambda check_finite: (saved, weights),
+                             get_per_tensor_param=lambda *_, check_finite: iter(weights.items()))  # fmt: skip
+    worker.__dict__.update(rollout=rollout, engine=engine, weights_version=1, rollout_version=None,
+                           config=OmegaConf.create({"rollout": dict(config)}))  # fmt: skip
+    cycle = [("wake", "weights"), update, ("reset_prefix_cache",), ("wake", "kv_cache"), ("reset_prefix_cache",),
+             ("sleep", level)]  # fmt: skip
+    for _ in range(2):  # a sleeping engine lost the actor's weights, whatever their version
+        assert worker.rollout_mode()
+        assert rollout.has_weights
+        worker.trainer_mode()
+        assert not rollout.has_weights and rollout.llm.calls == cycle
+        rollout.llm.calls.clear()
 
 
 def test_an_adapter_alone_needs_a_model_that_trains_nothing_else(wide_llama):

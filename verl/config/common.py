@@ -165,6 +165,9 @@ class RunConfig(BaseConfig, section="trainer"):
     default_hdfs_dir: str | None = setting(
         None, "Folder (hdfs://... or a path) that published checkpoints are copied to; null for none."
     )
+    peak_tflops: float | None = setting(
+        None, "Dense bfloat16 TFLOP/s of a device, for perf/mfu/*; null: by its name, where the table has it.", above=0
+    )
     use_legacy_worker_impl: str = setting(
         "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable"),
         always="there is only one implementation",

@@ -109,7 +109,9 @@ def batch_problems(config: Mapping[str, Any], *, use_reference_policy: bool, use
             owner, section = (f"{prefix}.model", role["model"]) if prefix == "critic" else (prefix, role)
             sequences = role["ulysses_sequence_parallel_size"]
             issues += divides_ranks(f"{prefix}.ulysses_sequence_parallel_size", role, ranks)
-            issues += splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
+            splits = splits_ranks(f"{owner}.fsdp_config", section["fsdp_config"], ranks, sequences)
+            # Megatron's own default of sequence_parallel is true, whatever the number of ranks.
+            issues += [problem for problem in splits if problem.kind != UNUSED or "megatron" not in role]
     if reward["enable"]:
         issues += one_of(reward, "reward_model", "micro_batch_size", ranks, reward["use_dynamic_bsz"])
         own = reward["nnodes"] * reward["n_gpus_per_node"] if reward["enable_resource_pool"] else ranks

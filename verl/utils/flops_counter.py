@@ -57,10 +57,14 @@ ESTIMATE_FUNC: dict[str, Callable[[Any, Sequence[int]], float]] = dict.fromkeys(
 
 
 class FlopsCounter:
-    """FLOPs of training steps of one model. `config` is a model's transformers configuration."""
+    """FLOPs of training steps of one model. `config` is a model's transformers configuration.
 
-    def __init__(self, config: Any) -> None:
+    `peak_tflops`: TFLOP/s of a device (trainer.peak_tflops); None looks its name up.
+    """
+
+    def __init__(self, config: Any, peak_tflops: float | None = None) -> None:
         self.config = config
+        self.peak_tflops = peak_tflops
         self.estimate = ESTIMATE_FUNC.get(config.model_type)
 
     def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float) -> tuple[float, float]:
@@ -69,4 +73,9 @@ class FlopsCounter:
         Forward and backward over all sequences, on all devices together; 0 for an unknown kind of model.
         """
         flops = 0.0 if self.estimate is None else self.estimate(self.config, batch_seqlens)
-        return flops / delta_time / 1e12, get_device_flops("T")
+        return flops / delta_time / 1e12, get_device_flops("T") if self.peak_tflops is None else self.peak_tflops
+
+    def utilisation(self, batch_seqlens: Sequence[int], seconds: float, devices: int) -> float | None:
+        """Share (MFU) of what that many devices could do in the step's seconds; None where a part is unknown."""
+        reached, peak = self.estimate_flops(batch_seqlens, seconds)
+        return reached / peak / devices or None  # an unknown peak is infinite

@@ -1,17 +1,22 @@
 """The SFT step: by hand, and the same whatever the cut into micro-batches, rows and ranks."""
 
+import json
 import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
+from verl.trainer.sft.trainer import next_token_batch
+from verl.utils.flops_counter import FlopsCounter
+from verl.workers.policy.packing import moved, pack_batch
 
 
 @pytest.fixture
@@ -43,6 +48,32 @@ def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, tiny_llama
     assert metrics["train/lr"] == 0.01 and metrics["train/skipped_steps"] == 0
     cosine = 10 * 0.5 * (1 + math.cos(math.pi / 6))  # 6 steps, none of them warm-up
     assert trainer.training_step(batch)["train/lr(1e-3)"] == pytest.approx(cosine)
+
+
+def test_the_utilisation_is_that_of_all_rows_where_the_peak_is_known(pairs, tiny_llama):
+    trainer = make_trainer(pairs, tiny_llama, trainer__peak_tflops="1e-3", trainer__total_training_steps=1)
+    batch = trainer._draw()
+    lengths = batch["attention_mask"].sum(-1).tolist()
+    reached, peak = FlopsCounter(trainer.engine.module.config, 1e-3).estimate_flops(lengths, 2.0)
+    assert peak == 1e-3
+    assert trainer._utilisation(batch, 2.0) == {"perf/mfu/train": pytest.approx(reached / 1e-3)}
+    trainer.config.trainer.peak_tflops = None
+    assert trainer._utilisation(batch, 2.0) == {}  # of a CPU
+    trainer.config.trainer.peak_tflops = 1e-3
+    trainer.fit()
+    (row,) = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < row["data"]["perf/mfu/train"]
+
+
+def test_a_device_learns_the_tokens_that_a_cpu_learns():
+    """On the meta device nothing can be read: the tokens that are counted are known on the host."""
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    rows = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1,
+            "loss_mask": torch.tensor([[0, 0, 1, 0, 1], [0, 1, 1, 0, 0]])}  # fmt: skip
+    micro = TensorDict(rows, batch_size=2)
+    here, there = (pack_batch(next_token_batch(moved(micro, torch.device(d))), 4) for d in ("cpu", "meta"))
+    assert here.answers.tolist() == [1, 3, 4, 5]
+    assert there.answers.is_meta and len(there.answers) == 4
 
 
 @pytest.mark.parametrize("other", [

@@ -94,7 +94,9 @@ def classes(
         actor_section.nccl_timeout = max(actor_section.nccl_timeout, critics)
     role = actor_role(mapping)
     actor_class = mapping[Role.ActorRollout]
-    parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), device_name=device_name)}
+    peak = {} if resolved.trainer.peak_tflops is None else {"peak_tflops": resolved.trainer.peak_tflops}
+    options = {"device_name": device_name, **peak}
+    parts = {role: RayClassWithInitArgs(actor_class, config=actor_section, role=str(role), **options)}
     for other, section in ((Role.Critic, resolved.critic), (Role.RewardModel, resolved.reward_model)):
         if other in mapping:
             settings = {}
@@ -103,8 +105,7 @@ def classes(
                 settings = {"discriminative": config.custom_reward_function.path is None, "log_dir": log_dir}
                 settings["start_timeout"] = actor_section.rollout.server.max_start_wait_time
             parts[other] = RayClassWithInitArgs(
-                mapping[other], config=section, device_name=device_name, nccl_timeout=actor_section.nccl_timeout,
-                **settings,
+                mapping[other], config=section, nccl_timeout=actor_section.nccl_timeout, **options, **settings
             )  # fmt: skip
     return parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from verl.config.sft import SFTConfig
 from verl.planning.problems import Problem
@@ -28,12 +29,13 @@ from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.trainer.sft.settings import engine_parts, samples_per_forward
 from verl.utils.fingerprint import data_fingerprint
+from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
 from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import CausalLMPolicy
-from verl.workers.policy.packing import ON_HOST, moved
+from verl.workers.policy.packing import ON_HOST, OnHost, moved, on_host
 
 if TYPE_CHECKING:
     from verl.planning.checks import Findings
@@ -151,10 +153,12 @@ class FSDPSFTTrainer:
             steps = tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=hidden)
             for self.global_steps in steps:
                 started = time.perf_counter()
-                metrics = self.training_step(self._draw())
+                batch = self._draw()
+                metrics = self.training_step(batch)
                 seconds = time.perf_counter() - started
                 rate = metrics["train/global_tokens"] / seconds / self.engine.world_size
                 metrics |= {"train/time(s)": seconds, "perf/throughput": rate}
+                metrics |= self._utilisation(batch, seconds)
                 metrics["training/epoch"] = self.train_stream.epoch
                 if self.engine.device.type == "cuda":
                     metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
@@ -176,6 +180,21 @@ class FSDPSFTTrainer:
                     logger.warning(f"stop requested: step {self.global_steps} is finished and saved, the run ends")
                     return signals.exit_code
         return 0
+
+    def _utilisation(self, batch: TensorDict, seconds: float) -> dict[str, float]:
+        """perf/mfu/train of a step: FLOPs of one pass over all ranks' rows over what the devices could do in that time.
+
+        Empty where the device's peak (trainer.peak_tflops) or the kind of model is unknown. The rounds of iterative
+        refinement are not counted: they are further passes.
+        """
+        model = getattr(self.engine.module, "config", None)
+        if not isinstance(model, PretrainedConfig):
+            return {}
+        counter = FlopsCounter(model, self.config.trainer.peak_tflops)
+        lengths = batch["attention_mask"].sum(-1).tolist()  # of this rank; every rank adds its share
+        share = counter.utilisation(lengths, seconds, self.engine.world_size) or 0.0
+        total = summed({"mfu": share}, self.engine.device)["mfu"]
+        return {"perf/mfu/train": total} if total else {}
 
     def _draw(self) -> TensorDict:
         """This rank's share of the next global batch: columns [B, L]."""
@@ -284,12 +303,20 @@ class FSDPSFTTrainer:
 
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
         """Sum of the negative log-probs of a micro-batch's learned tokens, [b, T] -> []; position t predicts t + 1."""
-        inputs = {key: micro[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        inputs |= {"responses": micro["input_ids"][:, 1:], "counted": micro["loss_mask"][:, 1:]}
-        if ON_HOST in micro.keys():
-            inputs[ON_HOST] = micro[ON_HOST]
+        batch = next_token_batch(micro)
         with self.engine.autocast():
-            log_probs, _ = self.policy.log_probs(
-                self.engine.module, TensorDict(inputs, batch_size=len(micro)), temperature=1.0, with_entropy=False
-            )
+            log_probs, _ = self.policy.log_probs(self.engine.module, batch, temperature=1.0, with_entropy=False)
         return -log_probs.sum()
+
+
+def next_token_batch(micro: TensorDict) -> TensorDict:
+    """Rows [b, T] as prompts of one token with T - 1 response tokens, of which the learned ones are `counted`."""
+
+    def columns(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {key: given[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        return kept | {"responses": given["input_ids"][:, 1:], "counted": given["loss_mask"][:, 1:]}
+
+    batch = TensorDict(columns(micro), batch_size=len(micro))
+    if ON_HOST in micro.keys():
+        batch.set_non_tensor(ON_HOST, OnHost(columns(on_host(micro))))
+    return batch

@@ -1,10 +1,12 @@
 """Saves a sharded model with its optimizer into a folder that any number of ranks can load.
 
 Layout of the folder: `model/` and `optim/` (torch distributed checkpoints of tensors), `extra_state.json` (schedule,
-parameter groups, names), `rng_rank_<r>.safetensors`, `fsdp_config.json`, `huggingface/`, `lora_adapter/`.
+parameter groups, names), `rng_rank_<r>.safetensors`, `fsdp_config.json`, `huggingface/`, `lora_adapter/`. Every rank
+hashes its own files; their digests lie in `.digests.json` until a CheckpointWriter takes them into its manifest.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,12 +27,16 @@ from verl.planning.problems import one_line
 from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
-from verl.utils.checkpoint.publish import CheckpointCorruptError, disk_full
+from verl.utils.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, write_digests
 from verl.utils.distributed import host_barrier
 from verl.utils.fsdp_utils import gathered, local_tensor
 from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
 
 EXTRA_FILE = "extra_state.json"
+#: files of the layout below a folder, and those that name the rank which writes them; rank 0 writes all others
+_LAYOUT = ("model/**/*", "optim/**/*", "huggingface/**/*", "lora_adapter/**/*", "rng_rank_*.safetensors", EXTRA_FILE,
+           "fsdp_config.json")  # fmt: skip
+_OWNED = re.compile(r"(?:__(\d+)_\d+\.distcp|rng_rank_(\d+)\.safetensors)")
 _FORMAT = 1
 
 
@@ -76,7 +82,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         writes = self._prepare(folder, model, optim, global_step)
         if self.background is None:
             self._write(folder, writes, needed)
-            host_barrier()
+            self._share_digests(folder)
         else:
             self.writing = self.background.submit(self._write_together, folder, writes, needed)
 
@@ -120,6 +126,26 @@ class FSDPCheckpointManager(BaseCheckpointManager):
                 raise disk_full(folder, needed) from error
             raise
 
+    def _share_digests(self, folder: Path, error: Exception | None = None) -> None:
+        """Digest this rank's files, and let rank 0 leave the digests of all ranks in the folder, for the manifest.
+
+        All ranks take part, by gloo, after they have written their files. Raises `error`, with which this rank could
+        not; OSError if another one could not.
+        """
+        mine: dict[str, tuple[int, str]] = {}
+        try:
+            mine = digest_files(folder, files_of_rank(folder, dist.get_rank())) if error is None else mine
+        except OSError as e:  # the other ranks must hear of it first
+            error = e
+        found: list = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (str(error) if error else None, mine), group=self.background_group)
+        if error is not None:
+            raise error
+        if messages := [message for message, _ in found if message is not None]:
+            raise OSError(f"another rank could not write {folder}: {messages[0]}")
+        if dist.get_rank() == 0:
+            write_digests(folder, {name: digest for _, files in found for name, digest in files.items()})
+
     def _write_together(self, folder: Path, writes: list[Callable[[], Any]], needed: int) -> None:
         """In the background: every rank writes, and every rank raises if one could not."""
         error: Exception | None = None
@@ -127,12 +153,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             self._write(folder, writes, needed)
         except Exception as e:  # the other ranks must hear of it first
             error = e
-        messages: list = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, str(error) if error else None, group=self.background_group)
-        if error is not None:
-            raise error
-        if any(messages):
-            raise OSError(f"another rank could not write {folder}: {next(filter(None, messages))}")
+        self._share_digests(folder, error)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Trained parameters and stored buffers by name."""
@@ -298,6 +319,17 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         except SafetensorError as error:
             raise CheckpointCorruptError(f"{file} is not loaded: {one_line(error)}") from error
         rng.load_rng_state(state)
+
+
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """The files of the layout that this rank wrote into a checkpoint of this engine."""
+
+    def owner(file: Path) -> int:
+        named = _OWNED.fullmatch(file.name)
+        return int(named[1] or named[2]) if named else 0
+
+    files = {f for pattern in _LAYOUT for f in folder.glob(pattern) if f.is_file()}
+    return sorted(f for f in files if owner(f) == rank)
 
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:

@@ -12,13 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from loguru import logger
 
 MANIFEST = "manifest.json"
+DIGESTS = ".digests.json"  # what the ranks found out about their own files; the manifest takes it in
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _FORMAT = 1
@@ -129,16 +130,41 @@ def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
     return gone
 
 
-def write_manifest(folder: str | os.PathLike) -> None:
-    """fsyncs every file and folder below, then writes manifest.json (file, bytes, sha256), synced too."""
-    folder = Path(folder)
-    files = _files_of(folder)
+def digest_files(folder: str | os.PathLike, files: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """fsyncs files; {path from `folder` on: (bytes, sha256)}."""
+    files = list(files)
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = list(pool.map(_sync_and_digest, files))
-    entries = [
-        {"file": f.relative_to(folder).as_posix(), "bytes": size, "sha256": digest}
-        for f, (size, digest) in zip(files, digests, strict=True)
-    ]
+    return {f.relative_to(folder).as_posix(): digest for f, digest in zip(files, digests, strict=True)}
+
+
+def write_digests(folder: str | os.PathLike, digests: Mapping[str, tuple[int, str]]) -> None:
+    """Leave digests of files below `folder`, already synced, for `write_manifest`, which does not read those again."""
+    (Path(folder) / DIGESTS).write_text(json.dumps(digests))
+
+
+def _take_digests(folder: Path) -> dict[str, tuple[int, str]]:
+    """Digests that ranks left in the folder or below it, of files that have that size; they are removed."""
+    taken = {}
+    for left in list(folder.rglob(DIGESTS)):
+        home = left.parent
+        for name, (size, digest) in json.loads(left.read_text()).items():
+            if (home / name).is_file() and (home / name).stat().st_size == size:
+                taken[(home / name).relative_to(folder).as_posix()] = (size, digest)
+        left.unlink()
+    return taken
+
+
+def write_manifest(folder: str | os.PathLike) -> None:
+    """fsyncs every file and folder below, then writes manifest.json (file, bytes, sha256), synced too.
+
+    Files whose digests were left by `write_digests` were synced by the rank that wrote them, and are not read again.
+    """
+    folder = Path(folder)
+    digests = _take_digests(folder)
+    names = {f.relative_to(folder).as_posix(): f for f in _files_of(folder)}
+    digests |= digest_files(folder, (f for name, f in names.items() if name not in digests))
+    entries = [{"file": name, "bytes": digests[name][0], "sha256": digests[name][1]} for name in names]
     _write_synced(folder / MANIFEST, json.dumps({"format": _FORMAT, "files": entries}, indent=1))
     for sub in [p for p in folder.rglob("*") if p.is_dir()]:
         fsync_folder(sub)

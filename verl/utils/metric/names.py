@@ -90,7 +90,7 @@ METRICS: dict[str, str] = {
     "spd/output_length_ratio": "Length of the answer after a hybrid context over the target's own.",
     "timing_s/*": "Seconds of a phase of the step.",
     "timing_per_token_ms/*": "Milliseconds of a phase over the tokens it worked on.",
-    "perf/mfu/*": "Model FLOPs of the update over what the GPUs could do at most in that time.",
+    "perf/mfu/*": "Model FLOPs of the update over what the GPUs could do at most in that time (trainer.peak_tflops).",
     "perf/throughput": "Tokens per second and rank.",
     "perf/time_per_step": "Seconds of the step.",
     "perf/total_num_tokens": "Tokens of the step's batch.",

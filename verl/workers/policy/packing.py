@@ -6,6 +6,7 @@ The layout is computed on the host by a few operations on the whole batch, so th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -154,24 +155,30 @@ class Packing:
 
 
 def moved(batch: TensorDict, device: torch.device) -> TensorDict:
-    """The batch on `device`, with what `pack_batch` reads kept on the host; the given one stays where it is."""
+    """The batch on `device`, with its columns on the host (`on_host`); the given one stays where it is."""
     on_device = batch.to(device)
     if device.type != "cpu":
-        on_host = {key: batch[key] for key in _LAYOUT_COLUMNS if key in batch.keys()}
-        on_device.set_non_tensor(ON_HOST, _OnHost(on_host))
+        columns = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        on_device.set_non_tensor(ON_HOST, OnHost(columns))
     return on_device
 
 
 @dataclass(frozen=True)
-class _OnHost:
-    columns: dict[str, torch.Tensor]
+class OnHost:
+    """The columns of a batch whose tensors are on a device, as they are on the host."""
+
+    columns: Mapping[str, torch.Tensor]
+
+
+def on_host(batch: TensorDict) -> Mapping[str, torch.Tensor]:
+    """The columns of a batch that `moved` gave, without waiting for the device; of another one, its own."""
+    return batch[ON_HOST].columns if ON_HOST in batch.keys() else batch
 
 
 def pack_batch(batch: TensorDict, responses: int, *, share_prompt: bool = False) -> Packing:
     """`pack`, for the default Ulysses group, of a batch that `moved` gave or of one on the CPU."""
-    source = batch[ON_HOST].columns if ON_HOST in batch.keys() else batch
-    mask, *optional = (source[key].cpu() if key in source.keys() else None for key in _LAYOUT_COLUMNS)
-    groups, counted = optional
+    columns = {**{key: batch[key] for key in _LAYOUT_COLUMNS if key in batch.keys()}, **on_host(batch)}
+    mask, groups, counted = (columns[key].cpu() if key in columns else None for key in _LAYOUT_COLUMNS)
     sharing = get_ulysses_sequence_parallel_group()
     return pack(mask, responses, groups if share_prompt else None, counted, batch["input_ids"].device, sharing)
 

@@ -42,8 +42,10 @@ class ActorRolloutRefWorker(ModelWorker):
     update in them (0: as loaded); every generated row carries it, and a rollout that holds another version is refused.
     """
 
-    def __init__(self, config: DictConfig, role: str, device_name: str | None = None, **kwargs) -> None:
-        super().__init__(config, device_name, config.nccl_timeout)
+    def __init__(
+        self, config: DictConfig, role: str, device_name: str | None = None, peak_tflops: float | None = None, **kwargs
+    ) -> None:
+        super().__init__(config, device_name, config.nccl_timeout, peak_tflops)
         if role not in ROLES:
             raise ValueError(f"role={role!r} is unknown. Known: {', '.join(ROLES)}.")
         self.role = role

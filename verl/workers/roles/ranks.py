@@ -23,12 +23,14 @@ class ModelWorker(Worker, DistProfilerExtension):
     engine: FSDPEngine
 
     def __init__(
-        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None, **kwargs
-    ) -> None:
+        self, config: DictConfig, device_name: str | None = None, nccl_timeout: float | None = None,
+        peak_tflops: float | None = None, **kwargs,
+    ) -> None:  # fmt: skip
         Worker.__init__(self)
         DistProfilerExtension.__init__(self, DistProfiler(self.rank, self.profiler_config(config)))
         self.config = config
         self.nccl_timeout = nccl_timeout
+        self.peak_tflops = peak_tflops
         self.device_name = get_device_name() if device_name is None else device_name
 
     @staticmethod
@@ -47,15 +49,14 @@ class ModelWorker(Worker, DistProfilerExtension):
     def utilisation(self, role: str, data: DataProto, seconds: float, passes: int) -> dict[str, float]:
         """perf/mfu/<role>: FLOPs of `passes` updates on all ranks' samples over what the GPUs could do in that time.
 
-        Empty where the device's peak or the kind of model is unknown, as on CPUs.
+        Empty where the device's peak (trainer.peak_tflops) or the kind of model is unknown, as on CPUs.
         """
         model = getattr(self.engine.module, "config", None)
         if not isinstance(model, PretrainedConfig):  # a module of another kind, such as a recipe's
             return {}
         lengths = data.meta_info.get("global_token_num", ())
-        reached, peak = FlopsCounter(model).estimate_flops(lengths, seconds)
-        share = passes * reached / peak / self.world_size
-        return {f"perf/mfu/{role}": share} if share > 0 else {}
+        share = FlopsCounter(model, self.peak_tflops).utilisation(lengths, seconds, self.world_size)
+        return {f"perf/mfu/{role}": passes * share} if share else {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
