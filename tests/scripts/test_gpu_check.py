@@ -52,7 +52,7 @@ def measured(rank: int, ranks: int, folder: str) -> list[tuple[str, float, str]]
 
 @pytest.mark.process
 def test_steps_are_timed_on_all_ranks(tmp_path):
-    for name, rate, unit in (found for (found,) in run_ranks(measured, 2, str(tmp_path / "model"))):
+    for name, rate, unit in (results for (results,) in run_ranks(measured, 2, str(tmp_path / "model"))):
         assert name == "tiny on 2 ranks: throughput" and rate > 0 and unit == "tokens/s"
 
 
@@ -82,10 +82,10 @@ def test_one_failure_loses_nothing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check, "measure_together", lambda shape, ranks, work: iter([Result(shape, ranks, "x")]))
     gpu_check.CHECKS[0].__name__ = "kernels"
     assert gpu_check.main(["--json", str(tmp_path / "results.json")]) == 1
-    found = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())}
-    assert list(found) == ["kernels", "first", "broken", "sound", "0.5B", "7B"]
-    assert found["kernels"]["value"] is None and "division by zero" in found["kernels"]["message"]
-    assert "SystemExit: CUDA error in" in found["broken"]["message"] and found["sound"]["value"] == 0
+    results = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())}
+    assert list(results) == ["kernels", "first", "broken", "sound", "0.5B", "7B"]
+    assert results["kernels"]["value"] is None and "division by zero" in results["kernels"]["message"]
+    assert "SystemExit: CUDA error in" in results["broken"]["message"] and results["sound"]["value"] == 0
     said = capsys.readouterr().out
     assert "four: left out, it needs 4 GPUs" in said and "CUDA error" in said
 
@@ -180,8 +180,9 @@ def metrics(norm: float = 0.5, loss: float = 0.01, distance: float = 1e-4, last:
             (STEPS, "actor/grad_norm"): last, (STEPS, "actor/pg_loss"): loss}  # fmt: skip
 
 
-def missed(name: str, found: dict) -> list[str]:
-    return [result.name.partition(": ")[2] for result in judged(name, RUNS[name], found, metrics()) if not result.holds]
+def missed(name: str, results: dict) -> list[str]:
+    checked = judged(name, RUNS[name], results, metrics())
+    return [result.name.partition(": ")[2] for result in checked if not result.holds]
 
 
 def test_updates_are_compared_with_one_gpu_in_float32():

@@ -307,7 +307,7 @@ def test_adapters_are_merged_or_sent_alone(wide_llama, alone):
 
 
 class RecordingLLM:
-    """Stands for vLLM on a GPU: records what it is told, in order."""
+    """Stands for vLLM on a GPU: records its calls, in order."""
 
     def __init__(self):
         self.calls, self.llm_engine = [], self

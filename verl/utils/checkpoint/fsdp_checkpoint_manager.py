@@ -137,14 +137,14 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             mine = digest_files(folder, files_of_rank(folder, dist.get_rank())) if error is None else mine
         except OSError as e:  # the other ranks must hear of it first
             error = e
-        found: list = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (str(error) if error else None, mine), group=self.background_group)
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (str(error) if error else None, mine), group=self.background_group)
         if error is not None:
             raise error
-        if messages := [message for message, _ in found if message is not None]:
+        if messages := [message for message, _ in gathered if message is not None]:
             raise OSError(f"another rank could not write {folder}: {messages[0]}")
         if dist.get_rank() == 0:
-            write_digests(folder, {name: digest for _, files in found for name, digest in files.items()})
+            write_digests(folder, {name: digest for _, files in gathered for name, digest in files.items()})
 
     def _write_together(self, folder: Path, writes: list[Callable[[], Any]], needed: int) -> None:
         """In the background: every rank writes, and every rank raises if one could not."""

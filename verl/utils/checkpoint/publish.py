@@ -19,7 +19,7 @@ from pathlib import Path
 from loguru import logger
 
 MANIFEST = "manifest.json"
-DIGESTS = ".digests.json"  # what the ranks found out about their own files; the manifest takes it in
+DIGESTS = ".digests.json"  # each rank's digests of its own files, which the manifest takes in
 TRACKER = "latest_checkpointed_iteration.txt"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 _FORMAT = 1
