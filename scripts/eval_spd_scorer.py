@@ -93,7 +93,13 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
                 counts = [(len(r.tokens), sum(r.judged_mismatches)) for r in results]  # of answers
                 drops = [measures.pooled_drop(row, *count, labelled[name])
                          for row, count in zip(rows, counts, strict=True)]
-            chosen.append(Run("test", name, measures.choose_threshold(rows, args.max_val_drop, drops).threshold))
+            best = measures.choose_threshold(rows, args.max_val_drop, drops)
+            chosen.append(Run("test", name, best.threshold))
+            drop, error = drops[rows.index(best)] if drops else (best.drop, best.drop_se)
+            if drop + 1.96 * error > args.max_val_drop:
+                console.print(f"[yellow]{name}: no threshold keeps the drop on validation questions within "
+                              f"--max-val-drop {args.max_val_drop:g}; {best.threshold:.3g} has the lowest, "
+                              f"{100 * drop:.1f} ± {100 * error:.1f} points[/yellow]")
 
         chance = Run("test", "random", measures.accepted_share(pool.result(chosen[0]).result))
         harms.append(Harm((chance,)))

@@ -208,8 +208,9 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     record, choice = run_script(
         house, scorer, tmp_path / "out", "--divergences", "0.5", "--typicals", "0.09", "--ranks", "2", "--entropies",
-        "0.1", "--all-rules", "--processes", "2", "--compare", f"twin={scorer}",
+        "0.1", "--all-rules", "--processes", "2", "--compare", f"twin={scorer}", "--max-val-drop", "-0.01",
     )  # fmt: skip
+    assert "twin: no threshold keeps the drop" in capsys.readouterr().out
     assert list(record) == ["questions", "rows"]
     assert record["questions"] == 12
     assert all(list(row) == KEYS for row in record["rows"])
