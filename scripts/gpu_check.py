@@ -215,9 +215,11 @@ def measure_together(shape: str, ranks: int, work: Path) -> Iterator[Result]:
     file = folder / "results.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = ["-m", "scripts.gpu_check", "--measure", shape, "--json", str(file)]
-    run([*launcher, *command], ROOT, work / f"{folder.name}.log")
-    yield from (Result(**fields) for fields in json.loads(file.read_text()))
-    shutil.rmtree(folder)  # 15 GB of 7B weights
+    try:
+        run([*launcher, *command], ROOT, work / f"{folder.name}.log")
+        yield from (Result(**fields) for fields in json.loads(file.read_text()))
+    finally:
+        shutil.rmtree(folder)  # 15 GB of 7B weights
 
 
 def measure_here(shape: str, file: Path) -> None:

@@ -1,6 +1,6 @@
 """The trainings of scripts/gpu_check.py: commands, how many GPUs they need, and what their metrics must keep.
 
-Rows of GRPO that replay train on the samples that the row REFERENCE stored (rollout.skip_rollout), so that only the
+Rows of GRPO that reuse stored samples train on those of the row REFERENCE (rollout.skip_rollout), so that only the
 update differs: the first step's loss and gradient norm must be those of that row, in float32 on one GPU. All rows of
 GRPO bound the distance between the rollout's probabilities and the actor's in their first step. SFT and refinement are
 compared with the same training on the CPU.
@@ -20,7 +20,7 @@ ALL = -1
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 ENGINE = f"{ACTOR}.fsdp_config"
 RANKS = "trainer.n_gpus_per_node"
-REFERENCE = "GRPO, samples of the rows that replay"
+REFERENCE = "GRPO, reference update (stores the samples)"
 STEPS = 3  # of GRPO
 BFLOAT16 = (f"{ENGINE}.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16")
 #: dtype of the update -> largest differences from REFERENCE: gradient norm (relative), loss (absolute)

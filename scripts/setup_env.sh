@@ -31,7 +31,7 @@ fi
 
 started=$(date +%s)
 if [ -f "$VENV/.ready" ] && [ "$(cut -d' ' -f1 "$VENV/.ready")" != "$VERL_DEVICE" ]; then
-    say "$VENV has the packages of another kind of machine ($(cut -d' ' -f1 "$VENV/.ready")): making it again for $VERL_DEVICE"
+    say "$VENV was built for $(cut -d' ' -f1 "$VENV/.ready"); rebuilding it for $VERL_DEVICE"
     rm -rf "${VENV:?}"  # pip would keep a torch of the right version for the wrong device
 fi
 if [ ! -x "$VENV/bin/python" ]; then

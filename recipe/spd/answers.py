@@ -5,7 +5,8 @@ from fractions import Fraction
 
 # Neighbours of a quantifier never match the same characters, unless it is possessive (*+): a text of spaces or equal
 # signs would take exponential time otherwise.
-_NUMBER = r"\s*+[-+]?\s*+\\?[$€£]?\s*+[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:\s*/\s*\d+)?"
+_PART = r"(?:\s*/\s*\d+|\s+\d+\s*/\s*\d+|\s*\\[dt]?frac\{\d+\}\{\d+\})"  # 1/2, 3 1/2, 3\frac{1}{2}
+_NUMBER = rf"\s*+[-+]?\s*+\\?[$€£]?\s*+[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d{{1,3}}(?!\d))?{_PART}?"
 _MARKUP = r"[\s*_`$(:]*+(?:\\\(|\\\[)?\s*+"  # of chat models: bold, code, TeX
 _ABOUT = r"(?:(?:about|approximately|roughly|USD|≈|\\approx)\s*+)?"
 _CALCULATION = r"(?:(?:[-+*/×÷()\d,$%\s]|\.\d|\\times|\\cdot|\b[a-z]\b)++=)*"  # "3 * 6 =", "x ="
@@ -43,6 +44,7 @@ def normalise(answer: str) -> str:
     text = named if re.search(r"\d", named) else _WORDS.sub(r"\1", text)
     text = _SPACING.sub(" ", text.rpartition("=")[2]).strip().replace("{,}", ",")
     text = re.sub(r"(?<=\d) ?, ?(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"^([-+]?\d+) (\d+) ?/ ?(\d+)(?!\d)", r"\1\\frac{\2}{\3}", text)  # 2 1/2
     text = re.sub(r"^([-+]) ", r"\1", text)
     if quantity := _QUANTITY.fullmatch(text):
         text = quantity.group(1)
@@ -79,6 +81,8 @@ def is_correct(text: str, ground_truth: object) -> bool:
 
 def _value(answer: str) -> Fraction | None:
     """The value of a normalised number, fraction or mixed number; None for anything else."""
+    if re.search(r"[eE][-+]?\d{4,}", answer):  # a power of ten with so many digits takes for ever
+        return None
     try:
         if mixed := _FRACTION.fullmatch(answer):
             sign, whole, numerator, denominator = mixed.groups()

@@ -115,7 +115,10 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     sep = resolve_sep_token_id(tokenizer, read=scorer.config.backbone == "own")
     order, losses = random.Random(config.spd.seed), []
     max_norm = optim.max_grad_norm(actor.grad_clip)
-    micro = max(1, actor.ppo_micro_batch_size_per_gpu // settings.n)  # blocks; in GRPO each has n samples
+    if actor.use_dynamic_bsz:
+        micro = max(1, actor.ppo_max_token_len_per_gpu // config.data.max_prompt_length)
+    else:
+        micro = max(1, actor.ppo_micro_batch_size_per_gpu // settings.n)  # blocks; GRPO has n samples of each
     for step in range(count):
         batch = order.sample(sorted(labels), min(config.data.train_batch_size, len(labels)))
         optimizer.zero_grad()

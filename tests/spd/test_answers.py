@@ -75,6 +75,12 @@ def test_answers_by_hand(text, answer):
         (r"\boxed{-3\frac{1}{2}}", "-3.5", True),
         (r"\boxed{\frac{-1}{2}}", "-0.5", True),
         ("the answer is 1.5e3", "1500", True),
+        (r"\boxed{2 1/2}", "2.5", True),
+        (r"\boxed{2 1/2}", "10.5", False),
+        ("#### 2 1/2", "2.5", True),
+        ("#### 2 1/2", "2", False),
+        (r"the answer is 3\frac{1}{2} .", "3.5", True),
+        (r"the answer is 3\frac{1}{2} .", "3", False),
         pytest.param(r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True, marks=pytest.mark.process),  # by math-verify
         pytest.param(r"\boxed{x^2 + 2x}", "(x+1)^2", False, marks=pytest.mark.process),
         (r"\boxed{\text{Monday}}", "Monday", True),
@@ -89,10 +95,10 @@ def test_an_answer_is_compared_whole_and_by_value(text, truth, right):
     "answer is x" + " = y" * 2000, "answer is 1" + "=  " * 2000 + "x", "answer is" + " " * 20000 + "x",
     "answer is" + "\n" * 20000, "answer is " * 2000 + "x", "answer is " + "a b " * 5000, "answer is " + "1 / " * 5000,
     "answer is -" + " " * 20000 + "$", r"\boxed{" + "5 " * 5000, r"\boxed{5 " + "ab " * 5000 + "!}",
-    r"\boxed{" + "1, " * 5000 + "}",
+    r"\boxed{" + "1, " * 5000 + "}", "answer is 1e99999999", r"\boxed{1e99999999}",
 ])  # fmt: skip
 def test_no_answer_takes_long(text):
     """A degenerate answer of a model must not hold up a rank: minutes with nested quantifiers, milliseconds here."""
     started = time.process_time()
-    extract_answer(text)
+    is_correct(text, "5")
     assert time.process_time() - started < 5

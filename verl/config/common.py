@@ -166,7 +166,7 @@ class RunConfig(BaseConfig, section="trainer"):
         None, "Folder (hdfs://... or a path) that published checkpoints are copied to; null for none."
     )
     peak_tflops: float | None = setting(
-        None, "Dense bfloat16 TFLOP/s of a device, for perf/mfu/*; null: by its name, where the table has it.", above=0
+        None, "Peak dense bfloat16 TFLOP/s of one device, for perf/mfu/*; null looks it up by device name.", above=0
     )
     use_legacy_worker_impl: str = setting(
         "auto", "Which implementation of the workers runs.", choices=("auto", "enable", "disable"),

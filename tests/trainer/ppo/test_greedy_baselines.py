@@ -50,5 +50,5 @@ def test_prompts_whose_greedy_answer_has_no_reward_are_dropped_and_counted(tmp_p
 
 
 def test_a_step_without_any_greedy_answer_says_so(tmp_path):
-    with pytest.raises(StepFailed, match="none of the 32 samples .* 32 have no greedy answer to compare with"):
+    with pytest.raises(StepFailed, match="none of the 32 samples .* 32 have no greedy baseline"):
         fake_trainer(remax(tmp_path), LosingAllGreedy).fit()

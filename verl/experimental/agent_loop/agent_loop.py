@@ -105,7 +105,7 @@ class AgentLoopWorkerBase:
         """A conversation for each row, as rows of `prompts` [B, P], `responses` [B, R] and the other tensors.
 
         Non-tensor columns are the arguments of the loops' `run`. meta_info["sampling"] has the sampling parameters,
-        column __seed__ the seeds. With meta_info["cancelled"] no conversation is held, and all are lost.
+        column __seed__ the seeds. With meta_info["cancelled"] no conversation runs, and all rows are lost.
         """
         meta, size = batch.meta_info, len(batch)
         columns = batch.non_tensor_batch

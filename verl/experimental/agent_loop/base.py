@@ -210,7 +210,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Hold one conversation."""
+        """Run one conversation."""
 
 
 def stop_ids(tokenizer: Any) -> list[int]:

@@ -1,5 +1,6 @@
 """Rows of a batch from conversations that have ended."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,15 @@ def joined(parts: list[DataProto]) -> DataProto:
 
 
 def with_own_scores(output: DataProto) -> DataProto:
-    """With rm_scores [B, R] in place of the column reward_score, if every row has one, lost rows aside."""
+    """With rm_scores [B, R] in place of the column reward_score, if every row has one, lost rows aside.
+
+    Raises ValueError for a score that is NaN or infinite.
+    """
     given = output.non_tensor_batch.pop("reward_score", column_of([None] * len(output)))
     lost = output.non_tensor_batch[LOST].astype(bool)
     if not lost.all() and all(score is not None for score in given[~lost]):
         scores = [0.0 if score is None else float(score) for score in given]
+        if not all(map(math.isfinite, scores)):
+            raise ValueError(f"AgentLoopOutput.reward_score must be finite; the scores are {scores}.")
         output.batch["rm_scores"] = place_scores(output, scores)
     return output

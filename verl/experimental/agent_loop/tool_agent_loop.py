@@ -155,7 +155,9 @@ class ToolAgentLoop(AgentLoopBase):
             try:
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
-                    state = self._checked(state, await getattr(self, HANDLERS[state])(data, sampling_params))
+                    after = self._checked(state, await getattr(self, HANDLERS[state])(data, sampling_params))
+                    starts = state is AgentState.PENDING and after is AgentState.GENERATING and self.interactions
+                    state = await self._start_interaction(data) if starts else after
                 rewards = await data.tools.calc_rewards()
             finally:
                 if data.interaction_id is not None:
@@ -209,8 +211,9 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _handle_pending_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         data.conversation.prompt_ids = self.check_prompt(self.encoder.prompt(data.messages, self.tool_schemas))
-        if not self.interactions:
-            return AgentState.GENERATING
+        return AgentState.GENERATING
+
+    async def _start_interaction(self, data: AgentData) -> AgentState:
         data.interaction = self._interaction_of(data.interaction_kwargs.pop("name", None))
         data.interaction_id = data.request_id  # for a start that fails
         try:

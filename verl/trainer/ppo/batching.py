@@ -58,7 +58,7 @@ class DropCounts:
             raise ValueError(
                 f"none of the {self.requested} samples can be trained on: {self.lost} generations failed, "
                 f"{self.masked} are masked by their rollout, {self.no_reward} have no reward, "
-                f"{self.no_baseline} have no greedy answer to compare with, "
+                f"{self.no_baseline} have no greedy baseline, "
                 f"{self.small_group} were alone in their group, {self.uneven} the ranks cannot share."
             )
 
@@ -263,6 +263,6 @@ def compute_advantage(
         logger.warning(
             f"All advantages of this step are 0 (mean reward {reward:.4g}), so its policy loss is 0. With GRPO the "
             "samples of each prompt have equal rewards then: check the reward function, and whether the prompts are "
-            "too easy or too hard for the model."
+            "too easy or too hard for the model. With on-policy distillation student and teacher agree."
         )
     return data

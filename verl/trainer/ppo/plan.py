@@ -28,10 +28,9 @@ from verl.planning.checks import (
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.problems import ABSENT, CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
+from verl.trainer.ppo.utils import uses_kl
 
-TENSOR_PARALLEL, TENSOR_PARALLEL_REF = (
-    f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in ("actor", "ref")
-)
+TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
 
 
@@ -57,7 +56,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-    findings.problems += check_liger(config, "actor_rollout_ref.model", TENSOR_PARALLEL, TENSOR_PARALLEL_REF)
+    findings.problems += check_liger(config, "actor_rollout_ref.model", *_whole_layers(config))
     findings.problems += check_plugins(config)
     findings.problems += [*check_outputs(config), *check_gpus(config)]
     check_data(config, findings, rows=ROWS_AT_START)
@@ -140,7 +139,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     check_models(config.actor_rollout_ref.model, findings, trust_tokenizer=config.data.trust_remote_code)
     findings.problems += check_length(config.actor_rollout_ref.rollout, findings, "actor_rollout_ref.rollout")
     findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
-    findings.problems += check_liger(config, "actor_rollout_ref.model", TENSOR_PARALLEL, TENSOR_PARALLEL_REF)
+    findings.problems += check_liger(config, "actor_rollout_ref.model", *_whole_layers(config))
     findings.problems += check_plugins(config)
     check_data(config, findings)
     findings.problems += check_machine(config)
@@ -182,6 +181,11 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
         print_memory(console, config, findings.hf_config)
     else:
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
+
+
+def _whole_layers(config: DictConfig) -> list[str]:
+    """Keys of the ranks that split the layers of actor and reference, if there is one."""
+    return [TENSOR_PARALLEL, TENSOR_PARALLEL.replace(".actor.", ".ref.")][: 1 + uses_kl(config)]
 
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:

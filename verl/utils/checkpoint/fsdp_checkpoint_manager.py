@@ -135,7 +135,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         mine: dict[str, tuple[int, str]] = {}
         try:
             mine = digest_files(folder, files_of_rank(folder, dist.get_rank())) if error is None else mine
-        except OSError as e:  # the other ranks must hear of it first
+        except OSError as e:  # reported to the other ranks before it is raised
             error = e
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (str(error) if error else None, mine), group=self.background_group)
@@ -151,7 +151,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         error: Exception | None = None
         try:
             self._write(folder, writes, needed)
-        except Exception as e:  # the other ranks must hear of it first
+        except Exception as e:  # reported to the other ranks before it is raised
             error = e
         self._share_digests(folder, error)
 

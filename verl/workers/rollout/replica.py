@@ -94,11 +94,13 @@ def token_output(reply: dict[str, Any], log_probs: bool, address: str) -> TokenO
     values = [entry[0] for entry in meta["output_token_logprobs"]] if log_probs else None
     if values is not None and len(values) != len(ids):
         raise ServerUnreachable(f"{address} gave {len(values)} log-probs for {len(ids)} tokens")
-    version = str(meta.get("weight_version", ""))
+    version, experts = str(meta.get("weight_version", "")), meta.get("routed_experts")
+    if isinstance(experts, str):  # an encoding that belongs to the server
+        experts = None
     return TokenOutput(
         token_ids=ids, log_probs=values, cached_tokens=meta.get("cached_tokens") or 0,
         stop_reason={"stop": "completed", "abort": "aborted"}.get(kind, kind),
-        weights_version=int(version) if version.isdigit() else None, routed_experts=meta.get("routed_experts"),
+        weights_version=int(version) if version.isdigit() else None, routed_experts=experts,
     )  # fmt: skip
 
 
@@ -379,7 +381,8 @@ class RequestRouter:
     def reset(self, lost: bool = True) -> None:
         """Count no request as running, and with `lost` use all servers again; for requests of workers that died.
 
-        Requests that do run are missing in the counts until they end.
+        Requests that are running are not counted, and when they end they lower the counts of newer ones: counts are
+        exact again when all of them have ended.
         """
         self.running = [0] * len(self.running)
         if lost:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -341,7 +342,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         answered: asyncio.Future = loop.create_future()
 
         def finish(result: dict[str, Any] | BaseException) -> None:
-            loop.call_soon_threadsafe(_resolve, answered, result)
+            with suppress(RuntimeError):  # the caller's loop is closed: nobody waits for this request
+                loop.call_soon_threadsafe(_resolve, answered, result)
 
         self._inbox.put(lambda: self._add(_Request(rid, ids, params, finish)))
         try:
