@@ -7,7 +7,7 @@
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
 #   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour per seed and u on 2 cores)
-#   make test                     the tests, without those of demos, benchmarks, audit and fault injection (17 minutes)
+#   make test                     the tests, without the longest, and those of demos, benchmarks, audit and fault injection (15 minutes)
 #   make test-quick               the tests that start no process (3 minutes)
 #   make test-all                 every test
 #   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
@@ -64,7 +64,7 @@ frontier: env
 	@$(PY) -m examples.spd_arithmetic.frontier
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest --dist loadfile --no-loadscope-reorder
-LATER = chaos or demo or benchmark or audit or v2 or sglang
+LATER = chaos or demo or benchmark or audit or long or v2 or sglang
 # Named, so that pytest does not collect the other files.
 CHAOS = $(shell grep -l mark.chaos -r tests --include=test_*.py)
 
@@ -75,7 +75,7 @@ test-quick: env
 	$(PYTEST) -n $(TEST_PROCESSES) -p tests.no_processes -m "not (process or $(LATER))" $(PYTEST_ARGS)
 
 test-all: test
-	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit or long) and not chaos" $(PYTEST_ARGS)
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 
 # The environment, and Triton on top of it.

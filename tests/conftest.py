@@ -65,7 +65,10 @@ def tiny_llama(tmp_path_factory) -> str:
 GROUPS = {
     "benchmarks": "benchmark", "examples": "demo", "dllm_reasoning/test_arithmetic_example.py": "demo",
     "spd/test_frontier.py": "demo", "spd/test_testbed.py": "demo", "scripts/test_audit.py": "audit",
-    "scripts/test_departures.py": "audit",
+    "scripts/test_departures.py": "audit", "experimental/reward_loop/test_served_reward_model.py": "long",
+    "experimental/agent_loop/test_async_run.py": "long", "spd/test_submit.py": "long",
+    "spd/vllm_plugin/test_server.py": "long", "dllm_reasoning/test_ranks.py": "long",
+    "trainer/ppo/test_algorithms_learn.py": "long",
 }  # fmt: skip
 
 

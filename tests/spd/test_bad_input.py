@@ -23,7 +23,7 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.configs import compose_ppo
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from verl.trainer import main_ppo
-from verl.workers.rollout.server_process import free_port
+from verl.utils.ports import free_port
 
 RECIPE = Path(recipe.spd.config.__path__[0])
 VARIABLES = ("SPD_VLLM_URLS", "SPD_SEP_TOKEN_ID", "RAY_ADDRESS", "MODEL_PATH", "TOKENIZER_PATH", "ADAPTER_PATH")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.utils.ports import free_port
 
 STACK_SIGNAL = signal.SIGUSR1  # a rank answers it with its Python stacks on standard error
 
@@ -21,10 +21,7 @@ def get_master_addr_port() -> tuple[str, str]:
     import ray
 
     host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as s:
-        s.bind(("", 0))
-        return host, str(s.getsockname()[1])
+    return host, str(free_port("::" if ":" in host else ""))
 
 
 class WorkerHelper:

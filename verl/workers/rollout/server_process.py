@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -25,22 +22,6 @@ _LOG_TAIL = 25
 
 class LocalServerError(RuntimeError):
     """The local server did not start or has ended; the message shows the end of its log file."""
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of an address of this machine that is not in use now.
-
-    It lies below the ports that outgoing connections get: a server may take a minute until it binds its port.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as s:
-            try:
-                s.bind((host, port))
-                return port
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
 
 
 class RunningServer:

@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.ports import free_port
 from verl.workers.rollout.replica import START_KEY, RolloutReplica, ServerHandle
-from verl.workers.rollout.server_process import LocalServerError, OwnedServer, free_port
+from verl.workers.rollout.server_process import LocalServerError, OwnedServer
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig

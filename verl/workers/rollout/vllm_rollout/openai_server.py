@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from verl.workers.rollout.server_process import OwnedServer, free_port
+from verl.utils.ports import free_port
+from verl.workers.rollout.server_process import OwnedServer
 
 _GPU_SHARE = 0.5
 _KV_CACHE_BYTES = 512 << 20  # on a CPU; vLLM zeroes it before it serves, which takes seconds per GiB
