@@ -75,7 +75,8 @@ test-quick: env
 	$(PYTEST) -n $(TEST_PROCESSES) -p tests.no_processes -m "not (process or $(LATER))" $(PYTEST_ARGS)
 
 test-all: test
-	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit or long) and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not chaos" $(PYTEST_ARGS)
+	$(PYTEST) -n $(TEST_PROCESSES) -m "long and not chaos" $(PYTEST_ARGS)
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
 
 # The environment, and Triton on top of it.
