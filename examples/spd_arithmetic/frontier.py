@@ -39,7 +39,7 @@ SCORERS = ("scorer", "supervised", "refined")  # GRPO, cross-entropy on labels, 
 TRAINED = tuple(legend for name in SCORERS for rules, legend, *_ in CURVES if name in rules)
 HEADLINE = 0.2  # the softness of the demo
 NEAR, WANTED = 0.005, 1.3  # at this drop so many times the best rule's accepted tokens
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 2, 3, ... seeds
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t at 97.5 %, 2 seeds and more
 RESULTS = ROOT / "benchmarks" / "results" / "spd_seeds.json"
 console = Console()
 

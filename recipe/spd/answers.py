@@ -81,7 +81,7 @@ def is_correct(text: str, ground_truth: object) -> bool:
 
 def _value(answer: str) -> Fraction | None:
     """The value of a normalised number, fraction or mixed number; None for anything else."""
-    if re.search(r"[eE][-+]?\d{4,}", answer):  # a power of ten with so many digits takes for ever
+    if re.search(r"[eE][-+]?\d{4,}", answer):  # computing such a power of ten takes minutes
         return None
     try:
         if mixed := _FRACTION.fullmatch(answer):

@@ -53,7 +53,7 @@ def label_blocks(
                     judged[i] = judged_block(infos[i], actions, eos, 1)
             asked = {i: block.requests(max_tokens) for i, block in judged.items()}
             for i, wanted in asked.items():
-                if budget is not None and len(used.union(wanted)) > budget:
+                if budget is not None and len(used) + len(set(wanted) - used) > budget:
                     judged = {k: block for k, block in judged.items() if k < i}
                     budget = len(used)  # spent: this is the last pass
                     break

@@ -157,10 +157,9 @@ def accuracy_on_curve(rows: Sequence[EvaluationRow], accepted_per_forward: float
     points = sorted(rows, key=lambda row: row.accepted_per_forward)
     for low, high in zip(points, points[1:], strict=False):
         if low.accepted_per_forward <= accepted_per_forward <= high.accepted_per_forward:
-            # Forwards per token of the target's own answers times what the speed lacks, or exceeds, of the wanted one.
+            # Draft tokens per question by which each threshold misses the wanted speed; the mix misses it by none.
             lacks, exceeds = (
-                abs(row.accepted_per_forward - accepted_per_forward) * row.output_length_ratio / row.tokens_per_forward
-                for row in (low, high)
+                abs(row.accepted_per_forward - accepted_per_forward) * row.forwards_per_question for row in (low, high)
             )
             part = lacks / (lacks + exceeds) if lacks + exceeds else 0.0
             return (1 - part) * low.accuracy + part * high.accuracy

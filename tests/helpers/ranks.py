@@ -2,17 +2,12 @@
 
 import multiprocessing
 import os
-import socket
 import threading
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+from verl.utils.ports import free_port
 
 
 def _entry(rank: int, world_size: int, port: int, environ: dict, fn, args, queue) -> None:
@@ -52,7 +47,7 @@ def run_ranks(fn, world_size: int, *args):
     # A pipe holds 64 KiB: results are read while the ranks run, or a large one would block its rank for ever.
     reader = threading.Thread(target=lambda: got.update(queue.get() for _ in range(world_size)), daemon=True)
     reader.start()
-    given = (world_size, _free_port(), dict(os.environ), fn, args, queue)
+    given = (world_size, free_port(), dict(os.environ), fn, args, queue)
     mp.start_processes(_entry, args=given, nprocs=world_size, join=True, start_method="forkserver")
     reader.join(timeout=30)
     return [got[r] for r in range(world_size)]

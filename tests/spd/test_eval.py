@@ -64,7 +64,7 @@ def test_unequal_lists_are_named():
 
 
 def row_of(threshold, drop, speed, accuracy=0.9, error=0.0):
-    values = (accuracy, 0.0, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 0.0, 9.0)
+    values = (accuracy, 0.0, drop, error, speed, speed + 1, 1.0, 0.0, None, None, 0.0, 60 / (speed + 1))
     return EvaluationRow("scorer", threshold, *values)
 
 

@@ -185,7 +185,8 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
 
 def _whole_layers(config: DictConfig) -> list[str]:
     """Keys of the ranks that split the layers of actor and reference, if there is one."""
-    return [TENSOR_PARALLEL, TENSOR_PARALLEL.replace(".actor.", ".ref.")][: 1 + uses_kl(config)]
+    roles = ("actor", "ref") if uses_kl(config) else ("actor",)
+    return [f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size" for role in roles]
 
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:

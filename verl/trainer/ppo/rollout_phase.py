@@ -78,7 +78,10 @@ class RolloutPhase:
                 stream.put(index, DataProto(row.batch, {**given, **row.non_tensor_batch}, {}))
 
             def ended(index: int, row: DataProto) -> None:
-                own.append((index, row)) if "reward_score" in row.non_tensor_batch else grade(index, row)
+                if "reward_score" in row.non_tensor_batch:
+                    own.append((index, row))
+                else:
+                    grade(index, row)
 
             try:
                 output = self.agent_loops.generate_sequences(gen_batch, on_finished=ended)

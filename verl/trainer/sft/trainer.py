@@ -187,6 +187,8 @@ class FSDPSFTTrainer:
         Empty where the device's peak (trainer.peak_tflops) or the kind of model is unknown. The rounds of iterative
         refinement are not counted: they are further passes.
         """
+        if self.engine.device.type == "cpu" and self.config.trainer.peak_tflops is None:
+            return {}
         model = getattr(self.engine.module, "config", None)
         if not isinstance(model, PretrainedConfig):
             return {}
