@@ -45,7 +45,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--store": ("spd.rollout.store_path", {"help": "file of completions, may be shared between runs"}),
     "--backbone": ("spd.backbone", {"choices": ("target", "own")}),
     "--attention": ("spd.attention", {"choices": ("causal", "spd", "hybrid")}),
-    "--head-inputs": ("spd.head_inputs", {"choices": ("state", "pair"), "help": "of an own backbone's head"}),
+    "--head-inputs": ("spd.head_inputs", {"choices": ("state", "pair"), "help": "what the head reads"}),
     "--context-tokens": ("spd.context_tokens", {"type": int, "help": "of the context, for an own backbone; 0: all"}),
     "--lora-rank": ("actor_rollout_ref.model.lora_rank", {"type": int}),
     "--lora-alpha": ("actor_rollout_ref.model.lora_alpha", {"type": int}),

@@ -72,8 +72,9 @@ def relative(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> f
 def check_attention(device: torch.device) -> Iterator[Result]:
     """Each backend in bfloat16 against padded attention in float32 on the CPU: outputs and gradients."""
     data, on_cuda = batch(), device.type == "cuda"
-    backends = {"sdpa": True, "varlen": on_cuda, "flash_attn": on_cuda and find_spec("flash_attn") is not None}
     for shared in (False, True):
+        backends = {"sdpa": True, "varlen": on_cuda, "flash_attn": on_cuda and find_spec("flash_attn") is not None,
+                    "shared_prompt": on_cuda and shared}  # fmt: skip
         groups = data["group_index"] if shared else None
         here, there = (pack(data["attention_mask"], 24, groups, device=d) for d in ("cpu", device))
         generator = torch.Generator().manual_seed(1)

@@ -50,6 +50,7 @@ CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.
         "prepare_blocks.py")
 CODE_ELSEWHERE = (rules, decode)
 SANITY_QUESTIONS = 200
+DRIFTED_RIGHT = 0.95  # of answers after accepted mismatches; a well-trained target gets 97 % and more
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -238,7 +239,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
     files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size, args.engine,
                       longest, args.tensor_parallel, out / KEPT)
     pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
-    paths, written = {}, {}
+    paths, written, drifted = {}, {}, []
     for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):
         with phases.phase(f"blocks of {split} questions") as report:
             n_drifted = round(args.drift_share * n_blocks) if split == "train" else 0
@@ -246,8 +247,9 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             blocks = list(paths[split].blocks)
             if n_drifted:
                 # In use a scorer judges after mismatches it accepted, where the answer is mostly still right.
-                blocks += drifted_blocks(
+                drifted = drifted_blocks(
                     pair, splits[split], args.drift_margin, n_drifted, args.seed, report, args.offsets)
+                blocks += drifted
             write_split(out, split, splits[split], blocks, paths[split])
             written[f"{split}_blocks"] = len(blocks)
     with phases.phase("harm labels") as report:
@@ -263,6 +265,16 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with phases.phase("sanity figures") as report:
         figures = measure(pair, splits, paths, report)
+    if drifted:
+        share = sum(block.is_correct_baseline for block in drifted) / len(drifted)
+        figures["target_accuracy_after_mismatches"] = share
+        if share < DRIFTED_RIGHT:
+            logger.warning(
+                "the target is right in {:.1%} of the training answers that begin with accepted mismatches (within a "
+                "margin of {}), below {:.0%}: it is not robust to the draft's wording, and scorers will be slower or "
+                "less accurate. Train the target longer, or lower --drift-margin.", share, args.drift_margin,
+                DRIFTED_RIGHT,
+            )  # fmt: skip
     reached = [label for label in labels if not label.already_broken]
     figures |= written | {
         "mismatches_labelled": len(labels), "mismatches_reachable": len(reached),

@@ -6,6 +6,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from verl.workers.policy.base import Policy, check_temperature, register_policy
+from verl.workers.policy.packing import ON_HOST, OnHost, on_host
 
 MODEL_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
 
@@ -36,13 +37,20 @@ class BernoulliPolicy(Policy):
         input_ids [B, P]; attention_mask and position_ids [B, >= P], of which the first P columns count; spd_layout
         [B, 5] = (context_start, context_len, draft_start, draft_len, target_start).
         """
-        width = batch["input_ids"].shape[1]
+        width, inputs = batch["input_ids"].shape[1], {}
+        if self.remove_padding:
+            inputs["remove_padding"] = True
+        if ON_HOST in batch.keys():
+            columns = on_host(batch)
+            inputs["host"] = OnHost(
+                {key: columns[key][:, :width] for key in ("input_ids", "attention_mask", "spd_layout")}
+            )
         return model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"][:, :width],
             position_ids=batch["position_ids"][:, :width],
             spd_layout=batch["spd_layout"],
-            **({"remove_padding": True} if self.remove_padding else {}),
+            **inputs,
         ).float()
 
     def log_probs(
@@ -52,7 +60,8 @@ class BernoulliPolicy(Policy):
         temperature = check_temperature(temperature)
         actions = micro_batch["responses"]
         if self.share:  # one forward of the first row of each group
-            index = micro_batch["group_index"]
+            columns = on_host(micro_batch)
+            index = columns["group_index"].cpu()
             groups, inverse, counts = torch.unique_consecutive(index, return_inverse=True, return_counts=True)
             if groups.unique().numel() != groups.numel():
                 raise ValueError(
@@ -60,8 +69,11 @@ class BernoulliPolicy(Policy):
                     "actor.share_prompt_forward needs batches cut and ordered along groups."
                 )
             first = counts.cumsum(0) - counts
-            rows = {key: micro_batch[key][first] for key in MODEL_KEYS}
-            z = self.scores(model, TensorDict(rows, batch_size=len(first)))[inverse]
+            chosen, inverse = (rows.to(actions.device, non_blocking=True) for rows in (first, inverse))
+            inputs = TensorDict({key: micro_batch[key][chosen] for key in MODEL_KEYS}, batch_size=len(first))
+            if ON_HOST in micro_batch.keys():
+                inputs.set_non_tensor(ON_HOST, OnHost({key: columns[key][first] for key in MODEL_KEYS}))
+            z = self.scores(model, inputs)[inverse]
         else:
             z = self.scores(model, micro_batch)
         z = fit_width(z, actions.shape[1]) / temperature

@@ -21,7 +21,7 @@ MEMORY_BYTES = 1 << 30  # of features; the files hold all of them
 
 
 class FeatureStore:
-    """The target's hidden states [g, H] by block (ids of context and draft), in safetensors files of a folder.
+    """The target's hidden states [g + 1, H] by block (ids of context and draft), in safetensors files of a folder.
 
     Each block is forwarded once in the entire training. The states keep their dtype: bfloat16 of a bfloat16 target. On
     disk, so that a resumed run continues with the same bits: in a batch of another shape the hidden states of a block
@@ -31,7 +31,7 @@ class FeatureStore:
 
     def __init__(self, folder: str | Path, target_fingerprint: str) -> None:
         """States of another target are in another subfolder. Raises StoreError where the folder cannot be made."""
-        name = hashlib.sha256(target_fingerprint.encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{target_fingerprint}, g + 1 states".encode()).hexdigest()[:16]
         self.folder = Path(folder).expanduser() / name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class FeatureStore:
         return [self._memory.get(block) for block in blocks]
 
     def put_many(self, blocks: Sequence[tuple[int, ...]], states: Sequence[torch.Tensor]) -> None:
-        """Keep the states [g, H] of distinct blocks in a new file, which is complete when this returns."""
+        """Keep the states [g + 1, H] of distinct blocks in a new file, which is complete when this returns."""
         # Copies: a view would keep the states of its whole batch in memory.
         pairs = zip(blocks, states, strict=True)
         tensors = {_key(b): s.detach().cpu().clone(memory_format=torch.contiguous_format) for b, s in pairs}

@@ -205,8 +205,7 @@ class SPDRollout(BaseRollout):
         micros = micro_batches(inputs, rows=rows, tokens=tokens, whole_groups=False)
 
         def forward(batch: TensorDict) -> list[torch.Tensor]:
-            z = self._forward(SPDInputData(*(batch[key] for key in MODEL_KEYS)))
-            return [fit_width(z.float(), config.response_length)]
+            return [fit_width(self.policy.scores(self.engine.module, batch), config.response_length)]
 
         return forward_in_order(self.engine, micros, forward)[0]
 

@@ -30,9 +30,10 @@ class ScoringModelConfig:
     attention: str = setting("causal", choices=ATTENTIONS)  # of the `own` backbone; `target` runs the target causally
     context_tokens: int = 0  # last context tokens that the `own` backbone reads; 0 = all, as `target` always does
     hidden_size: int = 0  # of the base model; 0 = from its config
-    # What the `own` backbone's head reads. state: the state over t_i. pair: also the state over the token before d_i,
-    # and the embeddings of d_i and t_i, as the target head does.
-    head_inputs: str = setting("state", choices=HEAD_INPUTS)
+    # What the head reads. own: with state the state over t_i; with pair also the state over the token before d_i, and
+    # the embeddings of d_i and t_i. target: with state the state that predicted t_i, and both embeddings; with pair
+    # also the state over d_i, from which the target continues. None: state for own, pair for target.
+    head_inputs: str | None = setting(None, choices=HEAD_INPUTS)
     head_size: int = 128  # width of the two hidden layers of a head that reads embeddings (target; own with pair)
     lora_rank: int = 0  # 0 trains the full `own` backbone
     lora_alpha: int = 16
@@ -44,15 +45,12 @@ class ScoringModelConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.head_inputs is None:
+            self.head_inputs = "pair" if self.backbone == "target" else "state"
         if self.context_tokens < 0 or (self.context_tokens and self.backbone == "target"):
             raise ValueError(
                 f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "
                 "reads so many tokens of the context, or all with 0; a target head needs 0."
-            )
-        if self.backbone == "target" and self.head_inputs != "state":
-            raise ValueError(
-                f"spd.head_inputs={self.head_inputs} is for spd.backbone=own: a target head reads the state and both "
-                "embeddings in any case. Use spd.head_inputs=state."
             )
         if self.backbone == "target" and (self.attention != "causal" or self.lora_rank):
             raise ValueError(
@@ -99,13 +97,14 @@ class ScoreHead(nn.Module):
 
 class PairHead(nn.Module):
     """H (4 + more) -> W -> W -> 1 over [h, d, t, h * (d - t), ...]: the state over the token before d_i (in the target
-    the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states.
+    the one that predicted t_i), the embeddings of d_i and t_i, then `more` further states (0 or 1).
 
     With tied embeddings h * (d - t) sums to the logit difference of d_i and t_i, which linear layers learn slowly.
     """
 
     def __init__(self, hidden_size: int, width: int, more: int = 0) -> None:
         super().__init__()
+        self.more = more
         self.first = nn.Linear((4 + more) * hidden_size, width)
         self.second = nn.Linear(width, width)
         self.out = nn.Linear(width, 1)
@@ -113,16 +112,19 @@ class PairHead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, draft: torch.Tensor, target: torch.Tensor, *more: torch.Tensor
     ) -> torch.Tensor:
-        """Three or more of [B, g, H] -> [B, g]. All are normalised: embeddings may be far smaller than states."""
+        """Three or more of [B, g, H] -> [B, g]; states beyond `more` are ignored.
+
+        All are normalised: embeddings may be far smaller than states.
+        """
         dtype = self.first.weight.dtype
-        h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more))
+        h, d, t, *rest = (F.layer_norm(x.to(dtype), x.shape[-1:]) for x in (hidden, draft, target, *more[: self.more]))
         features = torch.cat([h, d, t, h * (d - t), *rest], dim=-1)
         return self.out(F.gelu(self.second(F.gelu(self.first(features))))).squeeze(-1)
 
 
 def make_head(config: ScoringModelConfig) -> nn.Module:
     """The head of the config's backbone and head_inputs, with its widths."""
-    if config.backbone == "target":
-        return PairHead(config.hidden_size, config.head_size)
     is_pair = config.head_inputs == "pair"
-    return PairHead(config.hidden_size, config.head_size, more=1) if is_pair else ScoreHead(config.hidden_size)
+    if config.backbone == "own" and not is_pair:
+        return ScoreHead(config.hidden_size)
+    return PairHead(config.hidden_size, config.head_size, more=int(is_pair))

@@ -20,7 +20,7 @@ from verl.trainer.run.ranks import any_rank
 from verl.utils.fingerprint import model_fingerprint
 from verl.utils.peft_weights import without_adapters
 from verl.workers.policy.attention import make_packable
-from verl.workers.policy.packing import pack_rows
+from verl.workers.policy.packing import OnHost, pack_rows
 
 
 class ScoringActor(nn.Module):
@@ -46,33 +46,39 @@ class ScoringActor(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
-        spd_layout: torch.Tensor, remove_padding: bool = False,
+        spd_layout: torch.Tensor, remove_padding: bool = False, host: OnHost | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """input_ids, attention_mask (1 = text), position_ids [B, P]; spd_layout [B, 5] -> z [B, gamma] float32.
 
         gamma is the longest draft of the batch; matches and the padding of shorter drafts get mismatch_logit_value.
         `spd` and `hybrid` attention make their own positions, `target` counts context and draft. With `remove_padding`
-        the backbone sees one flat row of tokens if its attention is transformers' own.
+        the backbone sees one flat row of tokens if its attention is transformers' own. `host`: input_ids,
+        attention_mask and spd_layout as they are on the host; without it the host waits for the device.
         """
         pack = remove_padding and make_packable(without_adapters(self.backbone))
+        given = {} if host is None else host.columns
+        text, layout = given.get("attention_mask", attention_mask).cpu(), given.get("spd_layout", spd_layout).cpu()
         if self.config.context_tokens:
-            input_ids, attention_mask, position_ids, spd_layout = cut_context(
-                input_ids, attention_mask, spd_layout, self.config.context_tokens
-            )
+            first, text, layout = cut_context(text, layout, self.config.context_tokens)
+            input_ids = input_ids[:, first : first + text.shape[1]]
+            attention_mask, spd_layout = (x.to(input_ids.device, non_blocking=True) for x in (text, layout))
+            position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         draft_start, draft_len, target_start = spd_layout[:, 2:3], spd_layout[:, 3:4], spd_layout[:, 4:5]
-        steps = torch.arange(int(draft_len.max()), device=input_ids.device)
+        steps = torch.arange(int(layout[:, 3].max()), device=input_ids.device)
         last = input_ids.shape[1] - 1
         draft_ids = input_ids.gather(1, (draft_start + steps).clamp(max=last))  # [B, gamma]
         target_ids = input_ids.gather(1, (target_start + steps).clamp(max=last))
         if self.config.backbone == "target":
-            hidden = self._target_hidden(input_ids, spd_layout, len(steps), pack)
+            hidden = self._target_hidden(input_ids, given.get("input_ids", input_ids), layout, len(steps), pack)
             z = self.score_features(hidden, draft_ids, target_ids)
         else:
             mask = None
             if self.config.attention != "causal":
-                mask = MASKS[self.config.attention](attention_mask, spd_layout, next(self.head.parameters()).dtype)
+                # A packing is laid out on the host.
+                described = (text, layout) if pack else (attention_mask, spd_layout)
+                mask = MASKS[self.config.attention](*described, next(self.head.parameters()).dtype)
                 position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
-            states = self._states(input_ids, attention_mask, position_ids, pack, mask)  # [B, P, H]
+            states = self._states(input_ids, text if pack else attention_mask, position_ids, pack, mask)  # [B, P, H]
             return self.score_states(states, spd_layout, draft_ids, target_ids)
         return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
 
@@ -92,10 +98,12 @@ class ScoringActor(nn.Module):
         return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
 
     def score_features(self, hidden: torch.Tensor, draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        """hidden [B, g, H]: the target's state (after its final norm) that predicted t_i; ids [B, g] -> z [B, g]."""
+        """hidden [B, g + 1, H]: the target's states (after its final norm) over the token before d_1 and over d_1 to
+        d_g, of which the i-th predicted t_i; ids [B, g] -> z [B, g].
+        """
         if self.config.backbone != "target":
             raise TypeError("score_features needs a scorer with spd.backbone=target; this one has 'own'.")
-        z = self.head(hidden, *self._embedded(draft_ids, target_ids))
+        z = self.head(hidden[:, :-1], *self._embedded(draft_ids, target_ids), hidden[:, 1:])
         return self._mask_matches(z, draft_ids, target_ids)
 
     def _embedded(self, *ids: torch.Tensor) -> list[torch.Tensor]:
@@ -112,55 +120,62 @@ class ScoringActor(nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """The backbone's last hidden states [B, P, H]; ids, text (1 = no padding), position_ids [B, P] int64; mask
-        [B, 1, P, P] additive (masks.py), None: causal.
+        [B, 1, P, P] additive (masks.py), None: causal. With `pack`, text and mask are on the host.
         """
         if not pack:
             inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": text if mask is None else mask}
             return self.backbone(**inputs, use_cache=False).last_hidden_state
-        packing = pack_rows(text, None if mask is None else mask[:, 0] == 0)
+        packing = pack_rows(text, None if mask is None else mask[:, 0] == 0, ids.device)
         states = self.backbone(**packing.model_inputs(ids, position_ids)).last_hidden_state
         return packing.spread(states, *ids.shape)
 
-    def _target_hidden(self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int, pack: bool) -> torch.Tensor:
-        """[B, gamma, H]: the frozen target's last hidden state where it predicted t_1..t_gamma.
+    def _target_hidden(
+        self, input_ids: torch.Tensor, texts: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
+    ) -> torch.Tensor:
+        """[B, gamma + 1, H]: the frozen target's last hidden states where it predicted t_1..t_{gamma+1}.
 
-        With a feature store only blocks that were never seen are forwarded.
+        texts: input_ids, wherever it is cheap to read. With a feature store only blocks that were never seen are
+        forwarded.
         """
         if self.features is None:
-            return self._forward_target(input_ids, spd_layout, gamma, pack)
-        texts, layout = input_ids.cpu().numpy(), spd_layout.cpu().tolist()
+            return self._forward_target(input_ids, layout, gamma, pack)
         blocks = [
             (*text[start : start + context].tolist(), -context, *text[draft : draft + length].tolist())
-            for text, (start, context, draft, length, _) in zip(texts, layout, strict=True)
+            for text, (start, context, draft, length, _) in zip(texts.cpu().numpy(), layout.tolist(), strict=True)
         ]
         states = self.features.get_many(blocks)
         missing = list({block: i for i, block in enumerate(blocks) if states[i] is None}.values())
         if any_rank(bool(missing), input_ids.device):
             # A sharded target is gathered by all ranks together: a rank that misses nothing forwards one row too.
             rows = missing or [0]
-            hidden = self._forward_target(input_ids[rows], spd_layout[rows], gamma, pack)
-            fresh = [hidden[k, : layout[i][3]] for k, i in enumerate(rows)]
+            hidden = self._forward_target(input_ids[rows], layout[rows], gamma, pack)
+            fresh = [hidden[k, : int(layout[i, 3]) + 1] for k, i in enumerate(rows)]
             self.features.put_many([blocks[i] for i in rows], fresh)
             states = self.features.get_many(blocks)
-        hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma, H]
-        return F.pad(hidden, (0, 0, 0, gamma - hidden.shape[1])).to(input_ids.device)
+        hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)  # [B, <= gamma + 1, H]
+        return F.pad(hidden, (0, 0, 0, gamma + 1 - hidden.shape[1])).to(input_ids.device)
 
     def _forward_target(
-        self, input_ids: torch.Tensor, spd_layout: torch.Tensor, gamma: int, pack: bool
+        self, input_ids: torch.Tensor, layout: torch.Tensor, gamma: int, pack: bool
     ) -> torch.Tensor:
-        """The same by a forward over context and draft, right-aligned."""
-        start, context_len, draft_start, draft_len = (spd_layout[:, i : i + 1] for i in range(4))  # [B, 1]
+        """The same by a forward over context and draft, right-aligned; layout [B, 5] is on the host."""
+        device = input_ids.device
+        start, context_len, draft_start, draft_len = (layout[:, i : i + 1] for i in range(4))  # [B, 1]
         length = context_len + draft_len
         width = int(length.max())
         first = width - length
-        position = torch.arange(width, device=input_ids.device)[None, :] - first  # [B, W], below 0 in the padding
+        position = torch.arange(width)[None, :] - first  # [B, W], below 0 in the padding
         column = torch.where(position < context_len, start + position, draft_start + position - context_len)
-        text = position >= 0
-        ids = input_ids.gather(1, torch.where(text, column, 0))
-        with torch.no_grad():
-            output = self._states(ids, text.long(), position.clamp(min=0), pack)
+        text = (position >= 0).long()
         # The state over the token before d_i predicted t_i.
-        return _rows_at(output, first + context_len - 1 + torch.arange(gamma, device=input_ids.device))
+        predicting = first + context_len - 1 + torch.arange(gamma + 1)
+        column, positions, predicting = (
+            x.to(device, non_blocking=True) for x in (column * text, position.clamp(min=0), predicting)
+        )
+        with torch.no_grad():
+            ids = input_ids.gather(1, column)
+            output = self._states(ids, text if pack else text.to(device), positions, pack)
+        return _rows_at(output, predicting)
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write the trained part with spd_config.json: the head, and the adapters or the full `own` backbone.
@@ -205,17 +220,16 @@ def _part_of(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 
 def cut_context(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, spd_layout: torch.Tensor, keep: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same blocks with the last `keep` tokens of each context: ids, mask, positions [B, W], spd_layout [B, 5]."""
+    attention_mask: torch.Tensor, spd_layout: torch.Tensor, keep: int
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """The same blocks with the last `keep` tokens of each context: first column, mask [B, W], spd_layout [B, 5]."""
     layout = spd_layout.clone()
     layout[:, 0] += (spd_layout[:, 1] - keep).clamp(min=0)
     layout[:, 1] = spd_layout[:, 1].clamp(max=keep)
     first = int(layout[:, 0].min())
     layout[:, [0, 2, 4]] -= first
-    columns = torch.arange(input_ids.shape[1] - first, device=input_ids.device)
-    mask = attention_mask[:, first : input_ids.shape[1]] * (columns >= layout[:, :1])
-    return input_ids[:, first:], mask, (mask.cumsum(-1) - 1).clamp(min=0), layout
+    mask = attention_mask[:, first:]
+    return first, mask * (torch.arange(mask.shape[1]) >= layout[:, :1]), layout
 
 
 def _rows_at(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

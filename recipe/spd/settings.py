@@ -65,8 +65,11 @@ class SPDSettings:
     )
     attention: str = setting("causal", "Mask of an own backbone; target is causal.", choices=ATTENTIONS)
     context_tokens: int = setting(0, "Last context tokens that an own backbone reads; 0 for all.", low=0)
-    head_inputs: str = setting(
-        "state", "Input of an own backbone's head: state, or pair (with embeddings, as target).", choices=HEAD_INPUTS
+    head_inputs: str | None = setting(
+        None,
+        "Input of the head. own: state (over t_i), or pair (also the state before d_i and both embeddings); target: "
+        "state (before d_i, and both embeddings), or pair (also the state over d_i); null: own state, target pair.",
+        choices=HEAD_INPUTS,
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
     feature_store: str | None = setting(None, "Folder of the target's hidden states; null computes them again.")

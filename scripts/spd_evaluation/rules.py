@@ -63,16 +63,19 @@ def top_rank(count: int, gap: float = math.inf) -> Judge:
     return judge
 
 
-def deferred(entropy: float, window: int) -> Judge:
+def deferred(entropy: float, window: int, end_ids: frozenset[int] = frozenset()) -> Judge:
     """FLy's rule (Li et al. 2025): accept where the target's entropy in nats exceeds `entropy`, and the target then
-    agrees with the next `window` drafted tokens; at the end of a block with those that are left.
+    agrees with the next `window` drafted tokens; at the end of a block with those that are left, as before an end token
+    of the draft.
     """
 
     def judge(block: Block) -> torch.Tensor:
         log_p = block.target_logits[:, :-1].log_softmax(-1)  # [B, g, V]
-        later = torch.zeros_like(block.mismatch)
+        ended = torch.isin(block.draft_ids, torch.tensor(sorted(end_ids), device=block.draft_ids.device)).cumsum(-1) > 0
+        differs, later = block.mismatch.clone(), torch.zeros_like(block.mismatch)
+        differs[:, 1:] &= ~ended[:, :-1]  # what follows an end token is never read
         for step in range(1, window + 1):
-            later[:, :-step] |= block.mismatch[:, step:]
+            later[:, :-step] |= differs[:, step:]
         return (-(log_p.exp() * log_p).sum(-1) > entropy) & ~later
 
     return judge
@@ -127,7 +130,7 @@ def scores(model: nn.Module, **tokens: Any) -> Callable[[Block], torch.Tensor]:
 
 def head_scores(model: nn.Module, block: Block) -> torch.Tensor:
     """z of a `target` backbone's head, which reads the hidden states of the verification."""
-    return model.score_features(block.target_hidden[:, :-1], block.draft_ids, block.target_ids[:, :-1])
+    return model.score_features(block.target_hidden, block.draft_ids, block.target_ids[:, :-1])
 
 
 def text_scores(

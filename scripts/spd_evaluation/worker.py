@@ -62,7 +62,7 @@ class Worker:
             "margin": rules.margin,
             "top_rank": lambda count: rules.top_rank(int(count)),
             "rank_margin": lambda gap: rules.top_rank(3, gap),
-            "deferred": lambda entropy: rules.deferred(entropy, window=6),  # the published window
+            "deferred": lambda entropy: rules.deferred(entropy, 6, end_ids(self.eos)),  # the published window
             "typical": lambda eps: rules.typical(eps, eps / 0.3),  # as in the published pair: eps 0.09, delta 0.3
             "divergence": rules.divergence,
             "divergence_strict": lambda nats: rules.divergence(nats, strict=True),

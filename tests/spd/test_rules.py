@@ -78,6 +78,8 @@ def test_a_mismatch_waits_for_the_target_to_agree_again():
     assert rules.deferred(0.5, 2)(block).tolist() == verdict
     assert rules.deferred(0.1, 1)(block)[0].tolist() == [True, False, True, False, True]
     assert rules.deferred(0.1, 9)(block)[:, 0].tolist() == [False, False]
+    # The draft ends at its second token: only that one still counts in the window.
+    assert rules.deferred(0.5, 2, frozenset([0]))(block)[0].tolist() == [True, True, False, True, True]
 
 
 def test_divergence_is_kl_from_draft_to_target():
@@ -126,7 +128,7 @@ def test_head_scorer_reads_the_state_that_predicted_each_target_token():
     judge = rules.scorer(model, 2.0, sep_token_id=0, pad_token_id=0, end_ids=frozenset())
     assert judge(BLOCK).tolist() == [[False, True]]
     hidden, draft_ids, target_ids = model.seen
-    assert hidden.tolist() == [[[0.0, 1.0], [2.0, 3.0]]]  # the bonus position's state is not read
+    assert hidden.tolist() == [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]]  # the last one is the state over the last draft
     assert draft_ids.tolist() == [[1, 0]]
     assert target_ids.tolist() == [[0, 2]]
 

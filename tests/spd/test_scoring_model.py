@@ -44,8 +44,10 @@ def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
     assert torch.equal(z == 50.0, torch.tensor(MATCH))
 
 
-def test_target_head_reads_the_state_that_predicted_t_i(tiny_llama):
-    model = build(tiny_llama, backbone="target")
+@pytest.mark.parametrize(("inputs", "width"), [("state", 4), ("pair", 5), (None, 5)])
+def test_target_head_reads_the_state_that_predicted_t_i_and_the_one_over_d_i(tiny_llama, inputs, width):
+    model = build(tiny_llama, backbone="target", head_inputs=inputs)
+    assert model.head.first.in_features == width * model.config.hidden_size
     z = model(**data().as_kwargs())
     plain = AutoModelForCausalLM.from_pretrained(tiny_llama)
     for row, (context, draft, target) in enumerate(zip(CONTEXTS, DRAFTS, TARGETS, strict=True)):
@@ -54,7 +56,7 @@ def test_target_head_reads_the_state_that_predicted_t_i(tiny_llama):
         for i, (d, t) in enumerate(zip(draft, target, strict=False)):
             if d == t:
                 continue
-            hidden = states[:, len(context) - 1 + i : len(context) + i]
+            hidden = states[:, len(context) - 1 + i : len(context) + i + 1]
             alone = model.score_features(hidden, torch.tensor([[d]]), torch.tensor([[t]]))
             assert torch.allclose(z[row, i], alone[0, 0], atol=1e-5)
 

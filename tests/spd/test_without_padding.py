@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from verl.workers.policy import get_policy
-from verl.workers.policy.packing import pack_rows
+from verl.workers.policy.packing import moved, pack_rows
 
 CONTEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [9, 10], [30, 31, 32, 33]]
 DRAFTS = [[11, 12, 13], [14, 15], [40, 41, 42]]
@@ -70,3 +70,18 @@ def test_the_flat_row_and_the_way_back_by_hand():
     assert part.mask[:, 0].long().tolist() == [[[1, 1, 0], [1, 1, 0], [1, 1, 1]], [[1, 1, 0], [1, 1, 1], [1, 1, 1]]]
     states = torch.arange(5.0)[None, :, None]
     assert packing.spread(states, 2, 3)[..., 0].tolist() == [[0, 0, 1], [2, 3, 4]]
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
+def test_a_forward_without_padding_never_waits_for_the_device(tiny_llama, settings, share):
+    """Values of tensors on the meta device cannot be read at all; the columns on the host say all that is needed."""
+    config = ScoringModelConfig(base_model_path=tiny_llama, **settings)
+    model = AutoModelForSPDScoring.from_config(config).to("meta")
+    columns = SPDInputData.from_blocks(CONTEXTS, DRAFTS, TARGETS, sep_token_id=3, pad_token_id=0).as_kwargs()
+    columns |= {"responses": torch.ones(3, 4, dtype=torch.int64), "group_index": torch.tensor([0, 1, 1])}
+    batch = moved(TensorDict(columns, batch_size=3), torch.device("meta"))
+    policy = get_policy("bernoulli", share=share)
+    policy.set_forward(remove_padding=True, share_prompt=share)
+    log_probs, entropy = policy.log_probs(model, batch, temperature=1.0, with_entropy=True)
+    assert log_probs.is_meta and log_probs.shape == entropy.shape == (3, 4)

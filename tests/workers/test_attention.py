@@ -15,9 +15,11 @@ from verl.workers.policy.attention import (
     BACKENDS,
     NAME,
     NAME_OF_FLASH,
+    MergingKernel,
     choose_backend,
     make_packable,
     segment_attention,
+    shared_prompt_attention,
 )
 from verl.workers.policy.packing import ON_HOST, moved, pack, pack_batch
 
@@ -30,18 +32,57 @@ class OnCuda(torch.Tensor):
 
 def documented_kernel(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout):
     """Flash attention's contract, in float32, a segment at a time: causal, aligned to the last query and key."""
-    outputs, (queries, keys) = [], (ends.tolist() for ends in (query_ends, key_ends))
-    assert max(b - a for a, b in zip(queries, queries[1:], strict=False)) == most_queries
-    assert max(b - a for a, b in zip(keys, keys[1:], strict=False)) == most_keys
-    assert (queries[-1], keys[-1]) == (len(q), len(k))
-    for i in range(len(queries) - 1):
-        own = q[queries[i] : queries[i + 1]].float()
-        seen = slice(keys[i], keys[i + 1])
+    outputs = []
+    for queries, seen in _segments(q, k, query_ends, key_ends, most_queries, most_keys):
+        own = q[queries].float()
         kk, vv = (x[seen].float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", own, kk) * scale
         late = torch.arange(len(kk)) > torch.arange(len(own))[:, None] + len(kk) - len(own)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), vv))
     return torch.cat(outputs).to(q.dtype)
+
+
+def _segments(q, k, query_ends, key_ends, most_queries, most_keys):
+    """The segments' slices of queries and keys, checked as the kernels' documentation states them."""
+    queries, keys = query_ends.tolist(), key_ends.tolist()
+    assert max(b - a for a, b in zip(queries, queries[1:], strict=False)) == most_queries
+    assert max(b - a for a, b in zip(keys, keys[1:], strict=False)) == most_keys
+    assert (queries[-1], keys[-1]) == (len(q), len(k))
+    for i in range(len(queries) - 1):
+        yield slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
+
+
+def _heads_first(x, heads):
+    """[T, h, D] -> [1, heads, T, D], key heads repeated."""
+    return x.repeat_interleave(heads // x.shape[1], 1).transpose(0, 1).unsqueeze(0)
+
+
+def cpu_flash_forward(q, k, v, *segments_causal_scale):
+    """PyTorch's flash attention for CPUs, a segment at a time."""
+    *segments, causal, scale = segments_causal_scale
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    for own, seen in _segments(q, k, *segments):
+        states = (_heads_first(x, q.shape[1]) for x in (q[own], k[seen], v[seen]))
+        o, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, causal, scale=scale)
+        out[own], lse[:, own] = o[0].transpose(0, 1), log[0]
+    return out, lse
+
+
+def cpu_flash_backward(gradient, q, k, v, out, lse, *segments_causal_scale):
+    *segments, causal, scale = segments_causal_scale
+    totals = [torch.zeros_like(x) for x in (q, k, v)]
+    for own, seen in _segments(q, k, *segments):
+        states = (_heads_first(x, q.shape[1]) for x in (gradient[own], q[own], k[seen], v[seen], out[own]))
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *states, lse[None, :, own].contiguous(), 0.0, causal, scale=scale
+        )
+        for total, index, part in zip(totals, (own, seen, seen), parts, strict=True):
+            part = part[0].transpose(0, 1)
+            total[index] = part.reshape(len(part), total.shape[1], -1, part.shape[2]).sum(2)
+    return tuple(totals)
+
+
+shared_prompts = shared_prompt_attention(MergingKernel(cpu_flash_forward, cpu_flash_backward))
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -54,7 +95,10 @@ def test_segments_give_what_padded_classes_give(share, dtype, tolerance):
     results, sdpa = {}, BACKENDS["sdpa"]
     on_cuda = lambda query, *rest: sdpa(query.as_subclass(OnCuda), *rest).as_subclass(torch.Tensor)  # noqa: E731
     segments = segment_attention(documented_kernel)
-    for name, backend in (("sdpa", sdpa), ("on cuda", on_cuda), ("segments", segments)):
+    backends = {"sdpa": sdpa, "on cuda": on_cuda, "segments": segments}
+    if share:
+        backends["merged"] = shared_prompts
+    for name, backend in backends.items():
         generator.manual_seed(0)
         shapes = ((1, 4, tokens, 16), (1, 2, tokens, 16), (1, 2, tokens, 16))
         states = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
@@ -67,11 +111,12 @@ def test_segments_give_what_padded_classes_give(share, dtype, tolerance):
             torch.testing.assert_close(other.float(), reference.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_a_model_on_a_segment_kernel_gives_the_same_log_probs_and_gradients(monkeypatch, share):
+@pytest.mark.parametrize(("kernel", "share"), [("varlen", False), ("varlen", True), ("shared_prompt", True)])
+def test_a_model_on_a_segment_kernel_gives_the_same_log_probs_and_gradients(monkeypatch, kernel, share):
     batch, results = grouped_batch([6, 3, 1], [[5, 0, 2], [1, 4], [3]]), []
     monkeypatch.setitem(BACKENDS, "varlen", segment_attention(documented_kernel))
-    for backend in ("sdpa", "varlen"):
+    monkeypatch.setitem(BACKENDS, "shared_prompt", shared_prompts)
+    for backend in ("sdpa", kernel):
         monkeypatch.setattr(attention, "choose_backend", lambda *_, chosen=backend: chosen)
         torch.manual_seed(0)
         model, policy = llama(), get_policy("causal_lm")
@@ -92,6 +137,12 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
     for installed, dropout, expected in ((None, 0.0, "varlen"), (None, 0.1, "sdpa"), ("spec", 0.1, "flash_attn")):
         monkeypatch.setattr(attention, "find_spec", lambda name, spec=installed: spec)
         assert choose_backend(half, packing, dropout) == expected
+    monkeypatch.setattr(attention, "find_spec", lambda name: "spec")
+    shared = grouped_batch([6, 3], [[5, 2], [1]])
+    packing = pack(shared["attention_mask"], 5, shared["group_index"])
+    assert choose_backend(half, packing, 0.0) == "shared_prompt" and choose_backend(half, packing, 0.1) == "flash_attn"
+    alone = grouped_batch([6, 3], [[5], [1]])  # a copy of each prompt's keys is what it has anyway
+    assert choose_backend(half, pack(alone["attention_mask"], 5, alone["group_index"]), 0.0) == "flash_attn"
 
 
 def test_a_users_flash_attention_stays_for_padded_batches():
@@ -112,7 +163,7 @@ def test_the_layout_is_made_without_a_look_at_the_device():
     for share in (False, True):
         packing, here = (pack_batch(b, 5, share_prompt=share) for b in (there, batch))
         assert packing.tokens.is_meta and packing.tokens.shape == here.tokens.shape
-        assert packing.ends[0].is_meta and packing.longest == here.longest
+        assert packing.segments.query_ends.is_meta and packing.segments[2:] == here.segments[2:]
         assert torch.equal(packing.lengths, here.lengths) and len(packing.answers) == len(here.answers)
         kept = batch["attention_mask"][:, 6:].bool() & batch["counted"].bool()
         assert torch.equal(here.answered(torch.ones(len(here.answers)), kept.shape), kept.float())

@@ -62,7 +62,8 @@ class Step:
 class ServedJudge:
     """Lifts the logits of accepted mismatches, so that vLLM's own sampling accepts them.
 
-    head: (hidden, draft, target embeddings, each [N, H]) -> z [N]; embed: ids [N] -> [N, H].
+    head: (state before the draft token, embeddings of draft and target, state over the draft token, each [N, H]) ->
+    z [N]; embed: ids [N] -> [N, H].
     """
 
     def __init__(
@@ -90,13 +91,14 @@ class ServedJudge:
         self.step = Step(list(requests), thresholds, min(values) < math.inf, hidden)
 
     def lift(
-        self, logits: torch.Tensor, hidden: torch.Tensor, draft: torch.Tensor, request: torch.Tensor,
+        self, logits: torch.Tensor, rows: torch.Tensor, draft: torch.Tensor, request: torch.Tensor,
         position: torch.Tensor,
     ) -> None:  # fmt: skip
         """Raise, in place, the draft token's logit in the rows that the scorer accepts.
 
-        logits [N, V] float32 after grammar and forbidden words (-inf is never raised); hidden [N, H]; draft [N] ids, -1
-        for no draft; request, position [N].
+        logits [N, V] float32 after grammar and forbidden words (-inf is never raised); rows [N] int64, where the step's
+        states that gave them are: the state over a draft token is the next one; draft [N] ids, -1 for no draft;
+        request, position [N].
         """
         target = logits.argmax(-1)
         drafted = draft >= 0
@@ -104,7 +106,8 @@ class ServedJudge:
         lifted = judged = torch.zeros_like(matched)
         if self.step.judges:
             ids = draft.clamp(min=0).long()
-            z = self.head(hidden, self.embed(ids), self.embed(target)).float()
+            before, after = self.step.hidden[rows], self.step.hidden[(rows + 1).clamp(max=len(self.step.hidden) - 1)]
+            z = self.head(before, self.embed(ids), self.embed(target), after).float()
             threshold = self.step.thresholds[request]
             judged = drafted & ~matched & (threshold < math.inf)
             own = logits.gather(1, ids[:, None]).squeeze(1)

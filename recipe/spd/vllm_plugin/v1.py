@@ -45,8 +45,7 @@ class JudgedRejectionSampler(RejectionSampler):
             request = np.repeat(np.arange(len(counts)), counts)
             position = np.arange(len(request)) - (counts.cumsum() - counts)[request]
             request, position = torch.from_numpy(np.stack([request, position])).to(logits.device, non_blocking=True)
-            hidden = self.judge.step.hidden[metadata.target_logits_indices]
-            self.judge.lift(logits, hidden, metadata.draft_token_ids, request, position)
+            self.judge.lift(logits, metadata.target_logits_indices.long(), metadata.draft_token_ids, request, position)
         return logits
 
 

@@ -36,7 +36,8 @@ class JudgeProcessor(LogitsProcessor):
         draft = torch.where(local[1:] > 0, ctx.input_ids[1:], -1)
         draft = torch.cat([draft, draft.new_full((1,), -1)])
         request = (local == 0).cumsum(0) - 1 + self._requests
-        self.judge.lift(logits, step.hidden[self._rows : self._rows + len(logits)], draft, request, local)
+        rows = torch.arange(self._rows, self._rows + len(logits), device=logits.device)
+        self.judge.lift(logits, rows, draft, request, local)
         self._rows += len(logits)
         self._requests += len(ctx.idx_mapping_np)
         return logits

@@ -12,15 +12,19 @@ VOCABULARY, HIDDEN = 6, 3
 
 
 class Head(torch.nn.Module):
-    """z is the first entry of the hidden state."""
+    """z is the first entry of the state before the draft token, or of the one over it."""
 
-    def forward(self, hidden, draft, target):
-        assert draft.shape == target.shape == hidden.shape
-        return hidden[:, 0]
+    def __init__(self, over=False):
+        super().__init__()
+        self.over = over
+
+    def forward(self, hidden, draft, target, after):
+        assert draft.shape == target.shape == hidden.shape == after.shape
+        return (after if self.over else hidden)[:, 0]
 
 
-def judge(threshold=0.0):
-    return ServedJudge(Head(), torch.nn.Embedding(VOCABULARY, HIDDEN), threshold, torch.device("cpu"))
+def judge(threshold=0.0, over=False):
+    return ServedJudge(Head(over), torch.nn.Embedding(VOCABULARY, HIDDEN), threshold, torch.device("cpu"))
 
 
 def started(judge, **requests):
@@ -53,11 +57,22 @@ def test_only_accepted_mismatches_are_raised_and_forbidden_tokens_never():
     logits[:, 0] = 1.0  # the target's choice
     logits[3, 2] = -math.inf
     before = logits.clone()
-    judging.begin(["a", "b", "c"], torch.zeros(0))
-    judging.lift(logits, rows_of([9, 1, -1, 9, 9, 4, 6, 9]), draft, request, position)
+    judging.begin(["a", "b", "c"], rows_of([9, 1, -1, 9, 9, 4, 6, 9]))
+    judging.lift(logits, torch.arange(8), draft, request, position)
     raised = (logits != before).nonzero().tolist()
     assert raised == [[1, 1], [6, 1]]
     assert logits.argmax(-1).tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
+
+
+def test_the_state_over_a_draft_token_is_in_the_next_row_of_the_step():
+    """Two requests with two draft tokens and the bonus row each: rows 0, 1, 2 and 3, 4, 5 of the states."""
+    judging = started(judge(over=True), a={}, b={})
+    judging.begin(["a", "b"], rows_of([9, -1, 5, 9, 5, -1]))
+    logits = torch.zeros(4, VOCABULARY)
+    logits[:, 0] = 1.0
+    draft, request, position = torch.tensor([1, 1, 1, 1]), torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
+    judging.lift(logits, torch.tensor([0, 1, 3, 4]), draft, request, position)  # states over the drafts: -1, 5, 5, -1
+    assert logits.argmax(-1).tolist() == [0, 1, 1, 0]
 
 
 def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
@@ -66,8 +81,8 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
     request, position = torch.tensor([0, 0, 0, 0, 1, 1, 1]), torch.tensor([0, 1, 2, 3, 0, 1, 2])
     logits = torch.zeros(7, VOCABULARY)
     logits[:, 0] = 1.0
-    judging.begin(["first", "second"], torch.zeros(0))
-    judging.lift(logits, rows_of([0, 1, -1, 1, 0, 1, 0]), draft, request, position)
+    judging.begin(["first", "second"], rows_of([0, 1, -1, 1, 0, 1, 0]))
+    judging.lift(logits, torch.arange(7), draft, request, position)
     judging.finish(torch.tensor([2, 3]))  # first: rejected at its third token; second: all accepted
     assert judging.report() == {"matched": 3, "judged": 3, "let_through": 2}
     judging.admit(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
@@ -79,8 +94,8 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
 def test_a_step_of_opted_out_requests_never_runs_the_head():
     judging = started(judge(), a={"spd": 0})
     judging.head = None
-    judging.begin(["a"], torch.zeros(0))
+    judging.begin(["a"], rows_of([9, 9]))
     logits = torch.tensor([[1.0, 0, 0, 0, 0, 0]] * 2)
-    judging.lift(logits, rows_of([9, 9]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 1]))
+    judging.lift(logits, torch.arange(2), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 1]))
     judging.finish(torch.tensor([1]))
     assert judging.report() == {"matched": 1, "judged": 0, "let_through": 0}

@@ -1,8 +1,8 @@
 """Attention on a batch without padding, behind transformers' attention interface.
 
 transformers calls `packed_attention`, registered under NAME, with the flat row of a `Packing`. One of BACKENDS does the
-work: "sdpa" runs everywhere and is the reference; "varlen" and "flash_attn" are CUDA kernels that take segments as they
-are, without padding.
+work: "sdpa" runs everywhere and is the reference; the others are CUDA kernels that take segments as they are, without
+padding, and "shared_prompt" also takes shared prompts as they are, without copies.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,14 +59,15 @@ def _rows(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def segment_attention(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A backend from `kernel(q [T, H, D], k [K, h, D], v, ends of queries, ends of keys, most queries, most keys,
-    scale, dropout) -> [T, H, D]`, causal, where the last query of a segment attends to all its keys."""
+    """A backend from `kernel(q [T, H, D], k [K, h, D], v, *segments, scale, dropout) -> [T, H, D]`, causal, where the
+    last query of a segment attends to all its keys. Keys of a shared prompt are copied for each of its answers.
+    """
 
     def attend(query, key, value, packing, scale, dropout):
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         if packing.key_index is not None:
             k, v = (F.embedding(packing.key_index, x.flatten(1)).view(-1, *x.shape[1:]) for x in (k, v))
-        return kernel(q, k, v, *packing.ends, *packing.longest, scale, dropout)
+        return kernel(q, k, v, *packing.segments, scale, dropout)
 
     return attend
 
@@ -84,16 +86,93 @@ def _flash_attn(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, d
     return flash_attn_varlen_func(q, k, v, query_ends, key_ends, most_queries, most_keys, **options)
 
 
+class MergingKernel(NamedTuple):
+    """Attention on segments that also gives the log-sum-exp of the scores, and its backward pass from both."""
+
+    # (q [T, H, D], k [K, h, D], v, *segments, causal, scale) -> output [T, H, D], log-sum-exp [H, T] float32
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (gradient of the output, q, k, v, output, log-sum-exp, *segments, causal, scale) -> gradients of q, k, v
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def shared_prompt_attention(kernel: MergingKernel) -> Callable[..., torch.Tensor]:
+    """A backend for a packing with shared prompts, none of which is copied: without dropout."""
+
+    def attend(query, key, value, packing, scale, dropout):
+        q, k, v = (states[0, :, : query.shape[2]].transpose(0, 1) for states in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        return _SharedPromptAttention.apply(q, k, v, kernel, packing, scale)
+
+    return attend
+
+
+class _SharedPromptAttention(torch.autograd.Function):
+    """Two passes: prompts and answers to themselves, then all answers of a group to their prompt.
+
+    The outputs of an answer are merged by their log-sum-exp. With the merged output and log-sum-exp the kernel's own
+    backward pass gives the part of each pass in the gradients (as in Ring Attention, arXiv 2310.01889).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: MergingKernel, packing: Packing,
+        scale: float,
+    ) -> torch.Tensor:  # fmt: skip
+        shared, answers, prompts = packing.shared_segments
+        out, lse = kernel.forward(q, k, v, *packing.own_segments, True, scale)
+        of_prompt, lse_of_prompt = kernel.forward(q[answers], k[prompts], v[prompts], *shared, False, scale)
+        own = lse[:, answers]
+        merged = torch.logaddexp(own, lse_of_prompt)
+        parts = ((out[answers], own), (of_prompt, lse_of_prompt))
+        both = sum(part.float() * (log - merged).exp().T.unsqueeze(-1) for part, log in parts)
+        out = out.index_copy(0, answers, both.to(out.dtype))
+        lse = lse.index_copy(1, answers, merged)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = kernel, packing, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (q, k, v, out, lse), (kernel, packing, scale) = ctx.saved_tensors, ctx.arguments
+        gradient, (shared, answers, prompts) = gradients[0].contiguous(), packing.shared_segments
+        of_q, of_k, of_v = kernel.backward(gradient, q, k, v, out, lse, *packing.own_segments, True, scale)
+        inputs = gradient[answers], q[answers], k[prompts], v[prompts], out[answers], lse[:, answers].contiguous()
+        more = kernel.backward(*inputs, *shared, False, scale)
+        for total, index, part in zip((of_q, of_k, of_v), (answers, prompts, prompts), more, strict=True):
+            total.index_add_(0, index, part)
+        return of_q, of_k, of_v, None, None, None
+
+
+def _flash_forward(q, k, v, query_ends, key_ends, most_queries, most_keys, causal, scale):
+    limits = query_ends, key_ends, most_queries, most_keys
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *limits, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_backward(gradient, q, k, v, out, lse, query_ends, key_ends, most_queries, most_keys, causal, scale):
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    limits = query_ends, key_ends, most_queries, most_keys
+    return torch.ops.aten._flash_attention_backward(
+        gradient, q, k, v, out, lse, *limits, 0.0, causal, *no_dropout, scale=scale
+    )
+
+
 # name -> (query [1, H, T, D], key and value [1, h, T, D], packing, scale, dropout) -> [T, H, D]
 BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
-    "sdpa": sdpa_attention, "varlen": segment_attention(_varlen), "flash_attn": segment_attention(_flash_attn)
+    "sdpa": sdpa_attention, "varlen": segment_attention(_varlen), "flash_attn": segment_attention(_flash_attn),
+    "shared_prompt": shared_prompt_attention(MergingKernel(_flash_forward, _flash_backward)),
 }  # fmt: skip
 
 
 def choose_backend(query: torch.Tensor, packing: Packing, dropout: float) -> str:
-    """Flash attention on CUDA in half precision, by flash-attn if it is installed, else by torch; "sdpa" elsewhere."""
+    """Flash attention on CUDA in half precision, by flash-attn if it is installed, else by torch; "sdpa" elsewhere.
+
+    Shared prompts are read in a pass of their own, by torch, unless there is dropout.
+    """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or packing.seen is not None:
         return "sdpa"
+    if packing.groups is not None and dropout == 0 and len(packing.groups) < len(packing.lengths) / 2:
+        return "shared_prompt"
     if find_spec("flash_attn") is not None:
         return "flash_attn"
     return "varlen" if dropout == 0 else "sdpa"
@@ -115,7 +194,7 @@ def packed_attention(
         plain = flash_attention_forward if of_user else sdpa_attention_forward
         return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if cap is not None or (window is not None and window < packing.longest[1]):
+    if cap is not None or (window is not None and window < packing.segments.most_keys):
         raise ValueError(
             f"the model's attention has sliding_window={window}, softcap={cap}, which batches without padding do not "
             "support; set actor_rollout_ref.model.use_remove_padding=false and "

@@ -7,7 +7,6 @@ The layout is computed on the host by a few operations on the whole batch, so th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -31,6 +30,21 @@ class Part(NamedTuple):
     valid: torch.Tensor  # bool [S, Q], True = not padding
 
 
+class Segments(NamedTuple):
+    """What a kernel for segments without padding needs to know of S segments."""
+
+    query_ends: torch.Tensor  # int32 [S + 1], 0 and the ends of the segments' queries
+    key_ends: torch.Tensor  # int32 [S + 1], of their keys
+    most_queries: int  # of a segment
+    most_keys: int
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor, device: torch.device) -> Segments:
+        """lengths: int64 [S, 2] on the host, number of queries and of keys."""
+        padded = F.pad(lengths.cumsum(0).to(torch.int32), (0, 0, 1, 0))
+        return cls(*padded.to(device, non_blocking=True).T.contiguous(), *lengths.amax(0).tolist())
+
+
 class Packing:
     """A batch [B, L] as one flat row of T tokens in S segments, and the positions that predict its N response tokens.
 
@@ -44,16 +58,20 @@ class Packing:
     responses [B * R]. lengths: int64 [S, 2] on the host, number of queries and of keys. keys: int64 [K] on the host,
     flat positions of the segments' keys; None: those of its queries. seen: bool [S, 1, Q, K] in place of causal
     attention, rows padded to the longest. cached: tokens of another flat row, shared by the same ranks, whose keys a
-    cache puts before this row's; `keys` then count from the first of those. device: of the batch; None: of `tokens`.
+    cache puts before this row's; `keys` then count from the first of those. groups: int64 [G, 2] on the host, tokens of
+    each shared prompt and of all the answers that follow it in the flat row; None where no prompt is shared. device: of
+    the batch; None: of `tokens`.
     """
 
     # Not a dataclass: FSDP2 rebuilds those among the inputs of every layer, and what is cached below would be lost.
     def __init__(
         self, tokens: torch.Tensor, predicted_from: torch.Tensor, answers: torch.Tensor, lengths: torch.Tensor,
         keys: torch.Tensor | None, seen: torch.Tensor | None = None, in_one_part: bool = False,
-        group: dist.ProcessGroup | None = None, cached: int = 0, device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None, cached: int = 0, groups: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         self.lengths, self.keys, self.seen, self.in_one_part, self.group = lengths, keys, seen, in_one_part, group
+        self.groups = groups
         self.all_tokens, device = tokens, device or tokens.device
         if group is not None:
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -77,6 +95,14 @@ class Packing:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The segments by their numbers of keys, up to a power of two each: little padding in a part."""
+        device = self.tokens.device
+        return tuple(
+            Part(*(None if t is None else t.to(device, non_blocking=True) for t in part))
+            for part in self._parts_on_host
+        )
+
+    @cached_property
+    def _parts_on_host(self) -> list[Part]:
         queries, keys = self.lengths.T
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
@@ -86,7 +112,7 @@ class Packing:
         for kind in sorted(kinds, key=lambda kind: not kind[0]):
             rows = ((causal == kind[0]) & (size == kind[1])).nonzero()[:, 0]
             parts.append(self._part(starts[rows], self.lengths[rows], kind[0]))
-        return tuple(Part(*(None if t is None else t.to(self.tokens.device) for t in part)) for part in parts)
+        return parts
 
     def _part(self, starts: torch.Tensor, lengths: torch.Tensor, causal: bool) -> Part:
         """starts, lengths: int64 [S, 2]."""
@@ -103,23 +129,31 @@ class Packing:
     @cached_property
     def restore(self) -> torch.Tensor:
         """int64 [T]: index of each flat token's output among the S * Q rows of all parts."""
-        order = torch.cat([part.queries[part.valid] for part in self.parts])
+        order = torch.cat([part.queries[part.valid] for part in self._parts_on_host])
         restore = torch.empty_like(order)
-        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in self.parts]))[:, 0]
-        return restore
+        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in self._parts_on_host]))[:, 0]
+        return restore.to(self.tokens.device, non_blocking=True)
 
     @cached_property
-    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """0 and the ends of the segments' queries, and of their keys: int32 [S + 1] each."""
-        padded = F.pad(self.lengths.cumsum(0).to(torch.int32), (0, 0, 1, 0))
-        queries, keys = padded.to(self.tokens.device).T.contiguous()
-        return queries, keys
+    def segments(self) -> Segments:
+        """Each segment's queries and all its keys, one segment after another."""
+        return Segments.of(self.lengths, self.tokens.device)
 
     @cached_property
-    def longest(self) -> tuple[int, int]:
-        """The most queries, and keys, of a segment."""
-        queries, keys = self.lengths.amax(0).tolist()
-        return queries, keys
+    def own_segments(self) -> Segments:
+        """Each segment's queries as its only keys: shared prompts, and answers without their prompts."""
+        return Segments.of(self.lengths[:, [0, 0]], self.tokens.device)
+
+    @cached_property
+    def shared_segments(self) -> tuple[Segments, torch.Tensor, torch.Tensor]:
+        """The answers of each group as queries and its prompt as keys, for groups with answers; then the flat positions
+        of these queries, int64 [A], and of these keys, int64 [P].
+        """
+        groups, device = self.groups[self.groups[:, 1] > 0], self.tokens.device
+        starts = _starts(self.groups.sum(1))[self.groups[:, 1] > 0]
+        of_prompts, of_answers = _ranges(starts, groups[:, 0]), _ranges(starts + groups[:, 0], groups[:, 1])
+        rows = (index.to(device, non_blocking=True) for index in (of_answers, of_prompts))
+        return Segments.of(groups.flip(1), device), *rows
 
     @cached_property
     def key_index(self) -> torch.Tensor | None:
@@ -163,11 +197,12 @@ def moved(batch: TensorDict, device: torch.device) -> TensorDict:
     return on_device
 
 
-@dataclass(frozen=True)
 class OnHost:
     """The columns of a batch whose tensors are on a device, as they are on the host."""
 
-    columns: Mapping[str, torch.Tensor]
+    # Not a dataclass: FSDP2 would move its tensors to the device where a module gets them.
+    def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
+        self.columns = columns
 
 
 def on_host(batch: TensorDict) -> Mapping[str, torch.Tensor]:
@@ -216,7 +251,7 @@ def pack(
     starts = torch.where(attended[:, split:].cumsum(1) == 1, (prompt_end - 1)[:, None], before)
     predicted = attended[:, split:] if counted is None else attended[:, split:] & counted.bool()
     answers = predicted.flatten().nonzero()[:, 0]
-    lengths, keys = torch.stack([in_prompt + in_answer] * 2, 1), None
+    lengths, keys, groups = torch.stack([in_prompt + in_answer] * 2, 1), None, None
     if group_index is not None:
         # Two segments per row, without empty ones: the prompt, then the answer with the prompt's keys before its own.
         queries = torch.stack([in_prompt, in_answer], 1).flatten()
@@ -226,29 +261,33 @@ def pack(
         spans = torch.stack([of_prompt, spans], 1).flatten(0, 1)[queries > 0]  # [S, 4]
         keys = _ranges(spans[:, :2].flatten(), spans[:, 2:].flatten())
         lengths = torch.stack([queries[queries > 0], spans[:, 2:].sum(1)], 1)
+        all_answers = torch.zeros(int(first.sum()), dtype=torch.int64).index_add(0, serves, in_answer)
+        groups = torch.stack([in_prompt[first], all_answers], 1)
     tokens, predicted_from = kept.flatten().nonzero()[:, 0], starts.flatten()[answers]
-    return Packing(tokens, predicted_from, answers, lengths, keys, group=group, device=device)
+    return Packing(tokens, predicted_from, answers, lengths, keys, group=group, groups=groups, device=device)
 
 
-def pack_rows(attention_mask: torch.Tensor, seen: torch.Tensor | None = None) -> Packing:
-    """The packing of rows without responses: nothing is predicted.
+def pack_rows(
+    attention_mask: torch.Tensor, seen: torch.Tensor | None = None, device: torch.device | str = "cpu"
+) -> Packing:
+    """The packing, on `device`, of rows without responses: nothing is predicted.
 
     attention_mask: [B, P], 1 = token, contiguous in each row. seen: bool [B, P, P], True where a query (row) attends to
-    a key (column); None means causal.
+    a key (column); None means causal. Both are on the host.
     """
-    attended = attention_mask.bool().cpu()
+    attended = attention_mask.bool()
     lengths = attended.sum(1)
     if seen is not None:
         first = attended.long().argmax(1)[:, None]
         columns = torch.arange(int(lengths.max()))
         valid = columns < lengths[:, None]
-        columns = ((first + columns) * valid).to(seen.device)  # [B, W]
-        row = torch.arange(len(columns), device=seen.device)[:, None, None]
-        seen = seen[row, columns[:, :, None], columns[:, None, :]].cpu() & valid[:, None, :]
+        columns = (first + columns) * valid  # [B, W]
+        row = torch.arange(len(columns))[:, None, None]
+        seen = seen[row, columns[:, :, None], columns[:, None, :]] & valid[:, None, :]
         seen |= torch.eye(seen.shape[1], dtype=torch.bool)  # a padding query without any key would give NaN
         seen = seen.unsqueeze(1)
     none, tokens = torch.empty(0, dtype=torch.int64), attended.flatten().nonzero()[:, 0]
-    sizes, device = torch.stack([lengths, lengths], 1), attention_mask.device
+    sizes = torch.stack([lengths, lengths], 1)
     return Packing(tokens, none, none, sizes, None, seen, in_one_part=True, device=device)
 
 
