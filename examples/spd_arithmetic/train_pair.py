@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
 # With fewer steps the target's own answers are as often right, but some seeds make errors after wordings that are not
 # the target's own, which no judge can foresee (DRIFTED_RIGHT in prepare_blocks.py).
-TARGET_STEPS, DRAFT_STEPS = 1000, 560
+TARGET_STEPS, DRAFT_STEPS = 780, 560
 REPORT_EVERY = 5
 Report = Callable[..., None]
 """Called with (done, in all, label)."""

@@ -68,7 +68,7 @@ class SPDSettings:
     head_inputs: str | None = setting(
         None,
         "Input of the head. own: state (over t_i), or pair (also the state before d_i and both embeddings); target: "
-        "state (before d_i, and both embeddings), or pair (also the state over d_i); null: own state, target pair.",
+        "state (before d_i, and both embeddings), or pair (also the state over d_i); null: state.",
         choices=HEAD_INPUTS,
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
