@@ -32,8 +32,8 @@ class ScoringModelConfig:
     hidden_size: int = 0  # of the base model; 0 = from its config
     # What the head reads. own: with state the state over t_i; with pair also the state over the token before d_i, and
     # the embeddings of d_i and t_i. target: with state the state that predicted t_i, and both embeddings; with pair
-    # also the state over d_i, from which the target continues. None: state.
-    head_inputs: str | None = setting(None, choices=HEAD_INPUTS)
+    # also the state over d_i, from which the target continues.
+    head_inputs: str = setting("state", choices=HEAD_INPUTS)
     head_size: int = 128  # width of the two hidden layers of a head that reads embeddings (target; own with pair)
     lora_rank: int = 0  # 0 trains the full `own` backbone
     lora_alpha: int = 16
@@ -45,8 +45,6 @@ class ScoringModelConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.head_inputs is None:
-            self.head_inputs = "state"
         if self.context_tokens < 0 or (self.context_tokens and self.backbone == "target"):
             raise ValueError(
                 f"spd.context_tokens={self.context_tokens} does not fit spd.backbone={self.backbone}: an own backbone "

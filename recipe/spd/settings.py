@@ -65,10 +65,10 @@ class SPDSettings:
     )
     attention: str = setting("causal", "Mask of an own backbone; target is causal.", choices=ATTENTIONS)
     context_tokens: int = setting(0, "Last context tokens that an own backbone reads; 0 for all.", low=0)
-    head_inputs: str | None = setting(
-        None,
+    head_inputs: str = setting(
+        "state",
         "Input of the head. own: state (over t_i), or pair (also the state before d_i and both embeddings); target: "
-        "state (before d_i, and both embeddings), or pair (also the state over d_i); null: state.",
+        "state (before d_i, and both embeddings), or pair (also the state over d_i).",
         choices=HEAD_INPUTS,
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)

@@ -44,7 +44,7 @@ def test_the_phases_of_the_demo_hand_on_what_the_one_before_leaves(tmp_path, bac
     assert judged.scorer == str(Path(config.trainer.default_local_dir) / last / "actor" / "huggingface")
     assert config.trainer.save_freq == config.trainer.total_training_steps
     assert config.actor_rollout_ref.model.path == str(judged.target) == str(made.out / "target")
-    assert config.spd.backbone == backbone and config.spd.head_inputs == ("pair" if backbone == "own" else None)
+    assert config.spd.backbone == backbone and config.spd.head_inputs == ("pair" if backbone == "own" else "state")
     assert config.actor_rollout_ref.model.lora_rank == (16 if backbone == "own" else 0)
     assert made.max_new_tokens == config.spd.rollout.max_tokens == judged.max_new_tokens
 

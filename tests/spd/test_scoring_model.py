@@ -44,7 +44,7 @@ def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
     assert torch.equal(z == 50.0, torch.tensor(MATCH))
 
 
-@pytest.mark.parametrize(("inputs", "width"), [("state", 4), ("pair", 5), (None, 4)])
+@pytest.mark.parametrize(("inputs", "width"), [("state", 4), ("pair", 5)])
 def test_target_head_reads_the_state_that_predicted_t_i_and_the_one_over_d_i(tiny_llama, inputs, width):
     model = build(tiny_llama, backbone="target", head_inputs=inputs)
     assert model.head.first.in_features == width * model.config.hidden_size
