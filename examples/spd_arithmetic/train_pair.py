@@ -19,8 +19,6 @@ from examples.spd_arithmetic.workers import Workers, say
 
 HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
-# With fewer steps the target's own answers are as often right, but some seeds make errors after wordings that are not
-# the target's own, which no judge can foresee (DRIFTED_RIGHT in prepare_blocks.py).
 TARGET_STEPS, DRAFT_STEPS = 780, 560
 REPORT_EVERY = 5
 Report = Callable[..., None]

@@ -128,7 +128,7 @@ def test_head_scorer_reads_the_state_that_predicted_each_target_token():
     judge = rules.scorer(model, 2.0, sep_token_id=0, pad_token_id=0, end_ids=frozenset())
     assert judge(BLOCK).tolist() == [[False, True]]
     hidden, draft_ids, target_ids = model.seen
-    assert hidden.tolist() == [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]]  # the last one is the state over the last draft
+    assert hidden.tolist() == [[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]]  # the last is the state over draft token 2
     assert draft_ids.tolist() == [[1, 0]]
     assert target_ids.tolist() == [[0, 2]]
 
