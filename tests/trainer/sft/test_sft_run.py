@@ -182,11 +182,17 @@ def test_sigterm_of_the_group_finishes_the_step_saves_and_exits_with_143(tmp_pat
     """As `timeout` sends it: the processes of the data loader get it too."""
     run = started(write_pairs(tmp_path), tiny_llama, "data.dataloader_num_workers=2")
     out = tmp_path / "out"
-    wait_until(lambda: (out / "metrics.jsonl").exists() and metric_rows(tmp_path), run, tmp_path / "log")
-    loaders = psutil.Process(run.pid).children()
+    loaders = []
+
+    def trains_with_loaders():
+        # Between two epochs the loader's processes are gone for a moment.
+        loaders[:] = psutil.Process(run.pid).children()
+        return len(loaders) >= 2 and (out / "metrics.jsonl").exists() and metric_rows(tmp_path)
+
+    wait_until(trains_with_loaders, run, tmp_path / "log")
     os.killpg(run.pid, signal.SIGTERM)
     assert run.wait(timeout=300) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()[-3000:]
-    assert len(loaders) >= 2 and not psutil.wait_procs(loaders, timeout=10)[1]
+    assert not psutil.wait_procs(loaders, timeout=10)[1]
     last = metric_rows(tmp_path)[-1]["step"]
     assert published_steps(out) == [last] and f"step {last} is finished and saved" in (tmp_path / "log").read_text()
     verify_manifest(out / f"global_step_{last}")
