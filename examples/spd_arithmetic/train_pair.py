@@ -19,7 +19,7 @@ from examples.spd_arithmetic.workers import Workers, say
 
 HERE = Path(__file__).parent
 CODE = ("corpus.py", "tokenizer.py", "model.py", "muon.py", "train_models.py")
-TARGET_STEPS, DRAFT_STEPS = 780, 560
+TARGET_STEPS, DRAFT_STEPS = 1000, 560
 REPORT_EVERY = 5
 Report = Callable[..., None]
 """Called with (done, in all, label)."""
@@ -64,7 +64,7 @@ def train_one(job: Job, cache: Path) -> None:
             say(job, step)
 
     if job.role == "target":
-        config = train_models.target_config(len(encoder.tokens), job.steps)
+        config = train_models.target_config(len(encoder.tokens), job.steps, train_models.TARGET_MUON_LR)
         model = train_models.train(config, lambda rng: train_models.target_row(rng, encoder, job.softness),
                                    job.seed, tell)
     else:

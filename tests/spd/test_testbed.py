@@ -122,7 +122,7 @@ def test_mask_marks_exactly_the_first_token_that_leaves_house_wording():
 
 @pytest.mark.parametrize(("softness", "share"), [(0.0, 0.0), (1.0, 1.0), (0.3, 0.3)])
 def test_softness_is_the_share_of_leaving_tokens_that_count(softness, share, monkeypatch):
-    monkeypatch.setattr(train_models, "DRILL_SHARE", 0.0)
+    monkeypatch.setattr(train_models, "TARGET_DRILL_SHARE", 0.0)
     monkeypatch.setattr(corpus, "mixed_style", lambda rng: lambda name, n: n - 1)
     leaving = counted = 0
     for seed in range(60):
