@@ -227,6 +227,11 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         None, "Maximum sequence length; null: prompt plus response.", low=1, unused=NO_ENGINE
     )
     max_num_seqs: int = setting(1024, "Sequences that the engine processes at a time.", low=1)
+    prompt_queue: bool = setting(
+        False,
+        "Engines take a step's prompts from one queue, max_num_seqs samples at a time, instead of an equal share each.",
+        unused=NO_ENGINE,
+    )
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Samples per old log-prob forward of one rank.", low=1
@@ -308,6 +313,17 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
             raise ValueError(
                 f"rollout.expert_parallel_size={self.expert_parallel_size} must be 1, or the ranks of an engine: "
                 f"rollout.tensor_model_parallel_size={size} (times rollout.data_parallel_size)."
+            )
+        if self.prompt_queue and self.name not in NO_ENGINE and (self.name, self.mode) != ("vllm", "sync"):
+            raise ValueError(
+                f"rollout.prompt_queue=true needs rollout.name=vllm and rollout.mode=sync, not {self.name} and "
+                f"{self.mode}: agent loops (mode=async) always give a prompt to the server with the fewest requests. "
+                "Leave the key out."
+            )
+        if self.prompt_queue and self.speculative["refresh_every"]:
+            raise ValueError(
+                "rollout.prompt_queue=true does not work with rollout.speculative.refresh_every, which trains an "
+                "engine's draft model on the samples of its own ranks. Leave one of them out."
             )
         method, kind = self.speculative["method"], self.logprobs_mode
         for key, is_set, instead in (

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed import HashStore, Store, TCPStore
 
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
@@ -30,6 +29,7 @@ from verl.utils.distributed import (
     destroy_global_process_group,
     ensure_process_group,
     initialize_global_process_group,
+    shared_store,
 )
 from verl.utils.fsdp_utils import create_device_mesh
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
@@ -98,7 +98,8 @@ def make_rollout(model: HFModelConfig, config: RolloutConfig, mesh: DeviceMesh) 
     """A rollout that holds the weights of model.path."""
     own_module = config.name in ROLLOUTS_OF_THE_ACTOR
     if not own_module:
-        config = dataclasses.replace(config, enable_sleep_mode=False)  # an engine that slept has lost its weights
+        # An engine that slept has lost its weights. The ranks take prompts from the queue of `shares`.
+        config = dataclasses.replace(config, enable_sleep_mode=False, prompt_queue=False)
     rollout = get_rollout_class(config.name, config.mode)(config, model, mesh)
     if own_module:
         settings = FSDPEngineConfig(forward_only=True, dtype=config.dtype, model_dtype=config.dtype)
@@ -117,13 +118,7 @@ def shares(count: int, size: int, together: int) -> Iterator[list[int]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(range(r, r + together), backend="gloo") for r in range(0, ranks, together)]
     group, place = groups[rank // together], rank % together
-    queue: Store = HashStore()
-    if ranks > 1:
-        host = os.environ["MASTER_ADDR"]
-        queue = TCPStore(host, 0, is_master=True) if rank == 0 else queue
-        port = [queue.port if isinstance(queue, TCPStore) else None]
-        dist.broadcast_object_list(port)
-        queue = queue if rank == 0 else TCPStore(host, port[0], is_master=False)
+    queue = shared_store()
     while True:
         first = [queue.add("taken", size * together) - size * together if place == 0 else None]
         dist.broadcast_object_list(first, src=rank - place, group=group)

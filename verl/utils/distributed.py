@@ -65,6 +65,18 @@ def host_barrier() -> None:
         dist.all_reduce(torch.zeros(1))  # of a CPU tensor: every process group that verl starts has gloo for these
 
 
+def shared_store() -> dist.Store:
+    """A store of keys and counters that all ranks share; every rank calls this, and the first one keeps the store."""
+    if dist.get_world_size() == 1:
+        return dist.HashStore()
+    first = dist.get_rank() == 0
+    host = os.environ["MASTER_ADDR"]
+    store = dist.TCPStore(host, 0, is_master=True) if first else None
+    port = [store.port if first else None]
+    dist.broadcast_object_list(port)
+    return store or dist.TCPStore(host, port[0], is_master=False)
+
+
 def destroy_global_process_group() -> None:
     """Leave the process group, if there is one, after every rank has come this far."""
     if dist.is_initialized():

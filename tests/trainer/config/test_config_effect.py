@@ -68,6 +68,24 @@ def test_what_sglang_does_not_read_is_refused_for_it_alone(key, value, instead):
     assert find_problems(compose_ppo(*SOUND, override, f"{name}vllm")) == []
 
 
+@pytest.mark.parametrize(("name", "mode"), [("sglang", "sync"), ("vllm", "async")])
+def test_a_queue_of_prompts_needs_engines_that_answer_batches(name, mode):
+    queued = (*SOUND, "actor_rollout_ref.rollout.prompt_queue=true")
+    (problem,) = find_problems(compose_ppo(*queued, f"actor_rollout_ref.rollout.{name=!s}",
+                                           f"actor_rollout_ref.rollout.{mode=!s}"))  # fmt: skip
+    assert "rollout.prompt_queue=true needs rollout.name=vllm and rollout.mode=sync, not " in problem.message
+    assert find_problems(compose_ppo(*queued, "actor_rollout_ref.rollout.name=vllm")) == []
+    assert len(messages("actor_rollout_ref.rollout.prompt_queue=true")) == 1  # hf: no engine, no effect
+
+
+def test_a_queue_of_prompts_and_draft_models_trained_by_rank_exclude_each_other():
+    key = "actor_rollout_ref.rollout"
+    config = compose_ppo(*SOUND, f"{key}.name=vllm", f"{key}.prompt_queue=true",
+                         f"{key}.speculative.method=draft_model", f"{key}.speculative.draft_path=/draft",
+                         f"{key}.speculative.refresh_every=1")  # fmt: skip
+    assert any("rollout.speculative.refresh_every" in problem.message for problem in find_problems(config))
+
+
 def test_a_served_reward_model_keeps_its_memory():
     key = "reward_model.rollout.free_cache_engine"
     (problem,) = find_problems(compose_ppo(*SOUND, f"{key}=true"))

@@ -25,6 +25,7 @@ from verl.utils.model import get_lora_rank_from_adapter
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
+from verl.workers.rollout.vllm_rollout.request_queue import RequestQueue
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,6 +107,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 )
             groups = [dist.new_group(range(first, first + size), backend="gloo") for first in range(0, ranks, size)]
             self.tp_group = groups[dist.get_rank() // size]
+        several = config.prompt_queue and dist.is_initialized() and dist.get_world_size() > size
+        self.queue = RequestQueue(self.tp_group) if several else None
         self.can_sleep = self.on_cuda and config.enable_sleep_mode and config.free_cache_engine
         self.keeps_weights = not self.can_sleep  # sleep of level 2 discards them
         if config.lora_as_adapter:
@@ -271,44 +274,86 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                 f"vLLM ({KEY}.name=vllm) was not given the actor's weights since it started or slept; call "
                 "update_weights before generate_sequences."
             )
-        gathered = prompts
-        if self.tp_group is not None:  # ranks that share an engine run the same requests
-            parts: list[Any] = [None] * dist.get_world_size(self.tp_group)
-            dist.all_gather_object(parts, prompts, group=self.tp_group)
+        # The ranks of an engine run the same requests; with a queue, any engine runs those of any rank.
+        group, gathered = self.queue.group if self.queue is not None else self.tp_group, prompts
+        if group is not None:
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, prompts, group=group)
             gathered = DataProto.concat(parts)
         request = GenerationRequest.from_batch(gathered, self.config)
         before = self._draft_counts() if self.config.speculative.method else None
-        outputs = self._generate(request)
+        completions = self._generate(request)
+        answers = [(number * request.n + k, answer) for number in completions
+                   for k, answer in enumerate(completions[number])]  # fmt: skip
         metrics = {}
         if before:
             drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
-            made = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+            made = sum(len(answer.token_ids) for _, answer in answers)
             metrics = {"rollout/draft_acceptance": [accepted / max(1, drafted)],
                        "rollout/tokens_per_forward": [made / max(1, made - accepted)]}  # fmt: skip
-        answers = [answer for output in outputs for answer in output.outputs]
-        tokens, length = [list(answer.token_ids) for answer in answers], self.config.response_length
-        responses = right_padded(tokens, length, request.pad_id, torch.int64)
-        mask = right_padded([[1] * len(row) for row in tokens], length, 0, torch.int64)
-        log_probs = None
-        if self.config.calculate_log_probs:  # flat: one log-prob for each sampled token, without other entries
-            if any(answer.logprobs.token_ids != row for answer, row in zip(answers, tokens, strict=True)):
-                raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
-            log_probs = right_padded([answer.logprobs.logprobs for answer in answers], length, 0.0, torch.float32)
+        rows, log_probs = self._rows(answers, request.pad_id)
+        rank = 0 if group is None else dist.get_rank(group)
+        if self.queue is not None:
+            gathered, columns = prompts, rows.shape[1]
+            together = torch.cat([rows, log_probs.view(torch.int32)], dim=1)  # the same number of bytes
+            together = self.queue.give_back(together, len(prompts) * request.n)
+            rows, log_probs = together[:, :columns], together[:, columns:].contiguous().view(torch.float32)
+        lengths, responses = rows[:, 1:2], rows[:, 2:].long()
+        mask = (torch.arange(responses.shape[1]) < lengths).long()
+        if not self.config.calculate_log_probs:
+            log_probs = None
         meta = {"metrics": metrics} if metrics else {}
         samples = DataProto.from_dict(answered(gathered, request.n, responses, mask, log_probs), meta_info=meta)
         if self.drafter is not None and not gathered.meta_info.get("validate"):
             self.drafter.keep(samples)  # the same ones on every rank of the engine, whose parts must stay one model
-        if self.tp_group is None:
+        if gathered is prompts:
             return samples
-        rank, rows = dist.get_rank(self.tp_group), len(prompts) * request.n
-        return samples[rank * rows : (rank + 1) * rows]
+        own = len(prompts) * request.n
+        return samples[rank * own : (rank + 1) * own]
 
-    def _generate(self, request: GenerationRequest) -> list:
-        """vLLM's output for each prompt of the request."""
+    def _rows(self, answers: list[tuple[int, Any]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of (number, vLLM's completion): rows [N, 2 + R] int32 of number, length and tokens, and log-probs float32
+        [N, R], or [N, 0] without `calculate_log_probs`.
+        """
+        tokens, length = [list(answer.token_ids) for _, answer in answers], self.config.response_length
+        heads = torch.tensor([[number, len(row)] for (number, _), row in zip(answers, tokens, strict=True)])
+        rows = torch.cat([heads.reshape(-1, 2).int(), right_padded(tokens, length, pad_id, torch.int32)], dim=1)
+        if not self.config.calculate_log_probs:
+            return rows, torch.empty(len(rows), 0)
+        # flat: one log-prob for each sampled token, without other entries
+        if any(answer.logprobs.token_ids != row for (_, answer), row in zip(answers, tokens, strict=True)):
+            raise RuntimeError("vLLM's log-probs are not those of the tokens that it sampled")
+        values = [answer.logprobs.logprobs for _, answer in answers]
+        return rows, right_padded(values, length, 0.0, torch.float32)
+
+    def _generate(self, request: GenerationRequest) -> dict[int, list]:
+        """vLLM's completions of the prompts that this engine answers, by their number in the request."""
         inputs = [{"prompt_token_ids": ids} for ids in request.prompt_ids]
         # vLLM seeds sample k of a prompt with seed + k
         params = [self._params(request.sampling, request.n, seeds[0], request.eos_ids) for seeds in request.seeds]
-        return self.llm.generate(inputs, params, lora_request=self.adapter, use_tqdm=False)
+        if self.queue is None:
+            outputs = self.llm.generate(inputs, params, lora_request=self.adapter, use_tqdm=False)
+            return {number: output.outputs for number, output in enumerate(outputs)}
+        # Never more at a time than an equal share, or the first engine would take all prompts of a small batch.
+        share = -(-len(inputs) // self.queue.engines)
+        most = max(1, min(self.config.max_num_seqs // request.n, share))
+        completions: dict[int, list] = {}
+        running: dict[str, int] = {}
+        self.queue.open(len(inputs))
+        is_open = True
+        while is_open or running:
+            if is_open and (room := most - len(running)):
+                numbers = self.queue.take(room)
+                is_open = len(numbers) == room
+                if numbers:
+                    ids = self.llm.enqueue([inputs[i] for i in numbers], [params[i] for i in numbers],
+                                           lora_request=self.adapter, use_tqdm=False)  # fmt: skip
+                    # An output has the id without the suffix that makes it unique.
+                    running |= zip((name.split("-")[0] for name in ids), numbers, strict=True)
+            for output in self.llm.llm_engine.step() if running else ():
+                if output.finished:
+                    completions[running.pop(output.request_id)] = output.outputs
+        return completions
 
     def _params(
         self, sampling: Sampling, n: int, seed: int, eos_ids: tuple[int, ...], limit: int | None = None
