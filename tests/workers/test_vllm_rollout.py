@@ -221,7 +221,7 @@ def test_seeds_make_samples_repeatable_and_different(hybrid):
 def outputs_of(hybrid, batch, n):
     """vLLM's own outputs for a batch."""
     asked = DataProto(batch.batch, {}, {**batch.meta_info, "n": n})
-    return hybrid.rollout._generate(GenerationRequest.from_batch(asked, hybrid.rollout.config))
+    return list(hybrid.rollout._generate(GenerationRequest.from_batch(asked, hybrid.rollout.config)).values())
 
 
 @pytest.mark.process

@@ -29,7 +29,7 @@ from verl.workers.rollout.vllm_rollout.request_queue import RequestQueue
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from vllm import SamplingParams
+    from vllm import RequestOutput, SamplingParams
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank; engine_kwargs.vllm.kv_cache_memory_bytes overrides it
@@ -282,9 +282,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             gathered = DataProto.concat(parts)
         request = GenerationRequest.from_batch(gathered, self.config)
         before = self._draft_counts() if self.config.speculative.method else None
-        completions = self._generate(request)
-        answers = [(number * request.n + k, answer) for number in completions
-                   for k, answer in enumerate(completions[number])]  # fmt: skip
+        answers = [(number * request.n + k, answer) for number, output in self._generate(request).items()
+                   for k, answer in enumerate(output.outputs)]  # fmt: skip
         metrics = {}
         if before:
             drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
@@ -326,18 +325,18 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         values = [answer.logprobs.logprobs for _, answer in answers]
         return rows, right_padded(values, length, 0.0, torch.float32)
 
-    def _generate(self, request: GenerationRequest) -> dict[int, list]:
-        """vLLM's completions of the prompts that this engine answers, by their number in the request."""
+    def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
+        """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""
         inputs = [{"prompt_token_ids": ids} for ids in request.prompt_ids]
         # vLLM seeds sample k of a prompt with seed + k
         params = [self._params(request.sampling, request.n, seeds[0], request.eos_ids) for seeds in request.seeds]
         if self.queue is None:
             outputs = self.llm.generate(inputs, params, lora_request=self.adapter, use_tqdm=False)
-            return {number: output.outputs for number, output in enumerate(outputs)}
+            return dict(enumerate(outputs))
         # Never more at a time than an equal share, or the first engine would take all prompts of a small batch.
         share = -(-len(inputs) // self.queue.engines)
         most = max(1, min(self.config.max_num_seqs // request.n, share))
-        completions: dict[int, list] = {}
+        finished: dict[int, RequestOutput] = {}
         running: dict[str, int] = {}
         self.queue.open(len(inputs))
         is_open = True
@@ -352,8 +351,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                     running |= zip((name.split("-")[0] for name in ids), numbers, strict=True)
             for output in self.llm.llm_engine.step() if running else ():
                 if output.finished:
-                    completions[running.pop(output.request_id)] = output.outputs
-        return completions
+                    finished[running.pop(output.request_id)] = output
+        return finished
 
     def _params(
         self, sampling: Sampling, n: int, seed: int, eos_ids: tuple[int, ...], limit: int | None = None
