@@ -23,8 +23,8 @@ def on_ranks(rank, world_size, path):
 
     engine = make_engine(path, lr=3e-2)
     config = RolloutConfig(
-        name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=16, max_num_batched_tokens=64,
-        calculate_log_probs=True, max_model_len=32, tensor_model_parallel_size=2,
+        name="vllm", prompt_length=P, response_length=R, dtype="float32", max_num_seqs=16 if world_size == 2 else 3,
+        max_num_batched_tokens=64, calculate_log_probs=True, max_model_len=32, tensor_model_parallel_size=2,
         prompt_queue=world_size > 2,
     )
     rollout = get_rollout_class("vllm", "sync")(config, engine.model_config, engine.mesh)
@@ -32,6 +32,12 @@ def on_ranks(rank, world_size, path):
     for seed in (1, 2):
         rollout.update_weights(engine.get_per_tensor_param())
         output = rollout.generate_sequences(prompts(seed=10 * rank, n=2))
+        if (queue := rollout.queue) is not None:
+            rollout.queue = None
+            assert rollout.generate_sequences(prompts(seed=10 * rank, n=2)).batch["responses"].equal(
+                output.batch["responses"]
+            )
+            rollout.queue = queue
         with torch.no_grad(), engine.eval_mode():
             forward = get_policy("causal_lm").log_probs
             log_probs, _ = forward(engine.module, output.batch, temperature=1.0, with_entropy=False)

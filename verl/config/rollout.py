@@ -229,7 +229,8 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     max_num_seqs: int = setting(1024, "Sequences that the engine processes at a time.", low=1)
     prompt_queue: bool = setting(
         False,
-        "Engines take a step's prompts from one queue, max_num_seqs samples at a time, instead of an equal share each.",
+        "Engines take prompts from one queue as they have room (max_num_seqs) instead of an equal share each; offline "
+        "generation always does.",
         unused=NO_ENGINE,
     )
     log_prob_micro_batch_size: int | None = setting(None, "Deprecated: *_per_gpu over all ranks.", low=1)

@@ -66,7 +66,7 @@ def host_barrier() -> None:
 
 
 def shared_store() -> dist.Store:
-    """A store of keys and counters that all ranks share; every rank calls this, and the first one keeps the store."""
+    """Keys and counters that all ranks share, on a free port of rank 0, which must be at MASTER_ADDR; collective."""
     if dist.get_world_size() == 1:
         return dist.HashStore()
     first = dist.get_rank() == 0

@@ -277,8 +277,14 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         # The ranks of an engine run the same requests; with a queue, any engine runs those of any rank.
         group, gathered = self.queue.group if self.queue is not None else self.tp_group, prompts
         if group is not None:
+            own = prompts
+            if self.queue is not None:  # the other columns stay with their rank
+                names = [name for name in ("sample_index",) if name in prompts.non_tensor_batch]
+                own = prompts.select(["input_ids", "attention_mask"], names)
             parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, prompts, group=group)
+            dist.all_gather_object(parts, own, group=group)
+            if len({len(part) for part in parts}) > 1:
+                raise ValueError(f"ranks that answer together need equally many prompts, not {list(map(len, parts))}")
             gathered = DataProto.concat(parts)
         request = GenerationRequest.from_batch(gathered, self.config)
         before = self._draft_counts() if self.config.speculative.method else None
@@ -288,31 +294,31 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if before:
             drafted, accepted = (now - then for now, then in zip(self._draft_counts(), before, strict=True))
             made = sum(len(answer.token_ids) for _, answer in answers)
+            if self.queue is not None:  # an engine may have answered nothing
+                drafted, accepted, made = self.queue.total(drafted, accepted, made)
             metrics = {"rollout/draft_acceptance": [accepted / max(1, drafted)],
                        "rollout/tokens_per_forward": [made / max(1, made - accepted)]}  # fmt: skip
+        owned = gathered
         rows, log_probs = self._rows(answers, request.pad_id)
-        rank = 0 if group is None else dist.get_rank(group)
         if self.queue is not None:
-            gathered, columns = prompts, rows.shape[1]
-            together = torch.cat([rows, log_probs.view(torch.int32)], dim=1)  # the same number of bytes
-            together = self.queue.give_back(together, len(prompts) * request.n)
-            rows, log_probs = together[:, :columns], together[:, columns:].contiguous().view(torch.float32)
+            owned = prompts
+            rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
         lengths, responses = rows[:, 1:2], rows[:, 2:].long()
         mask = (torch.arange(responses.shape[1]) < lengths).long()
         if not self.config.calculate_log_probs:
             log_probs = None
         meta = {"metrics": metrics} if metrics else {}
-        samples = DataProto.from_dict(answered(gathered, request.n, responses, mask, log_probs), meta_info=meta)
-        if self.drafter is not None and not gathered.meta_info.get("validate"):
+        samples = DataProto.from_dict(answered(owned, request.n, responses, mask, log_probs), meta_info=meta)
+        if self.drafter is not None and not owned.meta_info.get("validate"):
             self.drafter.keep(samples)  # the same ones on every rank of the engine, whose parts must stay one model
-        if gathered is prompts:
+        if owned is prompts:
             return samples
-        own = len(prompts) * request.n
-        return samples[rank * own : (rank + 1) * own]
+        first = dist.get_rank(self.tp_group) * len(prompts) * request.n
+        return samples[first : first + len(prompts) * request.n]
 
     def _rows(self, answers: list[tuple[int, Any]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of (number, vLLM's completion): rows [N, 2 + R] int32 of number, length and tokens, and log-probs float32
-        [N, R], or [N, 0] without `calculate_log_probs`.
+        """Of pairs (number of the sample, vLLM's completion), in their order: rows [N, 2 + R] int32 of number, length
+        and tokens, padded with `pad_id`, and log-probs [N, R] float32, or [N, 0] without `calculate_log_probs`.
         """
         tokens, length = [list(answer.token_ids) for _, answer in answers], self.config.response_length
         heads = torch.tensor([[number, len(row)] for (number, _), row in zip(answers, tokens, strict=True)])
@@ -327,29 +333,34 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
 
     def _generate(self, request: GenerationRequest) -> dict[int, RequestOutput]:
         """vLLM's output for each prompt that this engine answers, by the prompt's number in the request."""
-        inputs = [{"prompt_token_ids": ids} for ids in request.prompt_ids]
-        # vLLM seeds sample k of a prompt with seed + k
-        params = [self._params(request.sampling, request.n, seeds[0], request.eos_ids) for seeds in request.seeds]
+        def asked(numbers: Iterable[int]) -> dict[str, Any]:
+            # vLLM seeds sample k of a prompt with seed + k
+            return {
+                "prompts": [{"prompt_token_ids": request.prompt_ids[i]} for i in numbers],
+                "sampling_params": [self._params(request.sampling, request.n, request.seeds[i][0], request.eos_ids)
+                                    for i in numbers],
+                "lora_request": self.adapter, "use_tqdm": False,
+            }  # fmt: skip
+
+        count, engine = len(request.prompt_ids), self.llm.llm_engine
         if self.queue is None:
-            outputs = self.llm.generate(inputs, params, lora_request=self.adapter, use_tqdm=False)
-            return dict(enumerate(outputs))
+            return dict(enumerate(self.llm.generate(**asked(range(count)))))
         # Never more at a time than an equal share, or the first engine would take all prompts of a small batch.
-        share = -(-len(inputs) // self.queue.engines)
-        most = max(1, min(self.config.max_num_seqs // request.n, share))
+        share = -(-count // self.queue.engines)
         finished: dict[int, RequestOutput] = {}
         running: dict[str, int] = {}
-        self.queue.open(len(inputs))
+        self.queue.open(count)
         is_open = True
         while is_open or running:
-            if is_open and (room := most - len(running)):
+            free = self.config.max_num_seqs - engine.get_num_unfinished_requests()  # in samples
+            if is_open and (room := min(-(-free // request.n), share - len(running))) > 0:
                 numbers = self.queue.take(room)
                 is_open = len(numbers) == room
                 if numbers:
-                    ids = self.llm.enqueue([inputs[i] for i in numbers], [params[i] for i in numbers],
-                                           lora_request=self.adapter, use_tqdm=False)  # fmt: skip
                     # An output has the id without the suffix that makes it unique.
-                    running |= zip((name.split("-")[0] for name in ids), numbers, strict=True)
-            for output in self.llm.llm_engine.step() if running else ():
+                    names = [name.split("-")[0] for name in self.llm.enqueue(**asked(numbers))]
+                    running |= zip(names, numbers, strict=True)
+            for output in engine.step() if running else ():
                 if output.finished:
                     finished[running.pop(output.request_id)] = output
         return finished
