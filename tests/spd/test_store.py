@@ -66,7 +66,7 @@ def test_many_openings_of_a_new_file_at_once(tmp_path):
             return len(store)
 
     with ThreadPoolExecutor(4) as threads:
-        for number in range(80):
+        for number in range(20):
             start = threading.Barrier(4)
             assert list(threads.map(opened, [number] * 4, [start] * 4)) == [0] * 4
 
