@@ -50,7 +50,7 @@ CODE = (*train_pair.CODE, "questions.py", "pair.py", "hf_tasks.py", "vllm_tasks.
         "prepare_blocks.py")
 CODE_ELSEWHERE = (rules, decode)
 SANITY_QUESTIONS = 200
-DRIFTED_RIGHT = 0.95  # of answers after accepted mismatches; at softness 0.2 every seed of the test bed has 99 % or more
+DRIFTED_RIGHT = 0.95  # of answers after accepted mismatches; at softness 0.2 all five seeds have 99 % or more
 KEPT = "finished_parts"
 SECONDS_BETWEEN_LINES = 15.0
 
