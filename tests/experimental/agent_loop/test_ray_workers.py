@@ -1,6 +1,7 @@
 """Workers that are Ray actors, on a scripted engine: the slowest are cancelled, and one router serves them all."""
 
 import asyncio
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -42,9 +43,10 @@ class DyingWorker(ScriptedWorker):
 
     async def cancel_rest(self):
         struck = Path(self.config.trainer.default_local_dir + ".struck")
-        if not struck.exists() and not all(task.done() for task in self._tasks):
-            struck.touch()
-            os._exit(1)
+        if not all(task.done() for task in self._tasks):
+            with contextlib.suppress(FileExistsError):
+                struck.touch(exist_ok=False)
+                os._exit(1)
         await super().cancel_rest()
 
 
