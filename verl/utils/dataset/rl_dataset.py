@@ -48,9 +48,12 @@ def data_setting(config: Mapping[str, Any], name: str, section: type = DataConfi
     """A setting of the `data` section as plain Python; the dataclass's default for what the section lacks."""
     if name not in config:
         return getattr(section(), name)
-    value, default = config[name], getattr(section(), name, None)
+    value = config[name]
     value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    return {**asdict(default), **value} if is_dataclass(default) and isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    default = getattr(section(), name, None)
+    return {**asdict(default), **value} if is_dataclass(default) else value
 
 
 def collate_fn(data_list: list[dict]) -> dict:
@@ -208,6 +211,7 @@ class RLHFDataset(FileRows):
         self.prompt_key = data_setting(config, "prompt_key")
         self.max_prompt_length = data_setting(config, "max_prompt_length")
         self.truncation = data_setting(config, "truncation")
+        self.return_full_prompt = data_setting(config, "return_full_prompt")
         if self.truncation not in TRUNCATIONS:
             raise ValueError(f"data.truncation={self.truncation!r} is unknown. Known: {', '.join(TRUNCATIONS)}.")
         self.template_kwargs = dict(data_setting(config, "apply_chat_template_kwargs") or {})
@@ -270,7 +274,7 @@ class RLHFDataset(FileRows):
         row = dict(self.rows[item])
         messages = row.pop(self.prompt_key)
         extra = row["extra_info"] if isinstance(row.get("extra_info"), Mapping) else {}
-        if data_setting(self.config, "return_full_prompt"):
+        if self.return_full_prompt:
             row["full_prompts"] = self.prompt_text(item)
         return {
             **row,

@@ -217,8 +217,12 @@ def _trace(
             group_of["foreach"] = True  # what torch's optimizers choose there: temporary tensors of all weights
         for p in trained:
             p.grad = torch.zeros_like(p)
-        made.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
-        gc.collect()
+        gc.freeze()  # lets the collection look only at what this step leaves
+        try:
+            made.step()  # makes the moments; at its first sight of an operation DTensor tries it on whole tensors
+            gc.collect()
+        finally:
+            gc.unfreeze()
         live.reset()
         made.step()
         static = {
