@@ -8,7 +8,7 @@
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
 #   make frontier                 scorers and rules swept, five seeds, u = 0 and 0.2 (half an hour per seed and u on 2 cores)
 #   make test                     the tests, without the longest, and those of demos, benchmarks, audit and fault injection (under 15 minutes)
-#   make test-quick               the tests that start no process (under 4 minutes)
+#   make test-quick               the tests that start no process (under 3 minutes)
 #   make test-all                 every test
 #   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
 #   make bench                    measurements, medians in one run (benchmarks/)
