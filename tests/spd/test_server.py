@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,6 +55,30 @@ def test_nothing_outlives_an_owner_or_supervisor_that_is_killed(victim, how):
     owner.wait(10)
     owner.stdout.close()
     assert gone(family, 10)
+
+
+HOLDER = """
+import multiprocessing, os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lock = multiprocessing.get_context("spawn").Lock()
+pathlib.Path(sys.argv[1]).write_text(lock._semlock.name)
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_a_server_that_ignores_sigterm_leaves_no_semaphore(tmp_path):
+    name = tmp_path / "name"
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), sys.executable, "-c", HOLDER, str(name)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as supervisor:
+        until = time.monotonic() + 20
+        while not (name.exists() and name.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        semaphore = Path("/dev/shm") / f"sem.{name.read_text().strip('/')}"
+        assert semaphore.exists()
+        supervisor.stdin.close()
+        supervisor.wait(20)
+    assert not semaphore.exists()
 
 
 @pytest.mark.process

@@ -1,9 +1,11 @@
 """Runs a server that must not outlive its owner: `python supervisor.py OWNER_PID COMMAND...`, standard library only.
 
 The owner holds the other end of standard input. When that closes, or the owner is gone (SIGKILL included), or this
-process gets a signal, the server's entire process group is ended: by SIGTERM, then by SIGKILL.
+process gets a signal, the server's entire process group is ended: by SIGTERM, then by SIGKILL. Python's resource trackers
+get that last: they end by themselves, after they have removed the semaphores of processes that were killed.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -14,16 +16,21 @@ import time
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 2.0
+TRACKER = b"multiprocessing.resource_tracker"
 
 
 def end_group(group: int, reap) -> None:
     """End a process group and wait until none of it is left; `reap()` collects our own dead child."""
-    for sign, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+    for kill in (
+        lambda: os.killpg(group, signal.SIGTERM),
+        lambda: kill_all_but_trackers(group),
+        lambda: os.killpg(group, signal.SIGKILL),
+    ):
         try:
-            os.killpg(group, sign)
+            kill()
         except ProcessLookupError:
             return
-        until = time.monotonic() + patience
+        until = time.monotonic() + GRACE_S
         while time.monotonic() < until:
             reap()
             try:
@@ -31,6 +38,16 @@ def end_group(group: int, reap) -> None:
             except ProcessLookupError:
                 return
             time.sleep(0.05)
+
+
+def kill_all_but_trackers(group: int) -> None:
+    """SIGKILL the members of a process group; on systems without /proc none."""
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(ValueError, OSError):  # no process, or one that has ended
+            if os.getpgid(int(name)) == group:
+                with open(f"/proc/{name}/cmdline", "rb") as file:
+                    if TRACKER not in file.read():
+                        os.kill(int(name), signal.SIGKILL)
 
 
 def guard(group: int) -> int:
