@@ -239,8 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from verl.planning.checks import ModelError
 
-    if args.device is None:
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = _given(args.overrides, "trainer.device") or args.device or available
     try:
         setup_loguru_rank0()
     except ValueError as error:

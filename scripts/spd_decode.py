@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -42,6 +41,7 @@ from recipe.spd.decoder import (  # noqa: E402
     speculative_generate,
 )
 from scripts.spd_evaluation import rules  # noqa: E402
+from scripts.spd_evaluation.worker import load_model  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
 from verl.utils.chat_template import render_chat  # noqa: E402
 from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
@@ -108,10 +108,8 @@ class Session:
             makers = {"exact": rules.exact, "all": rules.accept_all, "margin": lambda: rules.margin(args.threshold)}
             return makers[args.rule]()
         model = load_scorer(args, self.target)
-        tokens = {}
-        if model.config.backbone == "own":
-            sep = resolve_sep_token_id(self.tokenizer)
-            tokens = {"sep_token_id": sep, "pad_token_id": self.tokenizer.pad_token_id, "end_ids": end_ids(self.eos)}
+        sep = resolve_sep_token_id(self.tokenizer, read=model.config.backbone == "own")
+        tokens = {"sep_token_id": sep, "pad_token_id": self.tokenizer.pad_token_id, "end_ids": end_ids(self.eos)}
         return rules.scorer(model, args.threshold, **tokens)
 
     def speculative(self, requests: Sequence[Request], on_block: Any = None, **changed: int) -> SpecResult:
@@ -139,12 +137,6 @@ class Session:
         return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
 
-def load_model(directory: str, device: str) -> torch.nn.Module:
-    """A causal model in float32, or in its own type on a GPU."""
-    dtype = torch.float32 if device == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
-
-
 def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.Module:
     """The saved scorer; a `target` head shares the loaded target, an `own` scorer brings its backbone along."""
     config = ScoringModelConfig.load(Path(args.scorer))
@@ -155,10 +147,11 @@ def load_scorer(args: argparse.Namespace, target: torch.nn.Module) -> torch.nn.M
         )
     shared = (args.target, target) if config.backbone == "target" else ()
     try:
-        return AutoModelForSPDScoring.from_pretrained(args.scorer, *shared).to(args.device).eval()
+        model = AutoModelForSPDScoring.from_pretrained(args.scorer, *shared, torch_dtype=target.dtype)
     except (RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[-1].strip().rstrip(".")
         raise SystemExit(f"--scorer {args.scorer}: its weights cannot be loaded ({reason}); save it again.") from error
+    return model.to(args.device).eval()
 
 
 def read_requests(args: argparse.Namespace, tokenizer: Any) -> list[Request]:

@@ -44,7 +44,7 @@ FORWARDED_PREFIXES = ("SPD_", "REWARD_", "VERL_", "HF_", "WANDB_", "MLFLOW_", "S
 # Inputs and results of the job: options of train_spd_scorer.py, and the variables that may replace them.
 INPUTS = {
     "--blocks": None, "--metadata": None, "--val-blocks": None, "--val-metadata": None, "--model": "MODEL_PATH",
-    "--tokenizer": "TOKENIZER_PATH", "--adapter": "ADAPTER_PATH", "--target": None,
+    "--tokenizer": "TOKENIZER_PATH", "--adapter": "ADAPTER_PATH", "--target": None, "--draft": None,
 }  # fmt: skip
 RESULTS = ("--output-dir", "--store")
 STOP_WAIT_S = "600"  # a step and its checkpoint; Ray's own 3 s would kill the training in the middle of them

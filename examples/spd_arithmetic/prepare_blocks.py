@@ -156,6 +156,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--engine", choices=("hf", "vllm"), help="what generates: plain batches of transformers, or vLLM (default: "
         "vllm on cuda, hf on a CPU, where tiny models finish before vLLM has started)")
     add("--tensor-parallel", type=int, default=1, help="GPUs that share the target (vLLM)")
+    add("--memory-shares", type=float, nargs=2, default=[0.6, 0.25], metavar=("TARGET", "DRAFT"),
+        help="fractions of each GPU's memory for the two engines, weights and cache included (vLLM)")
     add("--ray", action=argparse.BooleanOptionalAction, help="the work goes to Ray actors, on all nodes of the cluster "
         "in RAY_ADDRESS, or of one that is started here (default: on cuda)")
     add("--threads", type=int, default=1, help="CPU threads of a process that decodes; may change last digits")
@@ -184,6 +186,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--no-ray is for a CPU: Ray gives each process its GPUs")
     if args.tensor_parallel > 1 and args.engine != "vllm":
         parser.error("--tensor-parallel needs --engine vllm")
+    if min(args.memory_shares) <= 0 or sum(args.memory_shares) > 1:
+        parser.error(f"--memory-shares {args.memory_shares}: expected two positive numbers that add up to at most 1")
+    args.out = args.out.resolve()  # Ray's actors work in other folders
     return args
 
 
@@ -203,7 +208,8 @@ def fingerprint(args: argparse.Namespace) -> str:
 
 def recorded(args: argparse.Namespace) -> dict[str, str]:
     """The arguments that the result depends on."""
-    return {name: str(value) for name, value in sorted(vars(args).items()) if name not in ("out", "processes", "ray")}
+    return {name: str(value) for name, value in sorted(vars(args).items())
+            if name not in ("out", "processes", "ray", "memory_shares")}
 
 
 def made_by(out: Path, key: str) -> bool:
@@ -237,7 +243,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             write_questions(out / f"questions_{split}.jsonl", splits[split])
     longest = max(len(q.prompt_ids) for split in SPLITS for q in splits[split])
     files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size, args.engine,
-                      longest, args.tensor_parallel, out / KEPT)
+                      longest, args.tensor_parallel, out / KEPT, tuple(args.memory_shares))
     pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
     paths, written, drifted = {}, {}, []
     for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):

@@ -19,7 +19,6 @@ from examples.spd_arithmetic.pair import EXACT, PairFiles, end_tokens
 if TYPE_CHECKING:
     from vllm import LLM
 
-MEMORY_SHARES = {"target": 0.6, "draft": 0.25}  # of each GPU
 CPU_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
 
 
@@ -32,7 +31,7 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
     os.environ.setdefault("OMP_NUM_THREADS", str(files.threads))
     length = files.longest + 2 * files.max_new_tokens + 2 * files.gamma + 2  # a context, a completion, a draft
     engines = {}
-    for role, share in MEMORY_SHARES.items():
+    for role, share in zip(("target", "draft"), files.memory_shares, strict=True):
         limit = AutoConfig.from_pretrained(files.folder / role).get_text_config().max_position_embeddings
         arguments: dict[str, Any] = {
             "model": str(files.folder / role), "skip_tokenizer_init": True, "seed": 0, "generation_config": "vllm",

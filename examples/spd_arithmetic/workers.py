@@ -113,11 +113,12 @@ class RayWorkers(Workers):
             variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
             ray.init(log_to_driver=False, runtime_env={"env_vars": variables})
         kind, each = ("GPU", gpus) if gpus else ("CPU", 1)
-        have = int(ray.cluster_resources().get(kind, 0))
-        if (count or 1) * each > have:
-            raise ValueError(f"{count or 1} x {each} {kind}s are asked for, but the Ray cluster has {have}; lower "
-                             "--processes or --tensor-parallel")
-        count = count or have // each
+        have = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+        fitting = sum(number // each for number in have)
+        if (count or 1) > fitting:
+            raise ValueError(f"{count or 1} x {each} {kind}s are asked for, but the nodes of the Ray cluster have "
+                             f"{have}; lower --processes or --tensor-parallel")
+        count = count or fitting
         actor = ray.remote(num_gpus=gpus, num_cpus=1)(_Performer)
         self._actors = [actor.remote() for _ in range(count)]
 

@@ -72,8 +72,13 @@ class TableRows(Sequence):
     def __getitem__(self, item: int) -> dict[str, Any]:
         return self.table.slice(range(len(self))[item], 1).to_pylist()[0]
 
-    def __add__(self, other: TableRows) -> TableRows:
+    def __add__(self, other: TableRows | list[dict[str, Any]]) -> TableRows | list[dict[str, Any]]:
+        if not isinstance(other, TableRows):
+            return [*self, *other]
         return TableRows(pa.concat_tables([self.table, other.table], promote_options="permissive"))
+
+    def __radd__(self, other: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [*other, *self]
 
     def take(self, numbers: Sequence[int]) -> TableRows:
         """The rows of these numbers, in this order."""

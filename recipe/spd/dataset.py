@@ -223,7 +223,7 @@ class SPDRLHFDataset(FileRows):
             right, truths = _integers(extra.field("is_correct_baseline")), reward.field("ground_truth")
             is_blank = pc.any(pc.equal(pc.utf8_trim_whitespace(truths), "")).as_py()
             separators = ids.values[ids.starts + np.minimum(context.lengths, ids.lengths - 1)]
-        except (KeyError, ValueError, TypeError, IndexError):
+        except (AttributeError, KeyError, ValueError, TypeError, IndexError, pa.ArrowException):
             return None
         expected = joined((context, draft, target), separators)
         draft_start, target_start = context.lengths + 1, context.lengths + draft.lengths + 2

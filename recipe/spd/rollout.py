@@ -152,7 +152,8 @@ class SPDRollout(BaseRollout):
         lengths = [len(info["draft_ids"]) for info in infos]
         draws = None
         if not greedy:
-            draws = uniform_draws(self.settings.seed, step, _sample_index(prompts).tolist(), lengths, n, z.shape[1])
+            places = prompts.batch["sample_index"].tolist()
+            draws = uniform_draws(self.settings.seed, step, places, lengths, n, z.shape[1])
         matches, inside = np.zeros((2, *z.shape), dtype=bool)
         for b, (info, length) in enumerate(zip(infos, lengths, strict=True)):
             matches[b, :length] = np.equal(info["draft_ids"], info["target_ids"][:length])
@@ -185,15 +186,13 @@ class SPDRollout(BaseRollout):
         if self.settings.truncated == "exclude":
             columns[LOST][[sample.truncated for sample in samples]] = MASKED
         columns[LOST][[sample.correct is None for sample in samples]] = "lost"
-        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in MODEL_KEYS}
+        tensors = {key: prompts.batch[key].cpu().repeat_interleave(n, 0) for key in (*MODEL_KEYS, "sample_index")}
         after = tensors["position_ids"][:, -1:] + torch.arange(1, width + 1)
         tensors.update(
             prompts=tensors["input_ids"], attention_mask=torch.cat([tensors["attention_mask"], drafted], dim=1),
             position_ids=torch.cat([tensors["position_ids"], after], dim=1), responses=actions.reshape(-1, width),
             response_mask=counted, rollout_log_probs=log_probs.reshape(-1, width) * drafted,
         )  # fmt: skip
-        if "sample_index" in prompts.batch:
-            tensors["sample_index"] = _sample_index(prompts).repeat_interleave(n)
         return DataProto.from_dict(tensors=tensors, non_tensors=columns, meta_info={"metrics": metrics})
 
     def _scores(self, prompts: DataProto) -> torch.Tensor:
@@ -232,9 +231,3 @@ class SPDRollout(BaseRollout):
         client = self.completer.client
         last_error = client.last_error if counts.failed else ""
         return completions, CompletionStatus(counts, self.completer.store.size, client.urls, last_error)
-
-
-def _sample_index(prompts: DataProto) -> torch.Tensor:
-    """[B] int64, the prompts' positions in the data set; a tensor or a non-tensor column."""
-    values = prompts.batch if "sample_index" in prompts.batch else prompts.non_tensor_batch
-    return torch.as_tensor(np.asarray(values["sample_index"], dtype=np.int64))

@@ -23,6 +23,7 @@ from recipe.spd.client import Completer
 from recipe.spd.dataset import SPDInputData, SPDRLHFDataset, resolve_sep_token_id
 from recipe.spd.rollout import SPDRollout
 from recipe.spd.samples import grade_blocks, judged_block
+from verl.utils.model import torch_dtype_of
 
 BLOCKS_AT_A_TIME = 512  # labelled together
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer and supervised.json
@@ -104,8 +105,8 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     files = SimpleNamespace(local_path=None, path=model.path, trust_remote_code=model.trust_remote_code,
                             override_config={})  # fmt: skip
     loader = OmegaConf.to_container(model.loader.kwargs, resolve=True)
-    dtype = getattr(torch, actor.fsdp_config.dtype)
-    scorer = load_spd_scorer(files, dtype, **loader).to(device).train()
+    kept, compute = (torch_dtype_of(actor.fsdp_config[name], name) for name in ("model_dtype", "dtype"))
+    scorer = load_spd_scorer(files, kept, **loader).to(device).train()
     optim = omega_conf_to_dataclass(actor.optim)
     optim.total_training_steps = count = (
         steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
@@ -125,7 +126,8 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
         losses.append(0.0)
         for part in (batch[first : first + micro] for first in range(0, len(batch), micro)):
             blocks, known = [infos[i] for i in part], [labels[i] for i in part]
-            loss = _summed_loss(scorer, blocks, known, sep, tokenizer.pad_token_id, device)
+            with torch.autocast(device.type, compute, enabled=compute != torch.float32):
+                loss = _summed_loss(scorer, blocks, known, sep, tokenizer.pad_token_id, device)
             loss = loss / sum(len(labels[i]) for i in batch)
             loss.backward()
             losses[-1] += loss.item()

@@ -36,7 +36,7 @@ class LabelledBlock:
 
 
 def harm_shares(
-    judges: Sequence[Judge], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock]
+    judges: Sequence[Judge], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock], batch_size: int
 ) -> list[tuple[float | None, float | None]]:
     """For each judge: (share of the harmless, share of the harmful) mismatches it accepts; None where there are none.
 
@@ -47,7 +47,7 @@ def harm_shares(
     passed = [[0, 0] for _ in judges]
     total = [0, 0]
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
-    for view in replay_blocks(target, draft, contexts, drafts):
+    for view in replay_blocks(target, draft, contexts, drafts, batch_size=batch_size):
         verdicts = [judge(view).tolist() for judge in judges]
         for k, place in enumerate(view.rows.tolist()):
             for position, harmful in blocks[place].reachable().items():
@@ -61,14 +61,15 @@ def harm_shares(
 
 
 def labelled_scores(
-    scores: Callable[[Block], torch.Tensor], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock]
+    scores: Callable[[Block], torch.Tensor], target: nn.Module, draft: nn.Module, blocks: Sequence[LabelledBlock],
+    batch_size: int,
 ) -> list[list[tuple[float, bool]]]:
     """For each block (z, harmful) of its reachable mismatches, in order."""
     from recipe.spd.decoder import replay_blocks
 
     labelled: list[list[tuple[float, bool]]] = [[] for _ in blocks]
     contexts, drafts = [block.context_ids for block in blocks], [block.draft_ids for block in blocks]
-    for view in replay_blocks(target, draft, contexts, drafts):
+    for view in replay_blocks(target, draft, contexts, drafts, batch_size=batch_size):
         z = scores(view).tolist()
         for k, place in enumerate(view.rows.tolist()):
             labelled[place] = [(z[k][at], harmful) for at, harmful in sorted(blocks[place].reachable().items())]

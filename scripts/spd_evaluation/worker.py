@@ -99,14 +99,16 @@ class Worker:
 
     def harm_shares(self, task: Harm) -> list[tuple[float | None, float | None]]:
         """See harm.harm_shares."""
+        self.first = 0  # the draws of `random` are the same whatever this process decoded before
         judges = [self.judges[run.rule](run.threshold) for run in task.runs]
-        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks)
+        shares = harm.harm_shares(judges, self.target, self.draft, self.job.blocks, self.args.batch_size)
         self._count(len(self.job.blocks))
         return shares
 
     def labelled_scores(self, task: Scores) -> list[list[tuple[float, bool]]]:
         """See harm.labelled_scores."""
-        scores = harm.labelled_scores(self.scores[task.rule], self.target, self.draft, self.job.validation)
+        z_of, blocks = self.scores[task.rule], self.job.validation
+        scores = harm.labelled_scores(z_of, self.target, self.draft, blocks, self.args.batch_size)
         self._count(len(self.job.validation))
         return scores
 
@@ -134,14 +136,16 @@ class Worker:
 
         def load(directory: str) -> torch.nn.Module:
             config = ScoringModelConfig.load(Path(directory))
-            return AutoModelForSPDScoring.from_pretrained(directory, base_model=shared(config))
+            return AutoModelForSPDScoring.from_pretrained(
+                directory, base_model=shared(config), torch_dtype=self.target.dtype
+            )
 
         models = {name: load(directory) for name, directory in self.args.scorers.items()}
         if self.args.untrained is not None:
             untrained = load(self.args.untrained)
         else:
             config = replace(models["scorer"].config, seed=self.args.seed)
-            untrained = AutoModelForSPDScoring.from_config(config, base_model=shared(config))
+            untrained = AutoModelForSPDScoring.from_config(config, self.target.dtype, shared(config))
         return {n: m.to(self.args.device).eval() for n, m in {**models, "scorer_untrained": untrained}.items()}
 
 

@@ -150,6 +150,26 @@ def test_a_parquet_file_stays_in_columns_and_gives_the_rows_of_a_jsonl_file(tmp_
         rows[number]["input_ids"] for _, number in drawn.origins]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_files_of_both_kinds_are_read_together(tmp_path, order):
+    rows = [row(list(range(4, 6 + i)), [8], [9, 9]) for i in range(6)]
+    make, (path, *given) = parquet(tmp_path / "blocks.parquet", rows[:3])
+    lines = tmp_path / "more.jsonl"
+    lines.write_text("".join(json.dumps(r) + "\n" for r in rows[3:]))
+    files = [path, str(lines)]
+    data = make([files[i] for i in order], *given)
+    halves = [rows[:3], rows[3:]]
+    assert [r["input_ids"] for r in data.rows] == [r["input_ids"] for i in order for r in halves[i]]
+
+
+def test_columns_of_other_types_are_checked_row_by_row(tmp_path):
+    rows = [row([4, 5], [8], [9, 9]) for _ in range(3)]
+    for number, r in enumerate(rows):
+        r["reward_model"] = {**r["reward_model"], "ground_truth": number}
+    make, given = parquet(tmp_path / "blocks.parquet", rows)
+    assert len(make(*given)) == 3
+
+
 @pytest.mark.parametrize(
     "change",
     [

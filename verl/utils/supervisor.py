@@ -1,8 +1,8 @@
 """Runs a server that must not outlive its owner: `python supervisor.py OWNER_PID COMMAND...`, standard library only.
 
 The owner holds the other end of standard input. When that closes, or the owner is gone (SIGKILL included), or this
-process gets a signal, the server's entire process group is ended: by SIGTERM, then by SIGKILL. Python's resource trackers
-get that last: they end by themselves, after they have removed the semaphores of processes that were killed.
+process gets a signal, the server's entire process group is ended: by SIGTERM, then by SIGKILL. Python's resource
+trackers get that last: they end by themselves, after they have removed the semaphores of processes that were killed.
 """
 
 import contextlib

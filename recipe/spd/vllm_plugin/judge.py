@@ -143,8 +143,10 @@ class ServedJudge:
             del self.counts[request_id]
 
     def report(self, prefix: str | None = None) -> dict[str, Any]:
-        """Totals since the start; with `prefix` those of each known request whose id starts with it."""
+        """Totals since the start; with `prefix` those of each known request with this id or an id `prefix`-..., and of
+        all for an empty one."""
         self._fold()
         if prefix is None:
             return dict(zip(COUNTS, self.totals, strict=True))
-        return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items() if r.startswith(prefix)}
+        return {r: dict(zip(COUNTS, c, strict=True)) for r, c in self.counts.items()
+                if not prefix or r == prefix or r.startswith(f"{prefix}-")}

@@ -74,7 +74,7 @@ class ServedScorer:
                 f"{self.scorer} holds a scorer with an own backbone. vLLM serves heads on the target's hidden states: "
                 "train one with spd.backbone=target."
             )
-        here = replace(saved, base_model_path=target, base_fingerprint="", hidden_size=self._width(target))
+        here = replace(saved, base_model_path=target, base_fingerprint="", hidden_size=_text_config(target).hidden_size)
         if not self.allow_foreign_target:
             here.base_fingerprint = _fingerprint(target)
         try:
@@ -87,12 +87,6 @@ class ServedScorer:
         if not self.allow_foreign_drafter:
             self._check_drafter(saved, speculative)
         return saved
-
-    @staticmethod
-    def _width(target: str) -> int:
-        from transformers import AutoConfig
-
-        return AutoConfig.from_pretrained(target).get_text_config().hidden_size
 
     def _check_drafter(self, saved: ScoringModelConfig, speculative: Mapping[str, Any]) -> None:
         if not saved.draft_fingerprint:
@@ -107,6 +101,12 @@ class ServedScorer:
                 f"{saved.draft_fingerprint}) than {drafter!r}. Name that one as the draft model, train a scorer on "
                 "blocks of this one, or set spd.allow_foreign_drafter and check the answers."
             )
+
+
+def _text_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).get_text_config()
 
 
 def _fingerprint(model: str) -> str:
@@ -126,6 +126,8 @@ def engine_options(
     speculative = engine.pop("speculative_config", None)
     if speculative is None and draft is not None:
         speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
+        if _text_config(str(draft)).vocab_size != _text_config(str(target)).vocab_size:
+            speculative["use_heterogeneous_vocab"] = True  # one tokenizer, embeddings padded to different sizes
     given = {"scorer": str(Path(scorer).expanduser().resolve()), "threshold": threshold}
     allowed = {"allow_foreign_target": allow_foreign_target, "allow_foreign_drafter": allow_foreign_drafter}
     given |= {name: True for name, value in allowed.items() if value}

@@ -88,7 +88,8 @@ def test_counts_end_with_the_first_rejection_and_stay_after_the_request():
     judging.admit(SimpleNamespace(finished_req_ids={"first"}, scheduled_new_reqs=[]))
     assert judging.report("first") == {"first": {"matched": 1, "judged": 2, "let_through": 1}}
     assert judging.report("second") == {"second": {"matched": 2, "judged": 1, "let_through": 1}}
-    assert judging.report("third") == {}
+    assert judging.report("third") == {} == judging.report("fir")
+    assert set(judging.report("")) == {"first", "second"}
 
 
 def test_a_step_of_opted_out_requests_never_runs_the_head():

@@ -54,6 +54,14 @@ def test_options_name_worker_drafter_and_scorer(pair):
     assert options["additional_config"] == {"spd": {"scorer": pair.scorer, "threshold": 1.5}}
 
 
+def test_a_draft_with_padded_embeddings_is_served_by_its_tokens(pair, tmp_path):
+    padded = AutoModelForCausalLM.from_pretrained(pair.draft)
+    padded.resize_token_embeddings(padded.config.vocab_size + 16)
+    padded.save_pretrained(tmp_path / "padded")
+    options = engine_options(pair.target, pair.scorer, draft=tmp_path / "padded", allow_foreign_drafter=True)
+    assert options["speculative_config"]["use_heterogeneous_vocab"] is True
+
+
 def test_a_foreign_target_is_refused_unless_it_is_allowed(pair, tmp_path):
     other = changed(pair.target, tmp_path / "other")
     with pytest.raises(ValueError, match="belongs to the target .*allow_foreign_target"):
