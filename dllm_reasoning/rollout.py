@@ -77,7 +77,8 @@ class RefineRollout(HFRollout):
         rows = [Row(i, list(ids), len(ids), limit) for i, ids in
                 enumerate(ids for ids in request.prompt_ids for _ in range(n))]  # fmt: skip
         longest = max(map(len, request.prompt_ids))
-        if self.rule is None:
+        costs = None if self.rule is None else self.rule.costs
+        if self.rule is None or (costs is not None and len(rows) > costs.rows[-1]):  # validation may come first
             self.rule = self._make_rule(request, len(rows), longest, choose_tokens)
         if self.rule_version != self.weights_version:
             self.rule.forget()

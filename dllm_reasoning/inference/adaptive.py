@@ -93,7 +93,7 @@ class AdaptiveWindows:
         self.forget()
 
     def forget(self) -> None:
-        """What was seen counts as one forward from now on, since the weights have changed."""
+        """Call it after a weight update: earlier means count as one forward, so that new ones soon dominate."""
         self.counts = {window: (tokens / forwards, 1.0) for window, (tokens, forwards) in self.counts.items()}
         self.untried = [window for window in self.windows if window.guesses and self.costs is not None]
 

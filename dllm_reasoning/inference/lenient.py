@@ -47,6 +47,5 @@ class LenientDraws:
             tokens[verified] = torch.where(kept, guess, replaced)
             target = target.masked_scatter(verified[..., None], rule.behaviour)
         log_probs = target.gather(-1, tokens[..., None])[..., 0].log()
-        for i, row in enumerate(rows):
-            self.drawn_from[row.number] = (target[i], len(row.tokens))
+        self.drawn_from = {row.number: (target[i], len(row.tokens)) for i, row in enumerate(rows)}
         return tokens.tolist(), log_probs.tolist()

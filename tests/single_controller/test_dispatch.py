@@ -57,7 +57,7 @@ def test_auto_padding_repeats_the_last_row_and_returns_how_often():
     data = batch(5, **{DataProtoConfig.auto_padding_key: True})
     (parts,), kwargs = d.dispatch_dp_compute_data_proto(group(4), data)
     assert xs(parts) == [[0, 1], [2, 3], [4, 4], [4, 4]]
-    assert kwargs == {d.PADDING_KEY: 3} and len(data) == 5
+    assert kwargs == {d.PADDING_KEY: (3, 8)} and len(data) == 5
 
 
 def test_plain_values_are_refused_where_batches_are_cut():

@@ -207,7 +207,7 @@ def test_pools_of_a_ray_cluster_share_the_rate_and_it_outlives_its_creator(ray_c
             await self.pool.execute(asyncio.sleep, seconds)
 
         async def held(self):
-            return await ray.get_actor("test-rate-limiter").get_current_count.remote()
+            return await ray.get_actor("test-rate-limiter", namespace="verl").get_current_count.remote()
 
     creator, other = Process.remote(), Process.remote()
     ray.get([creator.held.remote(), other.held.remote()])
@@ -216,4 +216,4 @@ def test_pools_of_a_ray_cluster_share_the_rate_and_it_outlives_its_creator(ray_c
     assert ray.get(other.held.remote()) == 1
     ray.kill(creator)
     ray.get(other.hold.remote(0))  # the second token is free, the bucket lives
-    ray.kill(ray.get_actor("test-rate-limiter"))
+    ray.kill(ray.get_actor("test-rate-limiter", namespace="verl"))

@@ -134,10 +134,10 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
     half = torch.zeros(1, dtype=torch.bfloat16).as_subclass(OnCuda)
     assert choose_backend(torch.zeros(1, dtype=torch.bfloat16), packing, 0.0) == "sdpa"
     assert choose_backend(torch.zeros(1).as_subclass(OnCuda), packing, 0.0) == "sdpa"  # float32
-    for installed, dropout, expected in ((None, 0.0, "varlen"), (None, 0.1, "sdpa"), ("spec", 0.1, "flash_attn")):
-        monkeypatch.setattr(attention, "find_spec", lambda name, spec=installed: spec)
+    for installed, dropout, expected in ((False, 0.0, "varlen"), (False, 0.1, "sdpa"), (True, 0.1, "flash_attn")):
+        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda there=installed: there)
         assert choose_backend(half, packing, dropout) == expected
-    monkeypatch.setattr(attention, "find_spec", lambda name: "spec")
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     shared = grouped_batch([6, 3], [[5, 2], [1]])
     packing = pack(shared["attention_mask"], 5, shared["group_index"])
     assert choose_backend(half, packing, 0.0) == "shared_prompt" and choose_backend(half, packing, 0.1) == "flash_attn"

@@ -121,15 +121,18 @@ def test_settings_that_do_not_fit_are_named():
 
 
 def test_a_dry_run_reads_the_draft_models_vocabulary(tmp_path, tiny_llama):
-    def problems(path, every=0):
+    def problems(path, every=0, mode="async", sharing=1):
         drafts = {"method": "draft_model", "draft_path": str(path), "refresh_every": every}
-        rollout = {"name": "vllm", "mode": "async", "speculative": drafts}
+        rollout = {"name": "vllm", "mode": mode, "speculative": drafts}
+        section = {"rollout": rollout, "actor": {"ulysses_sequence_parallel_size": sharing}}
         findings = SimpleNamespace(hf_config=AutoConfig.from_pretrained(tiny_llama), to_start=False)
-        return list(check_drafter(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}), findings))
+        return list(check_drafter(OmegaConf.create({"actor_rollout_ref": section}), findings))
 
     assert problems(tiny_llama) == []
     (served,) = problems(tiny_llama, every=5)
     assert "refresh_every=5 needs actor_rollout_ref.rollout.mode=sync, not async" in served.message
+    (shared,) = problems(tiny_llama, every=5, mode="sync", sharing=2)
+    assert "refresh_every does not work with actor_rollout_ref.actor.ulysses_sequence_parallel_size" in shared.message
     (missing,) = problems(tmp_path / "none")
     assert missing.kind == "absent" and "has no config.json that can be read" in missing.message
     (unlike,) = problems(save_toy(tmp_path / "draft", 1))

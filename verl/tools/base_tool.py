@@ -6,6 +6,9 @@ from uuid import uuid4
 
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
+#: Settings of a tool for the dry run: the arguments of a call, and its extra_info.tools_kwargs.
+EXAMPLES = ("example_arguments", "example_kwargs")
+
 
 class BaseTool(ABC):
     """A tool: one object per process, with one instance (an id, with state if it keeps any) per conversation.

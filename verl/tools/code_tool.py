@@ -3,7 +3,7 @@
 from typing import Any
 
 from verl.grading.sandbox import Outcome, SandboxConfig, run_python
-from verl.tools.base_tool import BaseTool
+from verl.tools.base_tool import EXAMPLES, BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.threads import in_thread
 from verl.utils.reward_score.code_cases import extract_code
@@ -25,7 +25,7 @@ class CodeTool(BaseTool):
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema | None):
         super().__init__(config, tool_schema)
-        self._limits = SandboxConfig(**{key: value for key, value in config.items() if key != "type"})
+        self._limits = SandboxConfig(**{key: value for key, value in config.items() if key not in ("type", *EXAMPLES)})
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema given in the tools' file, else one for a function `code_interpreter`."""

@@ -9,14 +9,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, validate_call
 
-from verl.tools.base_tool import BaseTool
+from verl.tools.base_tool import EXAMPLES, BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.utils.threads import in_thread
 from verl.utils.import_utils import load_module
 from verl.utils.user_code import defined_at
-
-#: Settings of a tool for the dry run: the arguments of a call, and its extra_info.tools_kwargs.
-EXAMPLES = ("example_arguments", "example_kwargs")
 
 # "name: text" or "name (type): text" under Args:, with continuation lines that are indented further.
 _ARGUMENT = re.compile(r"^ {4,}(\w+)(?: *\([^)\n]*\))?: *(.+(?:\n {8,}\S.*)*)", re.MULTILINE)

@@ -35,7 +35,7 @@ class ToolJournal:
         self.writer, self.begun = uuid4().hex[:12], time.time()
         digest = hashlib.blake2b(digest_size=16)
         for tool in tools:
-            file = inspect.getsourcefile(tool.source)
+            file = inspect.getsourcefile(inspect.unwrap(tool.source))
             code = Path(file).read_bytes() if file else b""
             schema = tool.tool_schema.model_dump_json()
             digest.update(json.dumps([tool.config, schema], sort_keys=True, default=str).encode() + code)

@@ -34,6 +34,12 @@ def rank_device_index() -> int:
     return 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def visible_device() -> str:
+    """The current GPU, as CUDA_VISIBLE_DEVICES names it."""
+    index, names = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return names.split(",")[index] if names else str(index)
+
+
 def get_nccl_backend() -> str:
     """Name of the collective library for this device: nccl or gloo."""
     return "nccl" if get_device_name() == "cuda" else "gloo"

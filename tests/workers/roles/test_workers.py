@@ -152,7 +152,7 @@ def test_a_role_says_whether_its_log_probs_are_compiled(worker):
     engine = dataclasses.replace(worker.actor_config.fsdp_config, use_torch_compile=True)
     roles = (worker.actor_config, dataclasses.replace(worker.actor_config, use_torch_compile=True),
              dataclasses.replace(worker.actor_config, fsdp_config=engine))  # fmt: skip
-    assert [worker._make_policy(worker.actor_config, role).compiled for role in roles] == [False, True, True]
+    assert [worker._make_policy(role).compiled for role in roles] == [False, True, True]
 
 
 def scores_of_rows(rank, world_size, section):

@@ -61,7 +61,7 @@ class AsyncLLMServerManager:
         self.router = RequestRouter(len(server_handles)) if router is None else router
         self.max_cache_size = max_cache_size
         self.turns: OrderedDict[str, int] = OrderedDict()
-        self.requests = self.retries = self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0
 
     @rollout_trace_op
     async def generate(
@@ -100,13 +100,11 @@ class AsyncLLMServerManager:
             server, lost = await self._routed("acquire", request_id), False
             try:
                 output = await self.clients[server].generate(uuid4().hex, prompt_ids, sampling, log_probs)
-                self.requests += 1
                 self.prompt_tokens += len(prompt_ids)
                 self.cached_tokens += output.cached_tokens
                 return output
             except ServerUnreachable:
                 lost = len(self.clients) > 1
-                self.retries += 1
                 if attempt == rollout.server.max_attempts:
                     raise
                 await asyncio.sleep(0 if lost else rollout.server.retry_delay)

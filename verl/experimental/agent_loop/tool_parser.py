@@ -38,8 +38,8 @@ class ToolParser(ABC):
     @property
     def stop_token_ids(self) -> list[int]:
         """The ids of STOPS."""
-        ids = self.tokenizer.get_vocab() if self.STOPS else {}
-        return [ids[token] for token in self.STOPS if token in ids]
+        ids = self.tokenizer.convert_tokens_to_ids(list(self.STOPS))
+        return [i for i in ids if i not in (None, self.tokenizer.unk_token_id)]
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
@@ -179,7 +179,7 @@ class GptOssToolParser(ToolParser):
 
     MESSAGE = re.compile(
         r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"
-        r"(?:<\|end\|>|<\|call\|>|<\|return\|>|$)",
+        r"(?:<\|end\|>|<\|call\|>|<\|return\|>|$)|.+",
         re.DOTALL,
     )
     RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
@@ -188,6 +188,8 @@ class GptOssToolParser(ToolParser):
         content, calls = [], []
         for message in self.MESSAGE.finditer(text):
             head, body = message.group("head"), message.group("body")
+            if head is None:  # text without a message
+                continue
             recipient = self.RECIPIENT.search(head)
             if "analysis" in head and recipient is None:
                 continue

@@ -120,7 +120,8 @@ def _split(chunks: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return value.chunk(chunks)
 
     args, kwargs = _map(cut, args, kwargs)
-    return args, {**kwargs, PADDING_KEY: padding} if padding else kwargs
+    rows = next(iter(sizes.values()), 0) + padding
+    return args, {**kwargs, PADDING_KEY: (padding, rows)} if padding else kwargs
 
 
 def _join(output: list) -> DataProto | TensorDict | DataProtoFuture:

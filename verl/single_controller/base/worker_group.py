@@ -147,13 +147,13 @@ def func_generator(
 
     def call(*args, **kwargs):
         args, kwargs = dispatch_fn(self, *args, **kwargs)
-        padding = kwargs.pop(PADDING_KEY, 0)
+        padding = kwargs.pop(PADDING_KEY, None)
         output = execute_fn(method_name, *args, **kwargs)
         if blocking:
             output = self._fetch(output, method_name)
         output = collect_fn(self, output)
         if padding and isinstance(output, DataProto):
-            output = unpad_dataproto(output, padding)
+            output = _unpad(output, *padding)
         if padding and isinstance(output, DataProtoFuture):
             output.collect_fn = functools.partial(_concat_and_unpad, padding)
         return output
@@ -162,5 +162,10 @@ def func_generator(
     return call
 
 
-def _concat_and_unpad(padding: int, parts: list[DataProto]) -> DataProto:
-    return unpad_dataproto(DataProto.concat(parts), padding)
+def _unpad(output: DataProto, padding: int, rows: int) -> DataProto:
+    """Drop the results of the last `padding` of `rows` rows; generation returns several for each."""
+    return unpad_dataproto(output, len(output) * padding // rows)
+
+
+def _concat_and_unpad(padding: tuple[int, int], parts: list[DataProto]) -> DataProto:
+    return _unpad(DataProto.concat(parts), *padding)

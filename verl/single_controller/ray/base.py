@@ -213,7 +213,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def try_execute_all(self, method_name: str, timeout_s: float) -> None:
         """Call every rank; errors, and ranks that do not answer within `timeout_s` seconds, are logged."""
-        prefix = f"{self.sub_cls_name}_" if self.sub_cls_name else ""
+        separator = FUSED_SEPARATOR if self.fused_worker_used else "_"
+        prefix = f"{self.sub_cls_name}{separator}" if self.sub_cls_name else ""
         calls = self.execute_all_async(prefix + method_name)
         done, hanging_calls = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
         for ref in done:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from verl.tools.utils.threads import in_thread
 
 T = TypeVar("T")
-_LEASE_S = 600.0
+_LEASE_S = 600.0  # after which a token that was never released is free again
 
 
 class PoolMode(Enum):
@@ -77,10 +77,23 @@ class ExecutionWorker:
         """Whether it is there."""
         return True
 
+    async def _token(self) -> int:
+        """A token; one that is granted after this call was cancelled is given back."""
+        asked = asyncio.ensure_future(self._acquire())
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, asked: asyncio.Future) -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            asyncio.ensure_future(self._release(asked.result()))
+
     async def execute(self, fn: Callable[..., T], *fn_args: Any, **fn_kwargs: Any) -> T:
         """The result of `fn`, which is awaited if it is a coroutine function; its exceptions pass through."""
         async with self._slots:
-            token = None if self._acquire is None else await self._acquire()
+            token = None if self._acquire is None else await self._token()
             try:
                 if asyncio.iscoroutinefunction(fn):
                     return await fn(*fn_args, **fn_kwargs)
@@ -97,7 +110,7 @@ def _bucket(rate_limit: int, name: str) -> tuple[Callable, Callable]:
     if not ray.is_initialized():
         return bucket.acquire, bucket.release
     actor = ray.remote(TokenBucketWorker).options(
-        name=name, get_if_exists=True, lifetime="detached", num_cpus=0, max_concurrency=10_000
+        name=name, namespace="verl", get_if_exists=True, lifetime="detached", num_cpus=0, max_concurrency=10_000
     ).remote(rate_limit)  # fmt: skip
 
     return actor.acquire.remote, actor.release.remote

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
+from transformers.utils import is_flash_attn_2_available
 
 from verl.utils.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads
 from verl.workers.policy.packing import Packing
@@ -38,7 +38,7 @@ def sdpa_attention(
     for part in packing.parts:
         q, k, v = _rows(query, part.queries), _rows(key, part.keys), _rows(value, part.keys)
         if query.is_cuda and query.shape[1] != key.shape[1]:
-            # With a mask or in float32, CUDA has no kernel for fewer key heads but the one that stores all scores.
+            # With a mask or in float32, PyTorch's only CUDA kernel for grouped-query attention stores all scores.
             k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=part.mask, is_causal=part.mask is None, scale=scale, dropout_p=dropout,
@@ -173,7 +173,7 @@ def choose_backend(query: torch.Tensor, packing: Packing, dropout: float) -> str
         return "sdpa"
     if packing.groups is not None and dropout == 0 and len(packing.groups) < len(packing.lengths) / 2:
         return "shared_prompt"
-    if find_spec("flash_attn") is not None:
+    if is_flash_attn_2_available():  # not flash-attn 4, which installs another package of the same name
         return "flash_attn"
     return "varlen" if dropout == 0 else "sdpa"
 

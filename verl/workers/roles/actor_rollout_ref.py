@@ -68,12 +68,10 @@ class ActorRolloutRefWorker(ModelWorker):
         """Join the process group, then build what the role asks for."""
         self.join_ranks("actor", "rollout", "ref")
         self.model_config: HFModelConfig = omega_conf_to_dataclass(self.config.model, HFModelConfig).load()
+        section = per_rank_sizes(self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size)
+        self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(section, FSDPActorConfig)
         if self._is_actor:
-            section = per_rank_sizes(
-                self.config.actor, "actor_rollout_ref.actor", self.config.rollout.n, self.world_size
-            )
-            self.actor_config: FSDPActorConfig = omega_conf_to_dataclass(section, FSDPActorConfig)
-            self.policy = self._make_policy(self.actor_config, self.actor_config)
+            self.policy = self._make_policy(self.actor_config)
             self.engine = self._make_engine(
                 self.actor_config.fsdp_config, self.actor_config.optim, self.actor_config.checkpoint
             )
@@ -90,9 +88,8 @@ class ActorRolloutRefWorker(ModelWorker):
             self.ref_engine = self._make_engine(
                 ref_config.fsdp_config, None, CheckpointConfig(), model=self._reference_model(ref_config)
             )
-            actor_config = omega_conf_to_dataclass(self.config.actor, FSDPActorConfig)
-            policy = self._make_policy(actor_config, ref_config)
-            self.ref_policy = DataParallelPPOActor(actor_config, self.ref_engine, policy)
+            policy = self._make_policy(ref_config)
+            self.ref_policy = DataParallelPPOActor(self.actor_config, self.ref_engine, policy)
             self.ref_module_fsdp = self.ref_engine.module
 
     @property
@@ -127,11 +124,11 @@ class ActorRolloutRefWorker(ModelWorker):
         engine.initialize()
         return engine
 
-    def _make_policy(self, config: FSDPActorConfig, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
+    def _make_policy(self, role: FSDPActorConfig | FSDPRefConfig) -> Policy:
         policy = get_policy(self.model_config.policy.name, **self.model_config.policy.kwargs)
         policy.compiled = role.use_torch_compile or role.fsdp_config.use_torch_compile
         policy.set_forward(
-            remove_padding=self.model_config.use_remove_padding, share_prompt=config.share_prompt_forward
+            remove_padding=self.model_config.use_remove_padding, share_prompt=self.actor_config.share_prompt_forward
         )
         return policy
 

@@ -11,12 +11,13 @@ from omegaconf import DictConfig
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import visible_device
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.ranks import ModelWorker
 from verl.workers.rollout.replica import START_KEY, host_to_bind
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
-_FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats")
+_FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
 _VALUES = ("dtype", "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "load_format")
 
 
@@ -27,6 +28,7 @@ class RewardModelServer(LocalVllmServer):
         rollout, model = config.rollout, config.model
         settings = {name: getattr(rollout, name) for name in (*_FLAGS, *_VALUES)}
         settings |= {"tensor_parallel_size": rollout.tensor_model_parallel_size}
+        settings |= {"disable_log_stats": True} if rollout.disable_log_stats else {}  # vLLM has no --no- form of it
         settings |= {"trust_remote_code": True} if model.trust_remote_code else {}
         settings |= {"tokenizer": os.path.expanduser(model.tokenizer_path)} if model.tokenizer_path else {}
         settings |= {"runner": "pooling"} if discriminative else {}
@@ -74,17 +76,17 @@ class RewardServerWorker(ModelWorker):
                 "of the reward model's pool."
             )
         devices: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        dist.all_gather_object(devices, visible_device() if self.device_name == "cuda" else None)
         if self.rank % size == 0:
             own, mine = os.environ.get("CUDA_VISIBLE_DEVICES"), devices[self.rank : self.rank + size]
             log = Path(self.log_dir).expanduser() / f"reward_model_{self.rank}.log"
             try:
-                if own is not None and size > 1:
-                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(device or "" for device in mine)
+                if self.device_name == "cuda":
+                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
                 self.server = RewardModelServer(config, log, self.discriminative, host_to_bind())
             finally:
-                if own is not None:
-                    os.environ["CUDA_VISIBLE_DEVICES"] = own
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+                os.environ |= {} if own is None else {"CUDA_VISIBLE_DEVICES": own}
             self.server.wait_ready(self.start_timeout, START_KEY)
         dist.barrier()
 

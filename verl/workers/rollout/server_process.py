@@ -18,6 +18,7 @@ from verl.utils import supervisor
 
 SUPERVISOR = Path(supervisor.__file__)
 _LOG_TAIL = 25
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not reach this machine's servers
 
 
 class LocalServerError(RuntimeError):
@@ -62,7 +63,7 @@ class RunningServer:
                     f"the local {self.engine} server was not ready after {timeout_s:.0f} s ({key}).{self._tail()}"
                 )
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                with DIRECT.open(f"{self.url}/health", timeout=5):
                     pass
             except OSError:
                 time.sleep(0.2)
@@ -72,7 +73,7 @@ class RunningServer:
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
             request = urllib.request.Request(self.url + self.path, body, headers=headers)
             try:
-                with urllib.request.urlopen(request, timeout=120.0) as reply:
+                with DIRECT.open(request, timeout=120.0) as reply:
                     json.load(reply)
             except (OSError, ValueError) as error:
                 raise LocalServerError(

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import register
+from verl.tools.utils.threads import in_thread
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.reward_rows import Row
 
@@ -40,6 +41,8 @@ class RateLimitedRewardManager(NaiveRewardManager):
     A request counts `estimated_tokens_per_request` tokens against max_tpm. The reward function is usually `async def`.
     """
 
+    # The default pool may have fewer threads than max_concurrent, and waits for a call that hangs.
+    in_other_thread = staticmethod(in_thread)
     _semaphore: ClassVar[asyncio.Semaphore | None] = None
     _max_concurrent: ClassVar[int | None] = None
     _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None

@@ -24,6 +24,8 @@ class NaiveRewardManager(RewardManagerBase):
     `reward_model_tokenizer`, to ask a reward model on a server.
     """
 
+    in_other_thread = staticmethod(asyncio.to_thread)  # how a plain function is called
+
     def __init__(
         self, config: DictConfig, tokenizer: Any, compute_score: RawRewardFn | None = None,
         reward_router_address: str | None = None, reward_model_tokenizer: Any = None,
@@ -58,7 +60,7 @@ class NaiveRewardManager(RewardManagerBase):
             extra_info=row.extra_info, **self.router,
         )  # fmt: skip
         function = self.compute_score.function if isinstance(self.compute_score, ExternFunction) else self.compute_score
-        return await call() if inspect.iscoroutinefunction(function) else await asyncio.to_thread(call)
+        return await call() if inspect.iscoroutinefunction(function) else await self.in_other_thread(call)
 
     def adjusted(self, score: float, extras: dict[str, Any], row: Row) -> tuple[float, dict[str, Any]]:
         """Score and extras as they are reported; a function that returns a number gets the extra acc."""

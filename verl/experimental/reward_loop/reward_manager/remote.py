@@ -14,7 +14,7 @@ from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.reward_rows import Row
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=0)  # the session reserves one CPU for all rewards
 class RewardComputeWorker:
     """Runs a reward function, `async def` or not, in its own process."""
 

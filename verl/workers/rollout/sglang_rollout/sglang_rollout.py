@@ -6,7 +6,6 @@ import asyncio
 import base64
 import importlib.util
 import io
-import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from loguru import logger
 
 from verl.planning.problems import Problem, absent, register_check
 from verl.protocol import DataProto
+from verl.utils.device import visible_device
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import (
@@ -80,7 +80,7 @@ class ServerAdapter(BaseRollout):
         self.keeps_weights = not (self.sleeps and on_cuda)
         if self.sleeps and not on_cuda:
             logger.info("SGLang frees no memory on a CPU: its weights and cache stay there while the actor trains")
-        gpus = self._gathered(_visible_device()) if on_cuda else None
+        gpus = self._gathered(visible_device()) if on_cuda else None
         self.server = self.server_class(config, model_config, gpus, host_to_bind()) if self.leads else None
         self.server_handle: ServerHandle = self._gathered(self.server and self.server.launch_server())[0]
         self.released: set[str] = set()
@@ -222,12 +222,6 @@ class ServerAdapter(BaseRollout):
     def close(self) -> None:
         if self.server is not None:
             self.server.stop()
-
-
-def _visible_device() -> str:
-    """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
-    index, names = torch.cuda.current_device(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    return names.split(",")[index] if names else str(index)
 
 
 def parts(weights: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[list[tuple[str, torch.Tensor]]]:

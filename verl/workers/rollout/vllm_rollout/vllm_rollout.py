@@ -69,6 +69,11 @@ def check_drafter(config: Any, findings: Any) -> Iterator[Problem]:
         every = f"{KEY}.speculative.refresh_every"
         rule = f"{every}={rollout.speculative.refresh_every} needs {KEY}.mode=sync, not {rollout.mode}"
         yield wrong(every, f"{rule}: the draft model is trained on the batches that its own rank generates.")
+    if rollout.speculative.refresh_every and config.actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1:
+        every = f"{KEY}.speculative.refresh_every"
+        sharing = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+        yield wrong(every, f"{every} does not work with {sharing} above 1: each rank trains the draft model on its own "
+                           "samples. Set one of them to its default.")  # fmt: skip
     from transformers import AutoConfig
 
     try:
