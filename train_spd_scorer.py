@@ -9,6 +9,7 @@ REWARD_PENALTY_BREAK, REWARD_USELESS, REWARD_CORRECT_BASE and LOGURU_LEVEL are r
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -256,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HydraException as error:
         sys.exit(str(error))
     os.environ.update(_create_training_env(args))
-    logger.info("trains in this process as {}", " ".join(build_training_command(args, train, val)))
+    command = shlex.join(build_training_command(args, train, val))
+    logger.info("training in this process; the same as: {}", command)
     if args.supervised:
         from recipe.spd.supervised import train_supervised
         from verl.trainer.main_ppo import exit_if_wrong

@@ -2,10 +2,13 @@
 
 import importlib
 import math
+import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import FrozenInstanceError, dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,3 +181,27 @@ def test_a_rented_machine_that_ends_before_the_next_step_saves(expiry, saves, mo
 
 def test_optional_settings_are_empty_by_default():
     assert AlgoConfig().pf_ppo == {} and FSDPOptimizerConfig(lr=1e-3).min_lr_ratio is None
+
+
+def test_a_users_file_may_define_dataclasses_with_annotations_as_text(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n"
+        "@dataclass\nclass Rule:\n    weight: float = 2.0\n\n\ndef score():\n    return Rule().weight\n"
+    )
+    score = imp.load_extern_object(str(file), "score")
+    assert score() == 2.0 and score.__module__ not in sys.modules
+
+
+def test_a_copy_in_shared_memory_follows_its_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = tmp_path / "model.bin"
+    source.write_text("old!")
+    copy = Path(fs.copy_to_shm("~/model.bin"))
+    try:
+        assert copy != source and copy.read_text() == "old!"
+        os.utime(source, ns=(0, 0))
+        source.write_text("new!")
+        assert Path(fs.copy_to_shm("~/model.bin")).read_text() == "new!"
+    finally:
+        shutil.rmtree(copy.parent)

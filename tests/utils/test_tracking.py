@@ -114,6 +114,15 @@ def test_the_console_replaces_wandb_where_it_is_not_installed(monkeypatch, capsy
         assert capsys.readouterr().out == "step 1  a 1\n"
 
 
+def test_generations_skip_wandb_where_it_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    logger = ValidationGenerationsLogger("p", "e")
+    logger.log(["console", "wandb", "file"], [["question", "answer", 1.0]], 3)
+    logger.log("file", [["question", "answer", 0.0]], 4)
+    assert [row["step"] for row in lines(tmp_path / "metrics.generations.jsonl")] == [3, 4]
+
+
 def test_clearml_gets_scalars_by_title_and_series(monkeypatch):
     calls = []
     task = SimpleNamespace(

@@ -143,7 +143,7 @@ class AlgoConfig(BaseConfig, section="algorithm"):
         "kl", "Estimator of the KL of use_kl_in_reward: k1, abs, k2, low_var_kl (k3).", choices=KL_CHOICES
     )
     kl_ctrl: KLControlConfig = setting(KLControlConfig, "Coefficient of that KL.")
-    use_pf_ppo: bool = setting(False, "Resample with weights from the scores (preference feedback PPO).")
+    use_pf_ppo: bool = setting(False, "Resample with weights from the scores (PF-PPO, policy filtration for PPO).")
     pf_ppo: dict[str, Any] = setting(
         dict,
         "Resampling: reweight_method (pow, max_min, max_random) and weight_pow, its exponent.",

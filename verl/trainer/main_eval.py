@@ -56,6 +56,8 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     for row, result in zip(rows, results, strict=True):
         if not isinstance(result, Failure):
             scores[row.data_source][row.index].append(result[0])
+    if rows and not scores:
+        raise RewardError(f"none of {len(rows)} answers could be graded; the first error: {results[0].text}")
     return {f"test_score/{source}": fmean(map(fmean, of_row.values())) for source, of_row in sorted(scores.items())}
 
 

@@ -1,6 +1,7 @@
 """Entry of RL training: `python -m verl.trainer.main_ppo key=value ...`."""
 
 import importlib
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -166,6 +167,7 @@ class TaskRunner:
         from verl.utils.tokenizer import policy_tokenizer
 
         OmegaConf.resolve(config)
+        config.trainer.default_local_dir = os.path.expanduser(config.trainer.default_local_dir)
         import_external_libs(config.actor_rollout_ref.model.external_lib or None)
         worker_class, group_class = self.add_actor_rollout_worker(config)
         if config.trainer.local:

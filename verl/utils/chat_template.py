@@ -36,8 +36,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
         return call_interruptibly(render, LIMIT_S, messages, tokenize=False, **settings)
     except TimeoutError:
         problem = (
-            f"the chat template did not end within {LIMIT_S:g} s and was stopped; correct it, or set "
-            "actor_rollout_ref.model.custom_chat_template."
+            f"the chat template did not end within {LIMIT_S:g} s and was stopped. Correct it, or set "
+            "another (RL: actor_rollout_ref.model.custom_chat_template, SFT: data.chat_template)."
         )
     except Exception as error:  # a template can raise anything
         problem = " ".join(f"the chat template raised {type(error).__name__}: {error}".split())[:300]

@@ -1,6 +1,7 @@
 """Model FLOPs of a training step, and what a device can do at most, for model FLOPs utilisation (MFU)."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ def get_device_flops(unit: str = "T", device_name: str | None = None) -> float:
         raise ValueError(f"unit={unit!r} is unknown. Known: {', '.join(map(repr, _UNITS))}.")
     if device_name is None:
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    known = (tflops for name, tflops in _PEAK_TFLOPS.items() if name.lower() in device_name.lower())
+    named = lambda name: re.search(rf"\b{re.escape(name)}\b", device_name, re.IGNORECASE)  # noqa: E731
+    known = (tflops for name, tflops in _PEAK_TFLOPS.items() if named(name))
     return next(known, math.inf) * 1e12 / _UNITS[unit]
 
 

@@ -29,22 +29,22 @@ def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
     return os.path.join(cache_dir, md5_encode(hdfs_path), os.path.basename(hdfs_path.rstrip("/")))
 
 
-def _sizes(root: Path) -> dict[str, int]:
-    if root.is_file():
-        return {"": root.stat().st_size}
-    return {str(p.relative_to(root)): p.stat().st_size for p in root.rglob("*") if p.is_file()}
+def _files(root: Path) -> dict[str, tuple[int, int]]:
+    """Path -> size and modification time, which shutil's copies keep."""
+    files = [root] if root.is_file() else [p for p in root.rglob("*") if p.is_file()]
+    return {str(p.relative_to(root)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
 
 
 def verify_copy(src: str, dest: str) -> bool:
-    """True when both have the same files with the same sizes."""
-    return os.path.exists(src) and os.path.exists(dest) and _sizes(Path(src)) == _sizes(Path(dest))
+    """True when both have the same files, of the same sizes and modification times."""
+    return os.path.exists(src) and os.path.exists(dest) and _files(Path(src)) == _files(Path(dest))
 
 
 def copy_to_shm(src: str) -> str:
     """Copy a local file or folder to /dev/shm and return the copy; the source itself when it does not fit there."""
-    shm = Path("/dev/shm")
+    shm, src = Path("/dev/shm"), os.path.expanduser(src)
     dest = get_local_temp_path(os.path.abspath(src), str(shm / "verl-cache"))
-    need = sum(_sizes(Path(src)).values())
+    need = sum(size for size, _ in _files(Path(src)).values())
     if not verify_copy(src, dest) and (not shm.is_dir() or shutil.disk_usage(shm).free < need):
         logger.warning(f"use_shm: {src} needs {need / 1024**3:.2f} GiB, which /dev/shm does not have; read in place")
         return src

@@ -58,13 +58,14 @@ def load_module(module_path: str, module_name: str | None = None) -> ModuleType 
     if spec is None or spec.loader is None:
         raise ImportError(f"{str(file)!r} is not a Python source file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    if module_name is not None:
-        sys.modules[module_name] = module
+    sys.modules[name] = module  # dataclasses look up the module of a class that they make
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        sys.modules.pop(module_name, None)
+        sys.modules.pop(name, None)
         raise RuntimeError(f"loading {str(file)!r} failed: {type(error).__name__}: {error}") from error
+    if module_name is None:  # functions of a module that other processes cannot import are pickled by value
+        del sys.modules[name]
     return module
 
 

@@ -44,16 +44,13 @@ class Tracking:
         self, project_name: str, experiment_name: str, default_backend: str | list[str] = "console",
         config: dict[str, Any] | None = None,
     ) -> None:
-        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
-        for name in names:
-            refuse_unknown_backend(name)
-        if "wandb" in names and importlib.util.find_spec("wandb") is None:
+        names = backend_names(default_backend)
+        if "wandb" in default_backend and "wandb" not in names:
             log.warning(
                 "trainer.logger names wandb, which is not installed (pip install wandb): the console replaces it; "
                 "metrics.jsonl has all metrics"
             )
-            names[names.index("wandb")] = "console"
-        self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in dict.fromkeys(names)}
+        self.logger = {name: _BACKENDS[name](project_name, experiment_name, config) for name in names}
 
     def log(self, data: dict[str, Any], step: int, backend: str | Iterable[str] | None = None) -> None:
         """Send the metrics of `step` to all backends, or to the named ones only."""
@@ -65,6 +62,18 @@ class Tracking:
         """Flush and close every backend."""
         for sink in self.logger.values():
             sink.finish()
+
+
+def backend_names(given: str | Iterable[str]) -> list[str]:
+    """The backends of `trainer.logger`, with the console in place of wandb where that is not installed.
+
+    ValueError for an unknown name.
+    """
+    names = [given] if isinstance(given, str) else list(given)
+    for name in names:
+        refuse_unknown_backend(name)
+    installed = importlib.util.find_spec("wandb") is not None
+    return list(dict.fromkeys("console" if name == "wandb" and not installed else name for name in names))
 
 
 def refuse_unknown_backend(name: str) -> None:
@@ -271,9 +280,9 @@ class ValidationGenerationsLogger:
     project_name: str | None = None
     experiment_name: str | None = None
 
-    def log(self, loggers: Iterable[str], samples: list[list[Any]], step: int) -> None:
+    def log(self, loggers: str | Iterable[str], samples: list[list[Any]], step: int) -> None:
         """`samples`: rows of [input, output, score]. Backends without text support are skipped."""
-        for name in {"wandb", "tensorboard", "file"}.intersection(loggers):
+        for name in {"wandb", "tensorboard", "file"}.intersection(backend_names(loggers)):
             getattr(self, f"log_generations_to_{name}")(samples, step)
 
     def log_generations_to_wandb(self, samples: list[list[Any]], step: int) -> None:

@@ -107,6 +107,8 @@ def test_gpt_oss():
     )
     assert parse("gpt-oss", text) == ("", [("add", {"a": 1}, None)])
     assert parse("gpt-oss", "<|channel|>final<|message|>It is 3.<|return|>") == ("It is 3.", [])
+    plain = "text without a message " * 2000  # read in linear time
+    assert parse("gpt-oss", plain) == ("", []) == parse("gpt-oss", f"<|channel|>analysis<|message|>no<|end|>{plain}")
     broken = parse("gpt-oss", "<|channel|>commentary to=functions.add<|message|>{a<|call|>")[1][0]
     assert broken[0] == "add" and broken[2].startswith("the call is not valid JSON")
 

@@ -425,7 +425,7 @@ def test_changed_training_data_are_refused_unless_allowed(tmp_path):
     with open(tmp_path / "train.jsonl") as f:
         rows = f.readlines()
     (tmp_path / "train.jsonl").write_text("".join(rows[:-8]))
-    with pytest.raises(StepFailed, match="data.train_files changed .* trainer.allow_data_change=true"):
+    with pytest.raises(StepFailed, match="training data .* changed .* trainer.allow_data_change=true"):
         fake_trainer(config).fit()
     config.trainer.allow_data_change = True
     again = fake_trainer(config)

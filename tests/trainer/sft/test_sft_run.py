@@ -88,7 +88,7 @@ def test_other_data_is_refused_at_a_resume(tmp_path, tiny_llama):
     make_trainer(tmp_path, tiny_llama, trainer__total_training_steps=1).fit()
     with open(tmp_path / "train.jsonl", "a") as f:
         f.write(json.dumps({"question": "1", "answer": "2"}) + "\n")
-    with pytest.raises(ValueError, match="data.train_files changed since the checkpoint was written"):
+    with pytest.raises(ValueError, match="the training data or its batches changed since the checkpoint was written"):
         make_trainer(tmp_path, tiny_llama).fit()
     again = make_trainer(tmp_path, tiny_llama, trainer__allow_data_change="true", trainer__total_training_steps=2)
     again.fit()

@@ -69,7 +69,8 @@ class RLData:
             val_dataset, batch_size=val_batch, shuffle=data.validation_shuffle, drop_last=False, **options
         )
         self.stream = PromptStream(self.train_loader)
-        self.fingerprint = data_fingerprint(data.train_files, len(train_dataset))
+        # A position within an epoch counts batches of this size.
+        self.fingerprint = data_fingerprint(data.train_files, len(train_dataset)) | {"batch_size": batch_size}
         steps, batches = config.trainer.total_training_steps, len(self.train_loader)
         self.total_steps = steps_in_all(batches, config) if steps is None else steps
         logger.info(

@@ -10,6 +10,7 @@ from rich.console import Console
 from verl.planning.batch_arithmetic import batch_problems, plan_batches
 from verl.planning.dry_run import memory_table
 from verl.planning.memory_estimate import LOGITS_CHUNK, ModelSize, estimate_memory, measure_loaded
+from verl.planning.problems import WRONG
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPOptimizerConfig
@@ -154,4 +155,4 @@ def _is_sound(plain: dict[str, Any]) -> bool:
     """Whether the ranks can share these batches."""
     config = OmegaConf.create(plain)
     problems = batch_problems(plain, use_reference_policy=uses_kl(config), use_critic=need_critic(config))
-    return not problems
+    return not any(problem.kind == WRONG for problem in problems)

@@ -128,6 +128,8 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
         text = f"no column {' and no column '.join(f'{name} ({content})' for name, content in missing.items())}"
         return f"{text}. Add it when the data is prepared{hint}." if missing else None
 
+    if data.val_files is None:
+        findings.problems.append(wrong("data.val_files", "data.val_files=null: name the files to validate on."))
     if check_splits(data, findings, rows, find_class, make, lacks):
         drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
         check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")

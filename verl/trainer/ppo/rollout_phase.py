@@ -69,7 +69,7 @@ class RolloutPhase:
             **overrides,
         }
         n = meta["n"]
-        gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # with extra_info [SPD Fix]
+        gen_batch = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)  # extra_info too: SPD reads it
         stream, own = self._reward_stream(reward_fn), []  # own: rows that have a score of their loop
         if stream is not None:
 

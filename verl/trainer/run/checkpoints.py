@@ -272,14 +272,15 @@ def checkpoint_to_resume(trainer_config: DictConfig) -> Path | None:
 
 def check_same_data(saved: dict[str, Any], present: dict[str, Any], allow_change: bool) -> bool:
     """True when the data are those of the checkpoint. Changed data are refused, unless allowed (then False)."""
-    if saved == present:
+    known = [key for key in saved if key in present]  # checkpoints of older versions have fewer
+    changes = [f"{key}: {saved[key]} -> {present[key]}" for key in known if saved[key] != present[key]]
+    if not changes:
         return True
-    changes = [f"{key}: {saved[key]} -> {present[key]}" for key in saved if saved[key] != present[key]]
-    text = f"data.train_files changed since the checkpoint was written ({'; '.join(changes)})"
+    text = f"the training data or its batches changed since the checkpoint was written ({'; '.join(changes)})"
     if not allow_change:
         raise ValueError(
-            f"{text}; its data position means nothing there. Put the old files back, or set "
-            "trainer.allow_data_change=true to begin the changed data at its first batch."
+            f"{text}; the saved position does not apply to them. Restore the old files and settings, or set "
+            "trainer.allow_data_change=true to begin at the first batch of the new data."
         )
-    logger.warning(f"{text}; trainer.allow_data_change=true: the changed data begins at its first batch")
+    logger.warning(f"{text}; trainer.allow_data_change=true: the run begins at the first batch of the new data")
     return False

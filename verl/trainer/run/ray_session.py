@@ -152,14 +152,16 @@ def remove_dead_sessions() -> None:
     """Delete the folders of sessions whose driver was killed; folders of live processes stay."""
     for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*"):
         pid = folder.name.removeprefix(TEMP_PREFIX).split("-")[0]
-        if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another run that starts now removes them too
+            if pid.isdigit() and folder.stat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_here(runner: Any, config: DictConfig) -> int:
     """Run the task runner in this process, on its own Ray session; the exit code. Signals as in run_until_done."""
     for name, value in WORKER_ENV.items():
         os.environ.setdefault(name, value)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not config.trainer.local:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray assigns the GPUs to the ranks
     try:
@@ -169,6 +171,9 @@ def run_here(runner: Any, config: DictConfig) -> int:
     except Exception as e:
         sys.stderr.write(failure_message(e, config) + "\n")
         return 1
+    finally:  # a calibration starts another session
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
 
 
 def run_until_done(runner: Any, config: DictConfig) -> int:

@@ -31,7 +31,7 @@ def sample_rows(
         responses = zip(samples.batch["responses"], mask, strict=True)
         outputs = tokenizer.batch_decode([ids[kept] for ids, kept in responses], skip_special_tokens=True)
     if "reward_model" in columns:
-        truths = [row["ground_truth"] for row in columns["reward_model"]]
+        truths = [row["ground_truth"] if "ground_truth" in row else None for row in columns["reward_model"]]
     else:
         truths = [None] * len(samples)
     rows = []

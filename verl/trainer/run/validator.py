@@ -61,9 +61,7 @@ class Validator:
             scores = token_scores.sum(-1).tolist()
             values["reward"] += scores
             for key, column in extras.items():
-                if len(values[key]) != len(uids):
-                    raise ValueError(f"reward key {key!r} is missing in an earlier validation batch; all rows need it.")
-                values[key] += list(column)
+                values[key] += [None] * (len(uids) - len(values[key])) + list(column)  # None: not in earlier batches
             sources += [str(source) for source in samples.non_tensor_batch[self.config.data.reward_fn_key]]
             uids += samples.non_tensor_batch["uid"].tolist()
             rows += sample_rows(samples, self.tokenizer, scores, {"reward": scores, **extras}, step)
@@ -73,6 +71,8 @@ class Validator:
                 f"validation scored none of {requested} samples: data.val_files has no prompts, or every generation "
                 "failed."
             )
+        for column in values.values():
+            column += [None] * (len(uids) - len(column))
         metrics = name_validation_metrics(process_validation_metrics(sources, uids, dict(values)))
         metrics.update(reduce_metrics(dict(rollout_metrics)))
         metrics["val-aux/requested_samples"] = requested

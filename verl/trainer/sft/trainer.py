@@ -79,7 +79,7 @@ class FSDPSFTTrainer:
         with self.engine.eval_mode():  # there it is known whether ranks share sequences
             self.policy.bind(self.engine.module)
         if config.data.packing and not self.policy.remove_padding:
-            raise ValueError("data.packing=true: the attention of this model cannot be exchanged. Set it to false.")
+            raise ValueError("data.packing=true: the attention of this model cannot be replaced. Set it to false.")
         config.data.micro_batch_size_per_gpu = samples_per_forward(config.data, self.engine.get_data_parallel_size())
         ranks, workers = self.engine.world_size, config.data.dataloader_num_workers
         if size % ranks:

@@ -334,7 +334,10 @@ def files_of_rank(folder: Path, rank: int) -> list[Path]:
 
 def _local(local_path: str, hdfs_path: str | None) -> Path:
     if hdfs_path is not None:
-        raise ValueError(f"trainer.default_hdfs_dir={hdfs_path!r} is not supported; leave it null.")
+        raise ValueError(
+            f"hdfs_path={hdfs_path!r}: an engine saves and loads local folders only. Leave it None; the trainer copies "
+            "published checkpoints to trainer.default_hdfs_dir."
+        )
     return Path(local_path)
 
 

@@ -88,8 +88,8 @@ def judged(
 
             async def run(case: Case) -> tuple[Any, dict[str, Any]]:
                 body = _request(case.program, case.stdin, timeout, timeout, memory_limit_mb, language)
-                if semaphore is not None:
-                    await asyncio.to_thread(semaphore.acquire)
+                while semaphore is not None and not semaphore.acquire(False):  # a waiting thread cannot be cancelled
+                    await asyncio.sleep(0.05)
                 try:
                     return verdict(case, await _ask(session, url, body))
                 except SandboxServiceError as error:
