@@ -87,7 +87,7 @@ def _stop(children: list[tuple[subprocess.Popen, list[str]]]) -> None:
     for child, _ in alive:
         child.terminate()
     for child, command in alive:
-        console.print(f"  waiting for {command[1]} to end (at most {STOP_TIMEOUT_S:.0f} s)")
+        console.print(f"  waiting for {' '.join(command[1:3])} to end (at most {STOP_TIMEOUT_S:.0f} s)")
         try:
             child.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

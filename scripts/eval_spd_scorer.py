@@ -213,15 +213,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=256)
     add("--scorer-thresholds", type=float, nargs="+", help="thresholds on z of each scorer, instead of shares; without "
         "--val-harm-labels -1 0 0.5 1 2")
-    add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5])
+    add("--harmless-shares", type=float, nargs="+", default=[0.9, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5],
+        help="scorer thresholds to try accept these shares of the harmless labelled mismatches")
     add("--typicals", type=float, nargs="+", default=[0.09, 0.06, 0.045, 0.03, 0.015], help="eps; delta is eps / 0.3")
-    add("--ranks", type=int, nargs="+", default=[2, 3, 5])
+    add("--ranks", type=int, nargs="+", default=[2, 3, 5], help="accept draft tokens among the target's top N")
     add("--entropies", type=float, nargs="+", default=[0.01, 0.1, 0.3, 0.6], help="of the deferred rule, in nats")
-    add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0])
+    add("--margins", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+        help="largest gap between the target's top logit and the draft token's")
+    add("--divergences", type=float, nargs="+", default=[1.0, 2.0, 3.0, 6.0], help="largest KL(draft, target), in nats")
     add("--max-val-drop", type=float, default=0.01,
-        help="of the scorer's thresholds, the fastest whose validation drop is at most this at the upper end of its "
-        "95 %% interval wins; if none is, that of the lowest end")
+        help="the fastest scorer threshold is chosen whose accuracy drop on validation questions is at most this at "
+        "the upper end of its 95 %% interval; if there is none, the one with the lowest upper end")
     add("--all-rules", action="store_true", help="sweep top ranks, deferred windows and divergence as well, and "
         "every rule on the validation questions too")
     add("--seed", type=int, default=0)

@@ -144,7 +144,7 @@ class IterativeTrainerConfig(SFTTrainerConfig):
     experiment_name: str = "iterative_refine"
     total_epochs: int = 3
     save_checkpoint_steps: int = setting(1000, "Steps between checkpoints; -1: at the end only, 0: none.", low=-1)
-    save_freq: int = setting(1000, "The same by its name in sft_trainer.", low=-1)
+    save_freq: int = setting(1000, "Same as save_checkpoint_steps, under sft_trainer's name.", low=-1)
 
 
 @dataclass

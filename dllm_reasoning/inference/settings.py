@@ -111,7 +111,7 @@ class SelfDraftSettings:
         "auto", "slide, verify, or auto: the widest window within tokens_per_step.", choices=("auto", "slide", "verify")
     )
     tokens_per_step: int = setting(
-        64, "For auto: tokens of a forward, over all running requests, from which more of them cost time.", low=1
+        64, "For mode=auto: tokens per forward, over all running requests, above which a forward gets slower.", low=1
     )
 
     def __post_init__(self) -> None:

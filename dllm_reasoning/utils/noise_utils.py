@@ -76,7 +76,7 @@ def draw_seeds(generator: torch.Generator, rows: int) -> list[int]:
 def q_sample(
     input_ids: torch.Tensor, response_mask: torch.Tensor, noised: torch.Tensor, noise_token_id: int
 ) -> torch.Tensor:
-    """s0: t0 with the noise token at response tokens that are `noised`.
+    """The first round's input s_0: the noise token replaces the response tokens that are `noised`.
 
     input_ids [B, T] int64, response_mask [B, T] (1 = response), noised [B, T] bool -> [B, T] int64.
     """
@@ -84,7 +84,7 @@ def q_sample(
 
 
 def greedy_decode_response(input_ids: torch.Tensor, predicted: torch.Tensor, region: torch.Tensor) -> torch.Tensor:
-    """s_{k+1}: the token at i + 1 becomes the one `predicted` at i if `region` is 1 at i + 1; all [B, T]."""
+    """The next round's input: where `region` is true at i + 1, the token becomes the one predicted at i; [B, T]."""
     decoded = input_ids.clone()
     decoded[:, 1:] = torch.where(region[:, 1:].bool(), predicted[:, :-1], input_ids[:, 1:])
     return decoded

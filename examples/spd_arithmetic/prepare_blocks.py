@@ -130,7 +130,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--n-train-blocks", type=int, default=5000)
     add("--n-val-blocks", type=int, default=1000)
     add("--n-harm-blocks", type=int, default=600, help="blocks of test questions that get harm labels")
-    add("--drift-share", type=float, default=0.5, help="share of the train blocks met on a lenient rule's path")
+    add("--drift-share", type=float, default=0.5, help="share of the train blocks from decoding that accepts "
+        "mismatches within --drift-margin, as contexts contain them when a scorer serves")
     add("--drift-margin", type=float, default=4.0, help="threshold of that rule: a mismatch passes if the target's "
         "logit of its own token is larger by at most this")
     add("--offsets", type=int, default=8, help="the first block of half of the train and validation answers starts "

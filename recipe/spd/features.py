@@ -98,7 +98,7 @@ class FeatureStore:
 
 
 def _damaged(file: Path, error: Exception) -> StoreError:
-    return StoreError(f"features in {file} cannot be read: {error}. Remove the file: its blocks are forwarded again.")
+    return StoreError(f"features in {file} cannot be read: {error}. Remove the file; its states will be recomputed.")
 
 
 def _key(block: tuple[int, ...]) -> str:

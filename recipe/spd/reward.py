@@ -35,7 +35,7 @@ class SPDRewardConfig:
         "neutral", "A block with nothing accepted: neutral gives reward 0, mask drops it.", choices=("neutral", "mask")
     )
     length_penalty: float = setting(
-        0.0, "Cost of a correct answer per baseline length beyond the baseline's length.", low=0
+        0.0, "Penalty of a correct answer: this times max(0, length - baseline's) / baseline's.", low=0
     )
 
     def __post_init__(self) -> None:

@@ -30,9 +30,9 @@ class SPDRolloutSettings:
     max_model_len: int | None = setting(None, "Maximum tokens of context and completion; null: as needed.", low=1)
     store_path: str = setting("completions.sqlite3", "File of completions; runs with the same target may share it.")
     lost_share_max: float = setting(
-        0.05, "Share of a step's samples without completion that ends the run.", low=0, high=1
+        0.05, "The run ends if a larger share of a step's samples gets no completion.", low=0, high=1
     )
-    rounds: int = setting(1, "Judged blocks before the target completes the answer; the first is trained.", low=1)
+    rounds: int = setting(1, "Blocks judged before the target completes the answer; only the first is trained.", low=1)
     draft_path: str | None = setting(
         None, "Draft model of the blocks: needed for rounds above 1, and recorded in the scorer, which a server checks."
     )
@@ -67,12 +67,13 @@ class SPDSettings:
     context_tokens: int = setting(0, "Last context tokens that an own backbone reads; 0 for all.", low=0)
     head_inputs: str = setting(
         "state",
-        "Input of the head. own: state (over t_i), or pair (also the state before d_i and both embeddings); target: "
-        "state (before d_i, and both embeddings), or pair (also the state over d_i).",
+        "Inputs of the head. own: state is the hidden state at the target token, pair adds the state before the draft "
+        "token and both tokens' embeddings; target: state is the hidden state that predicted the target token, with "
+        "both embeddings, pair adds the state at the draft token.",
         choices=HEAD_INPUTS,
     )
     head_size: int = setting(128, "Width of the hidden layers of a head that reads embeddings.", low=1)
-    feature_store: str | None = setting(None, "Folder of the target's hidden states; null computes them again.")
+    feature_store: str | None = setting(None, "Folder that caches the target's hidden states; null recomputes them.")
     adapter_path: str | None = setting(None, "Saved scorer, or a checkpoint's lora_adapter, to start from.")
     sample_temperature: float = setting(
         1.0, "T of a ~ Bernoulli(sigmoid(z / T)); SPD_SAMPLE_TEMPERATURE overrides it.", above=0

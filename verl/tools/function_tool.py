@@ -81,7 +81,7 @@ class FunctionTool(BaseTool):
 def load_function_tools(function_tool_path: str) -> list[FunctionTool]:
     """A tool for each public function that a Python file (or `pkg://module`) defines, in their order there.
 
-    If the module has `__all__`, that list decides instead. ValueError where there is none.
+    If the module has `__all__`, its names are used instead. Raises ValueError if there is no function.
     """
     module = load_module(function_tool_path)
     if module is None:

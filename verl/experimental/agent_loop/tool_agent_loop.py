@@ -185,7 +185,7 @@ class ToolAgentLoop(AgentLoopBase):
         """The state that follows; RuntimeError unless TRANSITIONS has it."""
         if following not in TRANSITIONS[state]:
             allowed = ", ".join(sorted(str(allowed) for allowed in TRANSITIONS[state]))
-            raise RuntimeError(f"{HANDLERS[state]} returned {following!s}; from {state!s} follow {allowed} only")
+            raise RuntimeError(f"{HANDLERS[state]} returned {following!s}; after {state!s} it may be: {allowed}")
         return following
 
     def _check_tokenization(self, data: AgentData) -> None:

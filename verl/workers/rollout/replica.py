@@ -50,7 +50,7 @@ class RolloutMode(Enum):
 class ServerHandle:
     """The address ("host:port") of a server, and the token that its requests carry.
 
-    `vocab_size` is set for an engine that does not survive other token ids: then the client refuses them.
+    `vocab_size` is set for an engine that crashes on other token ids: then the client refuses them.
     """
 
     address: str
@@ -71,7 +71,7 @@ class ServerUnreachable(RuntimeError):
 
 
 def check_token_ids(ids: Any, vocab_size: int) -> None:
-    """ValueError unless `ids` is a list of at least one id from 0 to vocab_size - 1: others end an engine."""
+    """ValueError unless `ids` is a list of at least one id from 0 to vocab_size - 1: others crash an engine."""
     if not isinstance(ids, list) or not ids:
         raise ValueError("input_ids must be a list with at least one token id")
     for position, token in enumerate(ids):

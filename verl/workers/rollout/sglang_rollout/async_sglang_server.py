@@ -102,7 +102,7 @@ class SGLangHttpServer(OwnedServer):
 
     @property
     def server_handle(self) -> ServerHandle:
-        """Where it serves; its clients refuse ids outside the vocabulary, which would end the engine."""
+        """Where it serves; its clients refuse ids outside the vocabulary, which would crash the engine."""
         return ServerHandle(self.address, self.api_key, self.model_config.hf_config.get_text_config().vocab_size)
 
     def launch_server(self) -> ServerHandle:

@@ -112,7 +112,7 @@ class ServerAdapter(BaseRollout):
         self.has_weights = False  # the actor's are what counts from now on
 
     async def resume(self, tags: list[str]) -> None:
-        again = [tag for tag in tags if tag in self.released]  # SGLang ends if it is to resume what was not released
+        again = [tag for tag in tags if tag in self.released]  # SGLang crashes on others
         self.released -= set(again)
         if self.leads:
             if again:
@@ -136,7 +136,7 @@ class ServerAdapter(BaseRollout):
         self._gathered(None)
 
     async def _flush_when_idle(self) -> None:
-        """Flush the cache, which a server refuses while it runs requests; it ends if it is to release memory then."""
+        """Flush the cache, which a server refuses while it runs requests; releasing memory then would crash it."""
         deadline = time.monotonic() + self.config.server.timeout
         while True:
             try:

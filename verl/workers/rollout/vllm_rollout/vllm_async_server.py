@@ -72,7 +72,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     Args:
         engine: vLLM's LLMEngine.
         rollout: provides resume(tags), release() and update_weights_from_disk(path) for the endpoints of those names.
-        vocab_size: ids from 0 to vocab_size - 1 are accepted; others would end the engine.
+        vocab_size: ids from 0 to vocab_size - 1 are accepted; others would crash the engine.
         max_model_len: tokens of prompt and response together.
         host: the address to bind, with a free port.
         device: the CUDA device of the engine, or None.
