@@ -128,10 +128,10 @@ def spread_thresholds(blocks: Labelled, shares: Sequence[float]) -> list[float]:
 def pooled_drop(row: EvaluationRow, questions: int, judged: int, blocks: Labelled) -> tuple[float, float]:
     """Two estimates of the drop at a row's threshold in one, weighted by their precision; (drop, standard error).
 
-    The first is the row's own, paired on `questions` whole answers; 1 / questions is added in quadrature to
-    its error, so that no difference on few questions does not count as certain. The second counts harmful accepts among
-    the labelled mismatches that would be judged, and multiplies their rate by the mismatches judged per question (`judged` in all): many more events
-    of one kind than answers that happen to break.
+    The first is the row's own, paired on `questions` whole answers; 1 / questions is added in quadrature to its error,
+    so that no difference on few questions does not count as certain. The second counts harmful accepts among the
+    labelled mismatches that would be judged, and multiplies their rate by the mismatches judged per question (`judged`
+    in all): many more events of one kind than answers that happen to break.
     """
     seen = broken = 0
     for block in blocks:

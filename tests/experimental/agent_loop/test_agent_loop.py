@@ -328,7 +328,7 @@ def test_a_state_that_may_not_follow_is_refused(manager, state, monkeypatch):
     ways = {AgentState.PENDING: AgentState.GENERATING, AgentState.GENERATING: state, state: AgentState.PENDING}
     for start, end in ways.items():
         monkeypatch.setattr(ToolAgentLoop, HANDLERS[start], returning(end))
-    with pytest.raises(RuntimeError, match=f"{HANDLERS[state]} returned AgentState.PENDING; after {state} it may be: Agent"):
+    with pytest.raises(RuntimeError, match=f"{HANDLERS[state]} returned AgentState.PENDING; after {state} it may be: "):
         generated(manager(lambda row, turn: [7, EOS]), 1, agent="tool_agent", tools_kwargs=[{}])
 
 
