@@ -95,6 +95,10 @@ def test_one_server_needs_no_router_and_a_dead_one_is_named(servers):
     status, text = asyncio.run(ask(manager.get_router_address(), 0))
     assert status == 502 and text.startswith("127.0.0.1:9: ClientConnectorError")
     manager.close()
+    servers[0].gate.set()
+    manager = RewardModelManager({}, group_of(["127.0.0.1:9", alive]))
+    assert asyncio.run(ask(manager.get_router_address(), 0)) == (200, {"server": "a", "path": "/classify?x=1"})
+    manager.close()
 
 
 SERVED = {

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTimeout, web
 from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
@@ -67,18 +67,21 @@ class RequestProxy:
         return f"{host}:{self._runner.addresses[0][1]}"
 
     async def _forward(self, request: web.Request) -> web.Response:
-        address = min(self.in_flight, key=self.in_flight.__getitem__)
-        self.in_flight[address] += 1
-        try:
-            body, kind = await request.read(), {"Content-Type": request.content_type}
-            url = f"http://{address}{request.rel_url}"
-            async with self._session.request(request.method, url, data=body, headers=kind) as reply:
-                answer = await reply.read()
-                return web.Response(status=reply.status, body=answer, content_type=reply.content_type)
-        except (ClientError, TimeoutError) as error:
-            return web.Response(status=502, text=f"{address}: {type(error).__name__}: {error}")
-        finally:
-            self.in_flight[address] -= 1
+        body, kind, problem = await request.read(), {"Content-Type": request.content_type}, ""
+        for address in sorted(self.in_flight, key=self.in_flight.__getitem__):
+            self.in_flight[address] += 1
+            try:
+                url = f"http://{address}{request.rel_url}"
+                async with self._session.request(request.method, url, data=body, headers=kind) as reply:
+                    answer = await reply.read()
+                    return web.Response(status=reply.status, body=answer, content_type=reply.content_type)
+            except (ClientError, TimeoutError) as error:
+                problem = f"{address}: {type(error).__name__}: {error}"
+                if not isinstance(error, ClientConnectionError):
+                    break
+            finally:  # a server that refuses connections is always the least busy one: the next one is asked
+                self.in_flight[address] -= 1
+        return web.Response(status=502, text=problem)
 
     def close(self) -> None:
         """Stop listening."""
