@@ -182,6 +182,14 @@ def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tiny_llama, pr
     assert not out.exists()
 
 
+def test_columns_that_cannot_be_written_are_refused_before_answers_are_generated(tiny_llama, prompts, tmp_path):
+    rows = [json.loads(line) | {"note": "text"} for line in prompts.read_text().splitlines()]
+    rows[2]["note"] = 5
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="its columns cannot be written as parquet next to the answers"):
+        generate(prompts, tiny_llama, tmp_path / "out.parquet")
+
+
 def test_all_mistakes_of_a_start_stand_in_one_message(tiny_llama, prompts, tmp_path):
     with pytest.raises(ConfigError) as raised:
         generate(

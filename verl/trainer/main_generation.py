@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.planning.checks import Findings
+from verl.planning.problems import one_line
 from verl.protocol import DataProto
 from verl.trainer.offline_plan import check_inputs, generation_entry
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, read_rows
+from verl.utils.dataset.rl_dataset import DatasetError, RLHFDataset, collate_fn, read_rows
 from verl.utils.distributed import (
     destroy_global_process_group,
     ensure_process_group,
@@ -85,12 +87,19 @@ def run_generation(config: DictConfig) -> None:
 
 
 def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
-    """The prompts of data.path; the first one is encoded, which shows a wrong column before an engine starts."""
+    """The prompts of data.path; a wrong column, or one that cannot be written, is refused before an engine starts."""
+    import pyarrow as pa
+
     settings = {name: config.data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
     settings |= {"filter_overlong_prompts": False, "max_prompt_length": config.rollout.prompt_length}
     prompts = RLHFDataset(config.data.path, tokenizer, OmegaConf.create(settings))
     if len(prompts) > 0:
         _ = prompts[0]
+    try:
+        write_table(prompts.rows, [[""]] * len(prompts), io.BytesIO())
+    except pa.ArrowException as error:
+        text = "its columns cannot be written as parquet next to the answers"
+        raise DatasetError(f"{config.data.path}: {text}: {one_line(error)}") from error
     return prompts
 
 
@@ -144,15 +153,21 @@ def answers(rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, t
 
 def write_responses(rows: list[dict[str, Any]], responses: list[list[str]], path: Path) -> None:
     """Write the rows with a column `responses` as parquet, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    write_table(rows, responses, partial)
+    os.replace(partial, path)
+    logger.info("{} rows with {} answers each written to {}", len(rows), len(responses[0]), path)
+
+
+def write_table(rows: Sequence[dict[str, Any]], responses: list[list[str]], target: Any) -> None:
+    """Write parquet to a path or a file: a column for each name that some row has, and `responses`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist([{**row, "responses": texts} for row, texts in zip(rows, responses, strict=True)])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")
-    pq.write_table(table, partial)
-    os.replace(partial, path)
-    logger.info("{} rows with {} answers each written to {}", len(rows), len(responses[0]), path)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    pq.write_table(pa.table({**columns, "responses": responses}), target)
 
 
 def _join(trainer: GenerationTrainerConfig) -> tuple[int, int]:
