@@ -9,6 +9,7 @@ from verl.trainer.ppo.batching import (
     DropCounts,
     balanced_order,
     compute_response_mask,
+    draw_again,
     drop_lost,
     fill_groups,
     group_rows,
@@ -129,6 +130,17 @@ def test_fillers_complete_a_group_without_counting_anywhere():
 def test_full_groups_are_not_copied():
     data = samples("abab")
     assert fill_groups(data, n=2)[0] is data
+
+
+def test_rows_drawn_again_stand_in_groups_of_the_same_sizes():
+    scores = torch.tensor([[0.0], [0.0], [1.0], [0.0], [0.0]])
+    tensors = {"token_level_scores": scores, "attention_mask": torch.ones(5, 1), "group_index": torch.arange(5)}
+    uid = np.array(["a", "a", "a", "b", "b"], dtype=object)
+    batch = DataProto.from_dict(tensors, {"uid": uid, "name": np.arange(5).astype(object)})
+    draw_again(batch, {"reweight_method": "pow", "weight_pow": 2.0})
+    assert batch.non_tensor_batch["name"].tolist() == [2] * 5  # the only row with a weight
+    assert batch.non_tensor_batch["uid"].tolist() == uid.tolist()
+    assert batch.batch["group_index"].tolist() == [0, 1, 2, 3, 4] and batch.meta_info["global_token_num"] == [1] * 5
 
 
 def test_group_rows_follow_first_appearance():

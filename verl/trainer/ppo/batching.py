@@ -213,11 +213,16 @@ def share_weights(data: DataProto) -> list[list[int]]:
     return [[int(tokens[row]) for row in rows] for rows in group_rows(data)]
 
 
-def draw_again(data: DataProto, n: int, settings: Mapping[str, Any]) -> None:
-    """Replace the rows by as many, drawn by their scores (PF-PPO); every n neighbours count as one group then."""
+def draw_again(data: DataProto, settings: Mapping[str, Any]) -> None:
+    """Replace the rows by as many, drawn by their scores (PF-PPO).
+
+    The groups stay those of the places, of which every rank gets equally many, whatever prompts come to stand in them.
+    """
+    uid, index = data.non_tensor_batch["uid"], data.batch.get("group_index")
     drawn = compute_pf_ppo_reweight_data(data, **settings)
-    data.batch, data.non_tensor_batch = drawn.batch, drawn.non_tensor_batch
-    data.non_tensor_batch["uid"] = np.array([f"drawn{i // n}" for i in range(len(data))], dtype=object)
+    data.batch, data.non_tensor_batch = drawn.batch, {**drawn.non_tensor_batch, "uid": uid}
+    if index is not None:
+        data.batch["group_index"] = index
     data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
 
 

@@ -374,7 +374,7 @@ class RayPPOTrainer:
         by_std = conf.norm_adv_by_std_in_grpo
         compute_advantage(batch, conf.adv_estimator, conf.gamma, conf.lam, self.n, by_std, config=conf)
         if conf.use_pf_ppo:
-            batching.draw_again(batch, self.n, conf.pf_ppo)
+            batching.draw_again(batch, conf.pf_ppo)
         return {}
 
     @step("update_critic")
