@@ -187,11 +187,12 @@ def _has_weights_of(folder: Path, model: PreTrainedModel) -> bool:
     """Whether a loaded model has the folder's weights, in its own dtype; weights it renamed are not compared."""
     import torch
 
-    if not _model_files(folder):  # weights in another format than safetensors
+    files = _model_files(folder)
+    if not files:  # weights in another format than safetensors
         return False
     prefix = f"{model.base_model_prefix}."
     loaded = {name.removeprefix(prefix): p.detach() for name, p in model.named_parameters()}
-    for name, stored in _stored_weights(_model_files(folder)):
+    for name, stored in _stored_weights(files):
         mine = loaded.get(name.removeprefix(prefix))
         if mine is not None and (
             mine.shape != stored.shape or not torch.equal(stored.to(mine.device, mine.dtype), mine)

@@ -77,9 +77,10 @@ class RequestProxy:
                     return web.Response(status=reply.status, body=answer, content_type=reply.content_type)
             except (ClientError, TimeoutError) as error:
                 problem = f"{address}: {type(error).__name__}: {error}"
+                # A server that refuses connections is always the least busy one, so the next one is asked.
                 if not isinstance(error, ClientConnectionError):
                     break
-            finally:  # a server that refuses connections is always the least busy one: the next one is asked
+            finally:
                 self.in_flight[address] -= 1
         return web.Response(status=502, text=problem)
 

@@ -216,7 +216,8 @@ def share_weights(data: DataProto) -> list[list[int]]:
 def draw_again(data: DataProto, settings: Mapping[str, Any]) -> None:
     """Replace the rows by as many, drawn by their scores (PF-PPO).
 
-    The groups stay those of the places, of which every rank gets equally many, whatever prompts come to stand in them.
+    uid and group_index stay with the positions, so that the ranks can still share the groups evenly; a group may then
+    hold rows of several prompts.
     """
     uid, index = data.non_tensor_batch["uid"], data.batch.get("group_index")
     drawn = compute_pf_ppo_reweight_data(data, **settings)

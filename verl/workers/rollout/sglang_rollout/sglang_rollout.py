@@ -112,7 +112,8 @@ class ServerAdapter(BaseRollout):
         self.has_weights = False  # the actor's are what counts from now on
 
     async def resume(self, tags: list[str]) -> None:
-        again = [tag for tag in tags if tag in self.released]  # SGLang crashes on others
+        # SGLang crashes when it is asked to resume memory that was not released.
+        again = [tag for tag in tags if tag in self.released]
         self.released -= set(again)
         if self.leads:
             if again:
