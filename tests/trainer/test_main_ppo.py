@@ -113,6 +113,8 @@ def test_only_the_recorded_session_of_a_dead_run_is_stopped(tmp_path):
         (tmp_path / SESSION_FILE).write_text(json.dumps(me))
         with pytest.raises(SystemExit, match=f"in use by the run of process {os.getpid()}"):
             stop_left_session(tmp_path)
+        (tmp_path / SESSION_FILE).write_text(json.dumps({**me, "host": "another"}))
+        stop_left_session(tmp_path)  # its process numbers mean nothing here
         assert ours.poll() is None
         # the same process number, but of a process that ended: the run was killed
         (tmp_path / SESSION_FILE).write_text(json.dumps({**me, "started": me["started"] - 100}))

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
-from verl.utils.fsdp_utils import full_tensor, local_tensor
+from verl.utils.fsdp_utils import full_tensor, load_fsdp_optimizer, local_tensor
 
 
 def bytes_of_tensors() -> int:
@@ -63,3 +63,16 @@ def test_rotary_frequencies_stay_float32_next_to_bfloat16_weights(tiny_llama):
     reference = LlamaForCausalLM.from_pretrained(tiny_llama).model.rotary_emb
     assert torch.equal(rotary.inv_freq, reference.inv_freq)
     leave_group()
+
+
+@pytest.mark.parametrize(("option", "counter"), [("maximize", "cpu"), ("fused", "meta"), ("capturable", "meta")])
+def test_an_offloaded_optimizer_comes_back_where_its_options_want_it(option, counter):
+    """The meta device in place of a GPU."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0][option] = True
+    load_fsdp_optimizer(optimizer, "meta")
+    state = optimizer.state[weight]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == (counter, "meta")

@@ -225,6 +225,28 @@ def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
     assert len(run(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
 
 
+def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_weights(served):
+    rollout, engine = served
+    expected = run(rollout, lambda c: c.generate("before", [7], sampled(5), False)).token_ids
+
+    async def ask(client):
+        await asyncio.to_thread(rollout.release)
+        task = asyncio.create_task(client.generate("early", [7], sampled(5), False))
+        while not rollout.server._held:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(rollout.resume, ["weights"])
+        await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        assert not task.done()
+        rollout.weights_version = 4
+        await asyncio.to_thread(rollout.resume, ["kv_cache"])
+        return await asyncio.wait_for(task, 10)
+
+    output = run(rollout, ask)
+    rollout.weights_version = 3
+    rollout.resume(["kv_cache"])
+    assert (output.token_ids, output.weights_version) == (expected, 4)
+
+
 class BrokenEngine:
     """An engine that fails in a method, or returns an output without tokens."""
 
@@ -249,7 +271,7 @@ class BrokenEngine:
     ("method", "error"), [("step", "ZeroDivisionError"), ("outputs", "AttributeError"), ("abort", "ZeroDivisionError")]
 )
 def test_an_engine_that_fails_answers_all_requests_with_the_error(method, error):
-    rollout = SimpleNamespace(adapter=None)
+    rollout = SimpleNamespace(adapter=None, is_awake=True)
     server = vLLMHttpServer(BrokenEngine(method), rollout, vocab_size=64, max_model_len=64)
 
     async def use():

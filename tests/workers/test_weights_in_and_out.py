@@ -1,5 +1,7 @@
 """From a model's files into sharded parameters, and back out of them under the files' names."""
 
+import platform
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -85,9 +87,10 @@ def test_a_weight_that_is_not_finite_is_named_and_not_sent(folders, value):
         list(engine.get_per_tensor_param(check_finite=True))
 
 
-def sent_by_three(rank, world_size, path, dtype, bucket, **model):
-    """SHA-like sums would hide errors: all weights, as nested lists in float32, from rank 2 only."""
-    engine = make_engine(path, **model)
+def sent_by_three(rank, world_size, path, dtype, bucket, nodes):
+    """All weights in float32, from rank 2 only; `nodes` holds a letter for the machine of each rank."""
+    platform.node = lambda: nodes[rank]
+    engine = make_engine(path)
     weights = engine.get_per_tensor_param(getattr(torch, dtype), bucket, check_finite=True)
     sent = {name: tensor.float().numpy() for name, tensor in weights}
     return sent if rank == 2 else sorted(sent)
@@ -108,9 +111,10 @@ def with_adapter(rank, world_size, path):
 @pytest.mark.process
 @pytest.mark.slow
 def test_three_ranks_load_and_send_what_is_in_the_files(folders):
-    """63 rows on 3 ranks, 64 on 3 ranks (22, 22, 20), 1 expert a rank; buckets smaller than a tensor and larger."""
-    for name, dtype, bucket in (("llama", "float32", 20_000), ("qwen3_moe", "bfloat16", 1 << 20)):
-        sent = run_ranks(sent_by_three, 3, folders[name], dtype, bucket)[2]
+    """63 rows on 3 ranks, 64 on 3 ranks (22, 22, 20), 1 expert a rank; buckets smaller than a tensor and larger; the
+    ranks on one node and on two, each of which reads the files."""
+    for name, dtype, bucket, nodes in (("llama", "float32", 20_000, "aaa"), ("qwen3_moe", "bfloat16", 1 << 20, "aba")):
+        sent = run_ranks(sent_by_three, 3, folders[name], dtype, bucket, nodes)[2]
         stored = on_disk(folders[name])
         assert sent.keys() == stored.keys()
         for key, tensor in stored.items():

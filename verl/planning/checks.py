@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from verl.planning.problems import ConfigError, Problem, absent, one_line, wrong
-from verl.utils.fs import is_non_local
+from verl.utils.fs import copy_to_local, is_non_local
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes
 
@@ -188,7 +188,7 @@ def check_splits(
         key = f"data.{split}_files"
         files = data[f"{split}_files"]
         files = list(files) if isinstance(files, list | ListConfig) else [files] if files is not None else []
-        missing = [f for f in files if not Path(f).expanduser().is_file()]
+        missing = [f for f in files if not is_non_local(f) and not Path(f).expanduser().is_file()]
         if missing:
             rule = f"{key}: the file does not exist: {', '.join(missing)}."
             findings.problems.append(wrong(key, f"{rule} Prepare it, or name another."))
@@ -196,7 +196,7 @@ def check_splits(
             continue
         try:
             if findings.tokenizer is None:  # rows cannot be tokenized, but counted
-                count = sum(len(read_rows(f)) for f in files)
+                count = sum(len(read_rows(copy_to_local(f))) for f in files)
                 unchecked = f"{key}: columns and rows are not checked until the tokenizer loads."
                 findings.problems.append(absent(key, unchecked))
             else:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @hydra_main(config_path="config", config_name="generation")
 def main(config: DictConfig) -> None:
     if config.trainer.dry_run:
-        sys.exit(generation_entry(functools.partial(read_prompts, config)).dry_run(config))
+        sys.exit(generation_entry(functools.partial(checked_prompts, config)).dry_run(config))
     try:
         run_generation(config)
     except (ValueError, OSError, OmegaConfBaseException) as error:
@@ -58,7 +58,7 @@ def run_generation(config: DictConfig) -> None:
 
     Raises one ConfigError with all problems of settings, model, prompts and machine before anything is loaded.
     """
-    read = functools.partial(read_prompts, config)
+    read = functools.partial(checked_prompts, config)
     generation_entry(read).refuse_problems(
         config, warn=os.environ.get("RANK", "0") == "0",
         inputs=lambda: check_inputs(config, read, Findings(to_start=True))[1],
@@ -87,14 +87,20 @@ def run_generation(config: DictConfig) -> None:
 
 
 def read_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
-    """The prompts of data.path; a wrong column, or one that cannot be written, is refused before an engine starts."""
-    import pyarrow as pa
-
+    """The prompts of data.path; raises DatasetError where data.prompt_key is no column of prompts."""
     settings = {name: config.data[name] for name in ("prompt_key", "truncation", "apply_chat_template_kwargs")}
     settings |= {"filter_overlong_prompts": False, "max_prompt_length": config.rollout.prompt_length}
     prompts = RLHFDataset(config.data.path, tokenizer, OmegaConf.create(settings))
     if len(prompts) > 0:
         _ = prompts[0]
+    return prompts
+
+
+def checked_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
+    """`read_prompts`; a column that cannot be written next to the answers raises DatasetError."""
+    import pyarrow as pa
+
+    prompts = read_prompts(config, tokenizer)
     try:
         write_table(prompts.rows, [[""]] * len(prompts), io.BytesIO())
     except pa.ArrowException as error:

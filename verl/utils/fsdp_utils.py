@@ -353,21 +353,27 @@ def load_fsdp_model_to_gpu(module: nn.Module, device: torch.device | str) -> Non
 
 
 def offload_fsdp_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's moments leave the accelerator."""
-    _move_optimizer(optimizer, lambda _: "cpu")
+    """The optimizer's state leaves the accelerator."""
+    _move_optimizer(optimizer, lambda *_: "cpu")
     _free_accelerator_cache()
 
 
 def load_fsdp_optimizer(optimizer: torch.optim.Optimizer, device: torch.device | str) -> None:
-    """The optimizer's moments go back to the accelerator; step counters stay on the CPU, where AdamW keeps them."""
-    _move_optimizer(optimizer, lambda value: device if value.dim() else "cpu")
+    """The optimizer's moments go back to the accelerator; step counters go to the device where the group's options
+    want them: the accelerator with `fused` or `capturable`, else the CPU."""
+    _move_optimizer(
+        optimizer,
+        lambda group, value: device if value.dim() or group.get("fused") or group.get("capturable") else "cpu",
+    )
 
 
 def _move_optimizer(optimizer: torch.optim.Optimizer, device_for: Callable) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[key] = value.to(device_for(value), non_blocking=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.to(device_for(group, value), non_blocking=True)
 
 
 def _free_accelerator_cache() -> None:

@@ -127,6 +127,8 @@ class StoredWeights:
                     dist.broadcast(block, src=ranks[0], group=group)
                 _copy_overlap(local, offset, block, first)
         self._opened = None
+        if group is not None:
+            dist.destroy_process_group(group)  # NCCL would keep its buffers
 
     def _read(self, stored: StoredTensor, first: int = 0, rows: int | None = None) -> torch.Tensor:
         """Rows of a stored tensor; all by default."""

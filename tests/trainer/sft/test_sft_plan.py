@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pandas as pd
@@ -69,9 +70,9 @@ def published(tmp_path_factory):
     return folder
 
 
-def planned(published, model, settings, capsys):
+def planned(published, model, settings, capsys, files=None):
     given = [forced_override(s.replace("SAVE", str(published / "out")), groups=False) for s in settings.split()]
-    given += [f"data.{s}_files={published}/{s}.parquet" for s in ("train", "val")]
+    given += [f"data.{s}_files={files or published}/{s}.parquet" for s in ("train", "val")]
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("sft_trainer", overrides=[*given, f"model.partial_pretrain={model}"])
         code = dry_run(config, FSDPSFTTrainer, known=compose("sft_trainer"))
@@ -110,6 +111,18 @@ def test_kernels_of_liger_need_their_package_and_a_gpu(published, tiny_llama, ca
     with pytest.raises(ImportError, match="liger-kernel"):
         make_engine(tiny_llama, use_liger=True)
     leave_group()
+
+
+def test_files_on_hdfs_are_copied_and_checked(published, tiny_llama, capsys, tmp_path, monkeypatch):
+    command = tmp_path / "hdfs"
+    command.write_text(f'#!/bin/sh\necho "$1 $2 $3 $4" >> {tmp_path}/called\ncp {published}/${{4##*/}} "$5"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code, text = planned(published, tiny_llama, GSM8K, capsys, files="hdfs://a")
+    assert code == 0 and "steps per epoch               │ 1" in text, text[-2000:]
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called == ["dfs -get -f hdfs://a/train.parquet", "dfs -get -f hdfs://a/val.parquet"]
 
 
 def test_every_problem_is_listed_at_once(published, tiny_llama, capsys):

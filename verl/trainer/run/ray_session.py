@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         me = {"pid": os.getpid(), "started": psutil.Process().create_time(), "temp_dir": str(folder)}
+        me["host"] = platform.node()
         record.write_text(json.dumps(me) + "\n", encoding="utf-8")
         # Our actors have their own environment: Ray's prestarted workers would never be used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
@@ -119,6 +121,10 @@ def stop_left_session(run_dir: Path) -> None:
         folder, pid, started = Path(left["temp_dir"]), left["pid"], left["started"]
     except (ValueError, KeyError, TypeError) as e:
         logger.warning(f"{record} cannot be read ({e}): no session is stopped")
+        return
+    host = left.get("host", platform.node())
+    if host != platform.node():
+        logger.warning(f"{record} is of process {pid} on {host}, which cannot be checked here: make sure that it ended")
         return
     # The start time distinguishes the driver from a later process with the same number.
     if psutil.pid_exists(pid) and psutil.Process(pid).create_time() == started:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from verl.config.data import DataConfig
 from verl.planning.problems import one_line
 from verl.utils.chat_template import ChatTemplateError, render_chat
-from verl.utils.fs import copy_to_shm
+from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.jsonl import read_objects
 
@@ -126,14 +126,14 @@ def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, to
 
 
 class FileRows(Dataset):
-    """The rows of data files, each with its origin; a subclass turns them into samples."""
+    """The rows of data files (local or hdfs://), each with its origin; a subclass turns them into samples."""
 
     def __init__(self, data_files: str | Sequence[str], use_shm: bool = False) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self.rows: Sequence[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         for file in self.data_files:
-            rows = self.read(copy_to_shm(str(file)) if use_shm else file)
+            rows = self.read(copy_to_local(str(file), use_shm=use_shm))
             self.rows = self.rows + rows if self.origins else rows
             self.origins += [(str(file), number) for number in range(len(rows))]
         if not len(self.rows):

@@ -71,7 +71,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     Args:
         engine: vLLM's LLMEngine.
-        rollout: provides resume(tags), release() and update_weights_from_disk(path) for the endpoints of those names.
+        rollout: provides wake(tags), free() and load_from_disk(path) for the endpoints, and is_awake: requests that
+            arrive while it is false wait until the engine has its weights and its cache again.
         vocab_size: ids from 0 to vocab_size - 1 are accepted; others would crash the engine.
         max_model_len: tokens of prompt and response together.
         host: the address to bind, with a free port.
@@ -89,7 +90,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self.requests: dict[str, _Request] = {}
         self.error: BaseException | None = None  # of the engine; it cannot be used afterwards
         self.is_paused = False
-        self._held: list[_Request] = []  # arrived while generation is paused by mode abort
+        self._held: list[_Request] = []  # arrived while generation is paused or the engine sleeps
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._owner = threading.Thread(target=self._own, args=(device,), daemon=True, name="vllm-engine")
@@ -174,7 +175,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             return request.finish(RuntimeError(f"the engine failed before: {self.error}"))
         if request.rid in self.requests:
             return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs"))
-        if self.is_paused:
+        if self.is_paused or not self.rollout.is_awake:
             return self._held.append(request)
         try:
             prompt, adapter = {"prompt_token_ids": request.input_ids}, self.rollout.adapter
@@ -203,7 +204,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             self._abort(list(self.requests))
 
     def _continue(self) -> None:
-        self.is_paused, held, self._held = False, self._held, []
+        self.is_paused = False
+        self._add_held()
+
+    def _add_held(self) -> None:
+        held, self._held = self._held, []
         for request in held:
             self._add(request)
 
@@ -242,7 +247,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     async def wake_up(self) -> None:
         """Bring the engine's weights and cache back into memory; it does not keep weights on a GPU."""
-        await asyncio.to_thread(self.call, self.rollout.wake, ["weights", "kv_cache"])
+        await asyncio.to_thread(self.call, self._wake, ["weights", "kv_cache"])
 
     async def sleep(self) -> None:
         """Free the memory of the engine's weights and cache. RuntimeError while requests run."""
@@ -271,7 +276,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             "continue_generation": lambda b: self._continue(),
             "flush_cache": lambda b: self._idle(self.rollout.forget_prefixes),
             "release_memory_occupation": lambda b: self._idle(self.rollout.free),
-            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or ["weights", "kv_cache"]),
+            "resume_memory_occupation": lambda b: self._wake(b.get("tags") or ["weights", "kv_cache"]),
             "update_weights_from_disk": self._update_from_disk,
         }
         for name, function in posts.items():
@@ -315,6 +320,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             return web.json_response(result if isinstance(result, dict | list) else None)
 
         return handler
+
+    def _wake(self, tags: list[str]) -> None:
+        self.rollout.wake(tags)
+        self._add_held()
 
     def _idle(self, function: Callable[[], Any]) -> None:
         if self.requests:
@@ -416,6 +425,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         self.server: vLLMHttpServer | None = None
+        self.is_awake = False  # set in the engine's thread
         super().__init__(config, model_config, device_mesh)
         if self.tp_group is not None:
             return
@@ -440,21 +450,24 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self._call(super().update_weights, weights, peft_config, idle=True)
 
     def resume(self, tags: list[str]) -> None:
-        self._call(self.wake, tags)
-        if self.server is not None:
-            self.server.weight_version = str(self.weights_version)
+        if self.server is None:
+            return self.wake(tags)
+        self.server.weight_version = str(self.weights_version)
+        self.server.call(self.server._wake, tags)
 
     def release(self) -> None:
-        if self.server is not None:
-            self.server.call(self.server._abort_all)
-        self._call(self.free)
+        if self.server is None:
+            return self.free()
+        self.server.call(lambda: (self.server._abort_all(), self.free()))
 
     def wake(self, tags: list[str]) -> None:
         """`resume` in the engine's thread."""
         super().resume(tags)
+        self.is_awake |= "kv_cache" in tags
 
     def free(self) -> None:
         """`release` in the engine's thread."""
+        self.is_awake = False
         super().release()
 
     def read_weights(self, path: str) -> None:
