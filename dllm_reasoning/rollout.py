@@ -63,7 +63,7 @@ class RefineRollout(HFRollout):
         module, n, limit, pad = self.engine.module, request.n, self.config.response_length, request.pad_id
         seeds = [seed for of_prompt in request.seeds for seed in of_prompt]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(module.device)  # [B*n, R]
+        uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(self.engine.device)  # [B*n, R]
 
         def choose_tokens(logits: torch.Tensor, rows: list[Row]) -> tuple[list[list[int]], list[list[float]]]:
             """logits [B, w, V] -> tokens and log-probs [B][w]."""

@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from scripts.gpu_runs import RUNS, Result, described, left_out, run_row
+from scripts.gpu_runs import LIMIT_S, RUNS, Result, described, left_out, run_row
 from scripts.loss_compare import ROOT, run
 from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
@@ -217,7 +217,7 @@ def measure_together(shape: str, ranks: int, work: Path) -> Iterator[Result]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = ["-m", "scripts.gpu_check", "--measure", shape, "--json", str(file)]
     try:
-        run([*launcher, *command], ROOT, work / f"{folder.name}.log")
+        run([*launcher, *command], ROOT, work / f"{folder.name}.log", LIMIT_S)
         yield from (Result(**fields) for fields in json.loads(file.read_text()))
     finally:
         shutil.rmtree(folder)  # 15 GB of 7B weights
@@ -316,11 +316,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, gpus = torch.device("cuda", 0), torch.cuda.device_count()
     results: list[Result] = []
     try:
-        results.extend(check_all(gpus, device, console))
+        for result in check_all(gpus, device, console):
+            results.append(result)
+            if arguments.json is not None:
+                write_json(results, arguments.json)
     finally:  # Ctrl-C too
         print_results(results, console, f"{gpus} x {torch.cuda.get_device_name(device)}")
-        if arguments.json is not None:
-            write_json(results, arguments.json)
     return int(not all(result.holds for result in results))
 
 

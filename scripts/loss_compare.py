@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,16 +176,27 @@ def checked_out(version: str, name: str, work: Path) -> Iterator[Path]:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
 
 
-def run(command: Sequence[str], tree: Path, log: Path) -> None:
-    """Run a command in a tree; ends this process with the log's end if it fails."""
+def run(command: Sequence[str], tree: Path, log: Path, limit: float | None = None) -> None:
+    """Run a command in a tree; SystemExit with the log's end if it fails, or takes longer than `limit` seconds."""
     environment = {
         **os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     with open(log, "a") as out:
-        code = subprocess.run(command, cwd=tree, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
-    if code:
-        sys.exit(f"{' '.join(command[:4])} ... in {tree} failed with exit code {code}:\n{log.read_text()[-3000:]}")
+        process = subprocess.Popen(command, cwd=tree, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(limit)
+            ended = f"failed with exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            ended = f"was stopped after {limit:g} seconds"
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+        finally:
+            process.kill()
+            process.wait()
+    if ended:
+        sys.exit(f"{' '.join(command[:4])} ... in {tree} {ended}:\n{log.read_text()[-3000:]}")
 
 
 def compare(name: str, old: Path, new: Path, work: Path) -> bool:

@@ -128,7 +128,9 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         counted = count_labels(batch["loss_mask"], seeds, self.iterative)
         return StepInputs(int(summed({"counted": float(counted)}, self.engine.device)["counted"]), warm_up)
 
-    def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs) -> dict[str, float]:
+    def backward(
+        self, micro: TensorDict, tokens: int, is_last: bool, inputs: StepInputs
+    ) -> dict[str, float | torch.Tensor]:  # fmt: skip
         """The rounds' losses and the AR loss of a micro-batch [b, T], with a backward pass for each round."""
         layout = self._layout(micro, self.iterative)
         ranks = self.engine.get_data_parallel_size()
@@ -155,11 +157,11 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             layout = self._layout(micro, self.val_noise)
             with self.engine.autocast():
                 losses = self.loss.run(self.engine.module, layout.to(self.engine.device), None, scale=1.0, ar_scale=1.0)
-            plain = self.summed_loss(moved(micro, self.engine.device)).item()
+            plain = self.summed_loss(moved(micro, self.engine.device)).double()
             metrics = {"counted": losses.counted, "val/noise_mean": layout.noised, "val/loss": plain}
             for name, value in (metrics | self._metrics("val", losses, 1.0, 1.0)).items():
                 sums[name] += value
-        return sums
+        return {name: float(value) for name, value in sums.items()}
 
     def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
         """Losses of rounds and the noise per label of a round, the others per learned token."""
@@ -176,10 +178,10 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         seeds = rows[SEED_COLUMN].tolist()
         return build_layout(batch, seeds, noise, self.noise_token, progress=progress, split=self.loss.share)
 
-    def _metrics(self, split: str, losses: RoundLosses, scale: float, ar_scale: float) -> dict[str, float]:
-        metrics = {f"{split}/loss_s{k}": (loss * scale).item() for k, loss in enumerate(losses.rounds)}
+    def _metrics(self, split: str, losses: RoundLosses, scale: float, ar_scale: float) -> dict[str, torch.Tensor]:
+        metrics = {f"{split}/loss_s{k}": (loss.detach() * scale).double() for k, loss in enumerate(losses.rounds)}
         if self.loss.ar_weight:
-            metrics[f"{split}/loss_ar"] = (losses.ar * ar_scale).item()
+            metrics[f"{split}/loss_ar"] = (losses.ar.detach() * ar_scale).double()
         return metrics
 
     def _with_total(self, split: str, metrics: dict[str, float]) -> dict[str, float]:

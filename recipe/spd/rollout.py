@@ -71,7 +71,9 @@ class SPDRollout(BaseRollout):
         generation = get_generation_config(self.settings.target_path)
         self.eos = end_ids(self.tokenizer.eos_token_id) | end_ids(generation.eos_token_id if generation else None)
         self._urls = server_urls(self.settings.rollout.servers)
-        if not self._urls and LOCAL_VARIABLE not in os.environ and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        # Ray's ranks on GPUs all have LOCAL_RANK 0 where each sees its own GPU alone.
+        place = os.environ.get("RAY_LOCAL_RANK") or os.environ.get("LOCAL_RANK", "0")
+        if not self._urls and LOCAL_VARIABLE not in os.environ and place == "0":
             # Loading vLLM takes half a minute, during which the actor is built.
             self.local_server = server_of(self.settings, config.prompt_length, config.response_length)
             self._resources.callback(self.local_server.stop)

@@ -85,6 +85,7 @@ class FakeEngine:
 
     def __init__(self, module):
         self.module = module.eval()
+        self.device = module.device
 
     @contextmanager
     def eval_mode(self):

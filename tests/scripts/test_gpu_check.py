@@ -99,6 +99,10 @@ def test_the_end_of_a_failed_command_is_reported(monkeypatch, tmp_path):
     )
     (result,) = gpu_check.attempt("SFT", lambda: gpu_runs.run_row("SFT", tmp_path, 1))
     assert not result.holds and "exit code 3" in result.message and "out of memory" in result.message
+    words[2] = "import time; print('waits', flush=True); time.sleep(60)"
+    monkeypatch.setattr(gpu_runs, "LIMIT_S", 2)
+    (result,) = gpu_check.attempt("SFT", lambda: gpu_runs.run_row("SFT", tmp_path, 1))
+    assert "was stopped after 2 seconds" in result.message and "waits" in result.message
     assert not (tmp_path / recipe.inputs).exists()  # the next row makes them again
 
 
@@ -175,8 +179,10 @@ def test_a_command_passes_the_dry_run(name, inputs, tmp_path, capsys):
     assert ended.value.code == 0, capsys.readouterr().out
 
 
-def metrics(norm: float = 0.5, loss: float = 0.01, distance: float = 1e-4, last: float = 0.4) -> dict:
-    return {(1, "actor/grad_norm"): norm, (1, "actor/pg_loss"): loss, (1, DISTANCE): distance,
+def metrics(
+    norm: float = 0.5, loss: float = 0.01, distance: float = 1e-4, last: float = 0.4, late: float = 1e-4
+) -> dict:  # fmt: skip
+    return {(1, "actor/grad_norm"): norm, (1, "actor/pg_loss"): loss, (1, DISTANCE): distance, (STEPS, DISTANCE): late,
             (STEPS, "actor/grad_norm"): last, (STEPS, "actor/pg_loss"): loss}  # fmt: skip
 
 
@@ -191,9 +197,10 @@ def test_updates_are_compared_with_one_gpu_in_float32():
     assert missed(exact, metrics(norm=0.506)) == ["gradient norm, step 1"]  # 1.2 %
     assert missed(rough, metrics(norm=0.52, loss=0.019, distance=0.019)) == []
     assert missed(rough, metrics(norm=1.0)) == ["gradient norm, step 1"]  # a sum over two ranks for a mean
-    assert missed(rough, metrics(loss=-0.01, distance=0.03)) == ["rollout and actor", "loss, step 1"]
-    assert missed(exact, {(1, "actor/grad_norm"): 0.5}) == ["rollout and actor", "loss, step 1"]  # not reported
-    assert missed(exact, metrics(last=0.2)) == []
+    assert missed(rough, metrics(loss=-0.01, distance=0.03)) == ["rollout and actor, step 1", "loss, step 1"]
+    assert missed(exact, {(1, "actor/grad_norm"): 0.5}) == ["rollout and actor, step 1", "loss, step 1"]  # not reported
+    assert missed(exact, metrics(last=0.2, late=1.0)) == []
+    assert missed("GRPO with LoRA", metrics(late=0.1)) == [f"rollout and actor, step {STEPS}"]  # weights of step 1
     assert missed("update, saved in the background and resumed", metrics(last=0.2)) == ["gradient norm, step 3"]
 
 

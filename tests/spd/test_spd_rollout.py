@@ -10,6 +10,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
+from recipe.spd import rollout as spd_rollout
 from recipe.spd.rollout import LostCompletionsError
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
 from tests.helpers.models import WORDS, make_tokenizer
@@ -297,6 +298,23 @@ def test_settings_that_do_not_fit_are_named(tiny_llama, tmp_path):
             rollout(tiny_llama, "http://127.0.0.1:9", tmp_path / "c", **change),
         ):
             pass
+
+
+@pytest.mark.parametrize(
+    ("environment", "started"),
+    [({}, 1), ({"LOCAL_RANK": "1"}, 0), ({"LOCAL_RANK": "0", "RAY_LOCAL_RANK": "1"}, 0),
+     ({"LOCAL_RANK": "0", "RAY_LOCAL_RANK": "0"}, 1), ({"SPD_LOCAL_SERVER": "of the entry"}, 0)],
+)  # fmt: skip
+def test_the_first_rank_of_a_node_starts_a_server(tiny_llama, tmp_path, monkeypatch, environment, started):
+    """With Ray every rank that sees one GPU has LOCAL_RANK 0."""
+    for name in ("LOCAL_RANK", "RAY_LOCAL_RANK", "SPD_LOCAL_SERVER", "SPD_VLLM_URLS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    servers = []
+    monkeypatch.setattr(spd_rollout, "server_of", lambda *a: (servers.append(a), SimpleNamespace(stop=list))[1])
+    with rollout(tiny_llama, None, tmp_path / "c"):
+        assert len(servers) == started
 
 
 @pytest.mark.process

@@ -48,6 +48,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tiny_llama, tmp_p
     assert resumed.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
 
 
+@pytest.mark.parametrize(("offloads", "fused", "moments", "counters"), [
+    (False, False, "meta", "cpu"), (False, True, "meta", "meta"), (True, True, "cpu", "cpu"),
+])  # fmt: skip
+def test_optimizer_state_is_read_to_where_the_optimizer_works(tiny_llama, tmp_path, offloads, fused, moments, counters):
+    """The meta device in place of a GPU; the parameters are offloaded to the CPU."""
+    engine = make_engine(tiny_llama)
+    train(engine, 1)
+    for group in engine.optimizer.param_groups:
+        group["fused"] = fused
+    engine.save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    resumed = make_engine(tiny_llama)
+    resumed._moves, resumed.is_optimizer_offload_enabled = True, offloads
+    resumed.device_type, resumed.device = "meta", torch.device("meta")
+    resumed.load_checkpoint(str(tmp_path / "actor"))
+    states = resumed.optimizer.state.values()
+    assert {state["exp_avg"].device.type for state in states} == {moments}
+    assert {state["step"].device.type for state in states} == {counters}
+
+
 def test_a_save_in_the_background_has_the_weights_of_its_step(tiny_llama, tmp_path):
     engine = make_engine(tiny_llama, async_save=True, contents=("model", "optimizer", "extra", "hf_model"))
     train(engine, 2)

@@ -167,7 +167,9 @@ def test_a_run_profiles_the_named_step(tiny_llama, tmp_path, capfd):
 
 
 def test_nsight_gets_one_capture_range_for_each_profile(tmp_path):
+    traces = tmp_path / "traces"
     settings = {"global_profiler__tool": "nsys", "global_profiler__steps": "[1,2,5]"}
+    settings["global_profiler__save_path"] = traces
     options = nsight_options(compose_run(tmp_path, "unused", **settings))
     assert options["capture-range"] == "cudaProfilerApi" and options["capture-range-end"] == "repeat-shutdown:3"
     joined = compose_run(tmp_path, "unused", global_profiler__profile_continuous_steps="true", **settings)
@@ -178,4 +180,6 @@ def test_nsight_gets_one_capture_range_for_each_profile(tmp_path):
     assert nsight_options(calls)["capture-range-end"] == "repeat"
     assert nsight_options(calls, of_driver=True) == {
         "trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph",
+        "o": f"{traces}/driver_%h_%p",
     }  # fmt: skip
+    assert traces.is_dir() and options["o"] == f"{traces}/rank_%h_%p"

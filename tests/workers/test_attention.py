@@ -7,7 +7,7 @@ their documentation says. `make gpu-check` compares the kernels themselves.
 import pytest
 import torch
 from tensordict import TensorDict
-from transformers import LlamaForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from tests.workers.test_packing import grouped_batch, llama
 from verl.workers.policy import attention, get_policy
@@ -132,17 +132,49 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
     batch = grouped_batch([6], [[5]])
     packing = pack(batch["attention_mask"], 5)
     half = torch.zeros(1, dtype=torch.bfloat16).as_subclass(OnCuda)
-    assert choose_backend(torch.zeros(1, dtype=torch.bfloat16), packing, 0.0) == "sdpa"
-    assert choose_backend(torch.zeros(1).as_subclass(OnCuda), packing, 0.0) == "sdpa"  # float32
+    assert choose_backend(*[torch.zeros(1, dtype=torch.bfloat16)] * 2, packing, 0.0) == "sdpa"
+    assert choose_backend(*[torch.zeros(1).as_subclass(OnCuda)] * 2, packing, 0.0) == "sdpa"  # float32
     for installed, dropout, expected in ((False, 0.0, "varlen"), (False, 0.1, "sdpa"), (True, 0.1, "flash_attn")):
         monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda there=installed: there)
-        assert choose_backend(half, packing, dropout) == expected
+        assert choose_backend(half, half, packing, dropout) == expected
     monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     shared = grouped_batch([6, 3], [[5, 2], [1]])
     packing = pack(shared["attention_mask"], 5, shared["group_index"])
-    assert choose_backend(half, packing, 0.0) == "shared_prompt" and choose_backend(half, packing, 0.1) == "flash_attn"
+    assert choose_backend(half, half, packing, 0.0) == "shared_prompt"
+    assert choose_backend(half, half, packing, 0.1) == "flash_attn"
+    wide, latent = (torch.zeros(1, 1, 1, size, dtype=torch.bfloat16).as_subclass(OnCuda) for size in (320, 192))
+    assert choose_backend(wide, wide, packing, 0.0) == "sdpa"
+    assert choose_backend(latent, latent[..., :128], packing, 0.0) == "sdpa"  # multi-head latent attention
+    assert choose_backend(latent, latent, packing, 0.0) == "shared_prompt"
     alone = grouped_batch([6, 3], [[5], [1]])  # a copy of each prompt's keys is what it has anyway
-    assert choose_backend(half, pack(alone["attention_mask"], 5, alone["group_index"]), 0.0) == "flash_attn"
+    assert choose_backend(half, half, pack(alone["attention_mask"], 5, alone["group_index"]), 0.0) == "flash_attn"
+
+
+def test_flash_attention_without_a_packing_is_asked_for_by_its_own_name(monkeypatch):
+    """As a rollout that generates with the actor's module does."""
+    calls = []
+
+    def kernel(query, key, value, *args, attn_implementation, is_causal, layer_idx, target_dtype, **kwargs):
+        calls.append((attn_implementation, is_causal, layer_idx, target_dtype))
+        return query
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", kernel)
+    model = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    assert make_packable(model)
+    model(torch.tensor([[5, 6, 7]]))
+    layers = range(model.config.num_hidden_layers)
+    assert calls == [("flash_attention_2", True, layer, torch.float32) for layer in layers]
+
+
+def test_models_with_attention_sinks_keep_their_own_attention():
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+                 num_key_value_heads=1, num_local_experts=2, vocab_size=64, pad_token_id=0)  # fmt: skip
+    model = GptOssForCausalLM(GptOssConfig(**sizes))
+    before = model.config._attn_implementation
+    assert not make_packable(model) and model.config._attn_implementation == before
+    with pytest.raises(ValueError, match="the attention of GptOssForCausalLM cannot be replaced"):
+        make_packable(model, shared=True)
 
 
 def test_a_users_flash_attention_stays_for_padded_batches():

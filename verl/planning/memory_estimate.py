@@ -109,9 +109,9 @@ def estimate_memory(
     """Bytes on one rank by part, "update" and "generation" apart: a rank needs the larger sum.
 
     `update`: the actor's own part of an update with micro-batches of `micro` full-length samples, where it was traced;
-    else `training_memory` says it. Around it are reference, critic, rollout weights and the KV cache of `samples`
-    full-length sequences at most. `gpu_bytes` of a GPU (None: ranks on CPUs, where nothing is offloaded) give a vLLM or
-    SGLang engine its share.
+    else `training_memory` says it. Around it are reference, critic and reward model (each taken for a model of the
+    actor's size), rollout weights and the KV cache of `samples` full-length sequences at most. `gpu_bytes` of a GPU
+    (None: ranks on CPUs, where nothing is offloaded) give a vLLM or SGLang engine its share.
     """
     roles, data = config["actor_rollout_ref"], config["data"]
     engine, rollout, reference = roles["actor"]["fsdp_config"], roles["rollout"], roles["ref"]["fsdp_config"]
@@ -142,6 +142,15 @@ def estimate_memory(
         copies += 2 if not (on_gpu and held["optimizer_offload"]) else 0
         if copies and not (on_gpu and held["offload_policy"]):
             around["critic: weights and moments"] = copies * size.parameters * BYTES[held["model_dtype"]] // shards
+    reward = config["reward_model"]
+    if reward["enable"] and not reward["enable_resource_pool"]:
+        served, held = reward["rollout"], reward["model"]["fsdp_config"]
+        if served["name"]:
+            weights = size.parameters * BYTES[served["dtype"]] // served["tensor_model_parallel_size"]
+            share = int(served["gpu_memory_utilization"] * (gpu_bytes or 0))
+            around["reward model's server"] = share if on_gpu else weights
+        elif not (on_gpu and (held["param_offload"] or held["offload_policy"])):
+            around["reward model"] = size.parameters * BYTES[held["model_dtype"]] // shards
     sequence = 2 * size.layers * size.kv_heads * size.head_dim * length * min(samples, rollout["max_num_seqs"])
     engine_parts: dict[str, int] = {}
     if shares:
@@ -155,5 +164,6 @@ def estimate_memory(
         engine_parts["rollout weights"] = size.parameters * kept_as // split
         engine_parts["KV cache of the rollout"] = sequence * kept_as // split
     phases["generation"] |= around | engine_parts
-    phases["update"] |= around | ({} if on_gpu and rollout["free_cache_engine"] else engine_parts)
+    sleeps = on_gpu and rollout["free_cache_engine"] and rollout["enable_sleep_mode"]
+    phases["update"] |= around | ({} if sleeps else engine_parts)
     return {phase: {name: count for name, count in parts.items() if count} for phase, parts in phases.items()}

@@ -71,6 +71,15 @@ def test_open_mappings_take_any_key(override):
     assert problems(override) == []
 
 
+def test_a_served_reward_model_and_the_rollout_share_a_gpu():
+    given = [VLLM, "reward_model.enable=true", "reward_model.rollout.name=vllm", "trainer.device=cuda"]
+    key = "rollout.gpu_memory_utilization=0.5"
+    assert f"reward_model.{key} and actor_rollout_ref.{key} are shares of the same GPU" in only(*given).message
+    assert problems(*given, "reward_model.rollout.gpu_memory_utilization=0.3") == []
+    assert problems(*given, "reward_model.enable_resource_pool=true", "reward_model.nnodes=1") == []
+    assert problems(*given[:-1], "trainer.device=cpu") == []
+
+
 def test_a_removed_key_is_reported():
     assert "trainer.report was removed" in only("~trainer.report").message
 

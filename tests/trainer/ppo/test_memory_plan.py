@@ -67,6 +67,22 @@ def test_the_nearest_settings_that_fit_are_those_that_change_least(tmp_path):
     assert "has this memory" in fits
 
 
+def test_a_reward_model_on_the_same_gpus_and_an_engine_that_never_sleeps_are_counted(tmp_path):
+    size = {"trainer.gpu_memory_gib": 10, "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}
+    update, generation = total(printed(tmp_path, **size))
+    served = {"reward_model.enable": "true", "reward_model.rollout.name": "vllm",
+              "reward_model.rollout.gpu_memory_utilization": 0.25}  # fmt: skip
+    share = pytest.approx(2560, abs=2)
+    with_server = total(printed(tmp_path, **size, **served))
+    assert [with_server[0] - update, with_server[1] - generation] == [share, share]
+    own = {"reward_model.enable_resource_pool": "true", "reward_model.nnodes": 1}
+    assert total(printed(tmp_path, **size, **served, **own)) == [update, generation]
+    in_ranks = {"reward_model.enable": "true", "reward_model.micro_batch_size_per_gpu": 4}
+    assert 0.5 < total(printed(tmp_path, **size, **in_ranks))[1] - generation < 20  # half of the weights
+    awake = total(printed(tmp_path, **size, **{"actor_rollout_ref.rollout.enable_sleep_mode": "false"}))
+    assert awake[0] - update == pytest.approx(3072, abs=2)
+
+
 def printed_seconds(text):
     lines = [line for line in text.splitlines() if "│" in line]
     return {name.strip(): float(value) for _, name, value, _ in (line.split("│") for line in lines)}

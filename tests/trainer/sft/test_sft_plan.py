@@ -113,6 +113,7 @@ def test_kernels_of_liger_need_their_package_and_a_gpu(published, tiny_llama, ca
     leave_group()
 
 
+@pytest.mark.process
 def test_files_on_hdfs_are_copied_and_checked(published, tiny_llama, capsys, tmp_path, monkeypatch):
     command = tmp_path / "hdfs"
     command.write_text(f'#!/bin/sh\necho "$1 $2 $3 $4" >> {tmp_path}/called\ncp {published}/${{4##*/}} "$5"\n')

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -111,7 +112,10 @@ def classes(
 
 
 def nsight_options(config: DictConfig, of_driver: bool = False) -> dict[str, str] | None:
-    """Options of `nsys profile` around the ranks or the driver (global_profiler.tool=nsys), else None."""
+    """Options of `nsys profile` around the ranks or the driver (global_profiler.tool=nsys), else None.
+
+    Reports go to global_profiler.save_path, which is made here; on a cluster it must be shared.
+    """
     profiler = config.global_profiler
     if profiler.tool != "nsys" or not profiler.steps:
         return None
@@ -123,6 +127,11 @@ def nsight_options(config: DictConfig, of_driver: bool = False) -> dict[str, str
         discrete = any(part.profiler.tool_config.nsys.discrete for part in [*parts, config.reward_model])
         # One range for each call, however many there are, or one for each profile.
         options["capture-range-end"] = "repeat" if discrete else f"repeat-shutdown:{len(starts)}"
+    if options.get("o", options.get("output")) is None:
+        # Ray writes reports below its session, which ends with the run.
+        folder = Path(profiler.save_path).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        options["o"] = folder / f"{'driver' if of_driver else 'rank'}_%h_%p"
     return {name: str(value) for name, value in options.items()}
 
 

@@ -25,7 +25,6 @@ from verl.utils.stop_signals import StopSignals
 WORKER_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "NCCL_CUMEM_ENABLE": "0",
     "VLLM_LOGGING_LEVEL": "WARN",
     "LOGURU_LEVEL": "INFO",

@@ -253,7 +253,8 @@ class FSDPSFTTrainer:
     def validation_step(self, batch: TensorDict) -> dict[str, float]:
         """Sums over this rank's learned tokens of a batch [B, L], by name of the metric that is their mean."""
         micros = cut(batch, self.config.data)
-        return {"val/loss": sum(self.summed_loss(moved(micro, self.engine.device)).item() for micro in micros)}
+        losses = [self.summed_loss(moved(micro, self.engine.device)).double() for micro in micros]
+        return {"val/loss": float(sum(losses))}
 
     def validation_means(self, sums: dict[str, float], tokens: float) -> dict[str, float]:
         """The metrics of the validation set from its sums over all ranks and the number of its learned tokens."""
@@ -280,8 +281,9 @@ class FSDPSFTTrainer:
                 for number, micro in enumerate(micros, 1):
                     tokens, is_last = int(counts["learned"]), number == len(micros)
                     for name, value in self.backward(moved(micro, self.engine.device), tokens, is_last, inputs).items():
-                        sums[name] += value
+                        sums[name] += value.double() if isinstance(value, torch.Tensor) else value
                 step = self.engine.optimizer_step()
+                sums = {name: float(value) for name, value in sums.items()}
             skipped, norm = step.skipped, step.grad_norm
             if skipped:
                 logger.warning(f"step {self.global_steps}: loss or gradient is not finite; the weights are unchanged")
@@ -292,16 +294,17 @@ class FSDPSFTTrainer:
         metrics |= {"train/global_tokens": counts["all"], "train/skipped_steps": float(skipped)}
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: Any) -> dict[str, float]:
+    def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: Any) -> dict[str, float | torch.Tensor]:
         """Add a micro-batch [b, T] to the gradient. `tokens`: learned tokens of the global batch, on all ranks.
 
-        `inputs` is what `step_inputs` returned for the step. Metrics are this rank's share times the number of ranks;
-        those of all micro-batches are summed, and their mean over ranks is the global value. An override calls
+        `inputs` is what `step_inputs` returned for the step. Metrics are numbers, or tensors [] of the device, for
+        which the next micro-batch does not wait: this rank's share times the number of ranks. They are summed over
+        micro-batches, and their mean over ranks is the global value. An override calls
         `engine.backward(loss, is_last_micro_batch)` once or more, with True in the very last call only.
         """
         loss = self.summed_loss(micro) * (self.engine.get_data_parallel_size() / tokens)
         self.engine.backward(loss, is_last_micro_batch=is_last)
-        return {"train/loss": loss.item()}
+        return {"train/loss": loss.detach()}
 
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
         """Sum of the negative log-probs of a micro-batch's learned tokens, [b, T] -> []; position t predicts t + 1."""

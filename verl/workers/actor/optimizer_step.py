@@ -41,8 +41,8 @@ def forward_in_order(
     with engine.eval_mode(), engine.autocast():
         for rows, micro in micros:
             index.append(rows)
-            outputs.append([tensor.cpu() for tensor in forward(moved(micro.batch, engine.device))])
-    return [restore_order(list(pieces), index) for pieces in zip(*outputs, strict=True)]
+            outputs.append(forward(moved(micro.batch, engine.device)))  # the device works while the next one is cut
+    return [restore_order([piece.cpu() for piece in pieces], index) for pieces in zip(*outputs, strict=True)]
 
 
 def update_by_mini_batches(
@@ -102,7 +102,8 @@ def _accumulate(
         batch = moved(micro.batch, engine.device)
         loss, additive, means = loss_of(batch, counts)
         engine.backward(loss, is_last_micro_batch=number == len(micros) - 1)
-        share = batch["response_mask"].sum().item() * counts.dp_size / counts.batch_num_tokens
+        counted = micro.batch["response_mask"].sum().item()  # on the host: no wait for the backward pass
+        share = counted * counts.dp_size / counts.batch_num_tokens
         for name, value in additive.items():
             sums[name] += value
         for name, value in means.items():

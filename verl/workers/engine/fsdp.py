@@ -98,7 +98,8 @@ class FSDPEngine(BaseEngine):
         self._make_groups()
         if self.engine_config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+            # A warning only for the rest: sampling tokens sums probabilities, which has no deterministic CUDA kernel.
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
         _seed_everything(self.engine_config.seed)
         module, stored = build.build_module(self.model_config, self.engine_config, trains=self._trains)
@@ -330,8 +331,8 @@ class FSDPEngine(BaseEngine):
         """Reads checkpoint.load_contents from `local_path`, written on any number of ranks."""
         fsdp_utils.reshard(self.module)
         self.checkpoint_manager.load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        if self.is_optimizer_offload_enabled and self.optimizer is not None:
-            self.to("cpu", model=False, optimizer=True)
+        # The state was read to where the parameters are, which may be offloaded.
+        self.to("cpu" if self.is_optimizer_offload_enabled else self.device_type, model=False, optimizer=True)
 
 
 def _seed_everything(seed: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -164,12 +165,15 @@ BACKENDS: dict[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 
 
-def choose_backend(query: torch.Tensor, packing: Packing, dropout: float) -> str:
+def choose_backend(query: torch.Tensor, value: torch.Tensor, packing: Packing, dropout: float) -> str:
     """Flash attention on CUDA in half precision, by flash-attn if it is installed, else by torch; "sdpa" elsewhere.
 
-    Shared prompts are read in a pass of their own, by torch, unless there is dropout.
+    Its kernels need values as wide as queries (those of multi-head latent attention are not), of at most 256. Shared
+    prompts are read in a pass of their own, by torch, unless there is dropout.
     """
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or packing.seen is not None:
+        return "sdpa"
+    if value.shape[-1] != query.shape[-1] or query.shape[-1] > 256:
         return "sdpa"
     if packing.groups is not None and dropout == 0 and len(packing.groups) < len(packing.lengths) / 2:
         return "shared_prompt"
@@ -190,8 +194,12 @@ def packed_attention(
     sliding window shorter than the keys of a segment, or a soft cap.
     """
     if packing is None:
-        of_user = module.config._attn_implementation == NAME_OF_FLASH
-        plain = flash_attention_forward if of_user else sdpa_attention_forward
+        plain = sdpa_attention_forward
+        if module.config._attn_implementation == NAME_OF_FLASH:
+            # It takes the name of its kernel from the module's config.
+            named = SimpleNamespace(_attn_implementation=FLASH, dtype=module.config.dtype)
+            parts = {name: getattr(module, name, None) for name in ("is_causal", "layer_idx", "modules")}
+            module, plain = SimpleNamespace(config=named, **parts), flash_attention_forward
         return plain(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     window, cap = kwargs.get("sliding_window"), kwargs.get("softcap")
     if cap is not None or (window is not None and window < packing.segments.most_keys):
@@ -201,7 +209,7 @@ def packed_attention(
             "actor_rollout_ref.actor.share_prompt_forward=false (SFT: use_remove_padding=false, data.packing=false), "
             "and leave ulysses_sequence_parallel_size at 1."
         )
-    backend, group = BACKENDS[choose_backend(query, packing, dropout)], packing.group
+    backend, group = BACKENDS[choose_backend(query, value, packing, dropout)], packing.group
     if group is None:
         return backend(query, key, value, packing, scaling, dropout).unsqueeze(0), None
     ranks = dist.get_world_size(group)
@@ -232,7 +240,8 @@ def make_packable(model: PreTrainedModel, shared: bool = False) -> bool:
         return True
     wanted = NAME_OF_FLASH if model.config._attn_implementation == FLASH else NAME
     try:
-        model.set_attn_implementation(wanted)
+        if model._supports_sdpa:  # others have attention sinks (gpt-oss) or the like, which this attention lacks
+            model.set_attn_implementation(wanted)
     except ValueError as error:
         logger.debug("{}", error)
     if model.config._attn_implementation != wanted:

@@ -67,13 +67,14 @@ class RewardModelWorker(ModelWorker):
             mask = batch["attention_mask"]  # [b, T]
             positions = torch.arange(mask.shape[1], device=mask.device)
             last = torch.where(mask.bool(), positions, 0).amax(-1, keepdim=True)
+            names = ("input_ids", "attention_mask", "position_ids")
             if not self.packs:
-                values = self.engine.module(**dict(batch.items()), use_cache=False).logits[..., 0].float()
+                inputs = {name: batch[name] for name in names}
+                values = self.engine.module(**inputs, use_cache=False).logits[..., 0].float()
                 return [values.gather(1, last).squeeze(1)]
             # Turn each row so that it ends with its last token, and append a token that counts as its response: the
             # packing's `predicted_from` is then the last token.
             turned = (positions + last + 1) % mask.shape[1]
-            names = ("input_ids", "position_ids", "attention_mask")
             ended = {name: F.pad(batch[name].gather(1, turned), (0, 1), value=1) for name in names}
             packing = pack_batch(ended, 1)
             flat = packing.model_inputs(ended["input_ids"], ended["position_ids"])

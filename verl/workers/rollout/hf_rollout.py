@@ -39,7 +39,7 @@ class HFRollout(BaseRollout):
         """Samples of prompts [B, P], as `answered` returns them."""
         request = GenerationRequest.from_batch(prompts, self.config)
         n, pad, limit = request.n, request.pad_id, self.config.response_length
-        device = next(self.engine.module.parameters()).device
+        device = self.engine.device  # with fsdp_config.offload_policy not that of the parameters
         eos = torch.tensor(request.eos_ids, dtype=torch.int64, device=device)
         inputs = [prompts.batch[key].to(device) for key in ("input_ids", "attention_mask", "position_ids")]  # [B, P]
         generators = [torch.Generator().manual_seed(seed) for seeds in request.seeds for seed in seeds]

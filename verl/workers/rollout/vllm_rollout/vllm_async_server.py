@@ -93,7 +93,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self._held: list[_Request] = []  # arrived while generation is paused or the engine sleeps
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
-        self._owner = threading.Thread(target=self._own, args=(device,), daemon=True, name="vllm-engine")
+        stream = None if device is None else torch.cuda.current_stream(device)
+        self._owner = threading.Thread(target=self._own, args=(stream,), daemon=True, name="vllm-engine")
         self._owner.start()
         self._loop = asyncio.new_event_loop()
         self._http = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm-http")
@@ -121,9 +122,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self._inbox.put(work)
         return done.result()
 
-    def _own(self, device: int | None) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
+    def _own(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+            torch.cuda.set_stream(stream)  # vLLM copies results after the work of the stream that it started on
         with torch.no_grad():
             while not self._closing:
                 try:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from verl.planning.problems import Problem, absent, one_line, register_check, wrong
 from verl.protocol import DataProto
+from verl.utils.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.device import rank_device_index
 from verl.utils.model import get_lora_rank_from_adapter
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -127,6 +128,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
         if getattr(model_config.hf_config, "tie_word_embeddings", False):
             _silence(*TIED_HEAD)
+        random_states = get_rng_state()  # vLLM seeds all generators with its own seed, on every rank alike
         self.llm = start_engine(arguments, self.on_cuda)
         if name := arguments.get("additional_config", {}).get("shared_memory_name"):
             dist.barrier()  # every rank has mapped the segments: without names they end with their processes
@@ -143,6 +145,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         logger.debug("vLLM answers one prompt to warm up")
         params = self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, (), limit=2)
         self.llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
+        load_rng_state(random_states)
         self.llm.reset_prefix_cache()
         self.release()
 
