@@ -53,8 +53,7 @@ class RewardStream:
                 self._latest[index].cancel()
             call = self._timed(self._grade_one, index, sample)
         else:
-            self._waiting.append((index, sample))
-            call = self._timed(self._grade_waiting)
+            call = self._timed(self._grade_waiting, index, sample)
         self._latest[index] = asyncio.run_coroutine_threadsafe(call, self._loop)
         self._calls.append(self._latest[index])
 
@@ -96,7 +95,8 @@ class RewardStream:
     async def _grade_one(self, index: int, sample: DataProto) -> None:
         self.results[index] = await self.reward_fn.graded(sample)
 
-    async def _grade_waiting(self) -> None:
+    async def _grade_waiting(self, index: int, sample: DataProto) -> None:
+        self._waiting.append((index, sample))  # here, since only this thread may touch the list
         async with self._one_call:  # samples gather meanwhile
             if not self._waiting:
                 return

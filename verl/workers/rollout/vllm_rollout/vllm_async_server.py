@@ -178,6 +178,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         if request.rid in self.requests:
             return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs"))
         if self.is_paused or not self.rollout.is_awake:
+            if not self._held and not self.is_paused:
+                logger.warning("vLLM's engine sleeps: requests wait until it is woken (rollout.resume)")
             return self._held.append(request)
         try:
             prompt, adapter = {"prompt_token_ids": request.input_ids}, self.rollout.adapter
@@ -427,8 +429,8 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
 
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         self.server: vLLMHttpServer | None = None
-        self.is_awake = False  # set in the engine's thread
         super().__init__(config, model_config, device_mesh)
+        self.is_awake = not self.can_sleep  # afterwards set in the engine's thread
         if self.tp_group is not None:
             return
         engine = self.llm.llm_engine
