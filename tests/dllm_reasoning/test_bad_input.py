@@ -1,7 +1,9 @@
 """User errors end a run with one message before training starts; yaml and dataclasses agree."""
 
 import os
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -171,6 +173,7 @@ def test_a_data_set_of_the_users_own_reads_files_in_shared_memory(assets, tmp_pa
     tokenizer = IterativeRefineTrainer.build_tokenizer(config)
     dataset = IterativeRefineTrainer.build_dataset(assets[1], config, tokenizer)
     assert type(dataset) is NumberedPairs and str(dataset.data_files[0]).startswith("/dev/shm/")
+    shutil.rmtree(Path(dataset.data_files[0]).parent)
     custom = ("data.custom_cls.path=pkg://verl.utils.dataset.sft_dataset", "data.custom_cls.name=SFTDataset")
     assert "SFTDataset is no subclass of IterativeSFTDataset" in exit_message(runs.compose(*assets, tmp_path, *custom))
 

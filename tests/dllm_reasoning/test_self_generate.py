@@ -130,7 +130,7 @@ def test_a_failing_reward_function_ends_with_one_message(assets, tmp_path, name,
 @pytest.mark.process
 def test_a_reward_function_that_hangs_costs_its_answer(assets, tmp_path):
     answers = [(question, text) for _, question, text in greedy_answers(assets)]
-    config = runs.compose(*assets, tmp_path, *own(tmp_path, "hangs", "iterative.self_generate.item_timeout=1"))
+    config = runs.compose(*assets, tmp_path, *own(tmp_path, "hangs", "iterative.self_generate.item_timeout=3"))
     (tmp_path / "reward.py").write_text(REWARD.replace("HANGS ON", answers[1][0]))
     expected = [pair for pair in answers if pair[0] != answers[1][0]]
     assert [tuple(row.values()) for row in dataset_of(config).rows] == expected and 0 < len(expected) < len(answers)

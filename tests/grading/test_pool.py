@@ -59,10 +59,10 @@ def test_a_worker_killed_while_idle_is_replaced():
 def test_a_call_that_hangs_in_c_code_is_killed(tmp_path):
     file = tmp_path / "power.py"
     file.write_text("def power(exponent):\n    return (10 ** exponent) % 7\n")
-    pool = GradingPool(ExternFunction(str(file), "power"), workers=1, seconds=0.5)
+    pool = GradingPool(ExternFunction(str(file), "power"), workers=1, seconds=3)
     began = time.monotonic()
     assert [getattr(r, "kind", r) for r in pool.map([{"exponent": 10**9}, {"exponent": 0}])] == ["timeout", 1]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     pool.close()
 
 

@@ -20,7 +20,7 @@ from tests.helpers.models import save_answering_llama
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 6
+TIMEOUT_S = 15
 # Requests that fail early and are retried; 8 prompts each, so that a step has several.
 QUICK = (f"spd.rollout.timeout_s={TIMEOUT_S}", "spd.rollout.prompts_per_request=8", "spd.rollout.attempts=3")
 

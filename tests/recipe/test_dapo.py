@@ -357,6 +357,6 @@ def test_the_papers_script_passes_the_dry_run(tmp_path):
     more = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.dry_run=true"]
     more += ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
     more += [f"custom_reward_function.path={files['reward.py']}"]
-    run = subprocess.run([script, *more], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([script, *more], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
     assert "512 prompts x 16" in run.stdout and "16 of 512 samples" in run.stdout

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def printed(folder, *arguments):
     command = [sys.executable, ROOT / "scripts" / "print_cfg.py", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.process

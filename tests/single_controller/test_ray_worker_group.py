@@ -89,7 +89,7 @@ class Adder(Worker):
     def fail(self, rank):
         if self.rank == rank:
             raise KeyError(f"nothing here on rank {rank}")
-        time.sleep(15)
+        time.sleep(120)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die(self, rank):
@@ -227,7 +227,7 @@ def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_i
     start = time.monotonic()
     with pytest.raises(KeyError, match="nothing here on rank 1") as caught:
         wg.fail(1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 100
     note = caught.value.__notes__[0]
     assert "rank 1" in note and "in fail" in note
     assert "ray::Adder.fail()" in note and 'raise KeyError(f"nothing here' in note and "\x1b" not in note

@@ -22,7 +22,7 @@ from recipe.spd.client import (
 from recipe.spd.settings import SPDRolloutSettings
 from recipe.spd.store import Completion
 
-FAST = SPDRolloutSettings(timeout_s=1.0, attempts=3, prompts_per_request=4, concurrency=2, max_tokens=8)
+FAST = SPDRolloutSettings(timeout_s=30.0, attempts=3, prompts_per_request=4, concurrency=2, max_tokens=8)
 
 
 class FakeServer:
@@ -96,12 +96,12 @@ async def fail(count):
 
 
 async def hang(count):
-    await asyncio.sleep(30)
+    await asyncio.sleep(60)
 
 
 def test_answers_come_in_order_in_chunks_with_bounded_concurrency():
     async def slow(count):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
 
     server = FakeServer(slow)
     with server.running() as url, client(url) as c:
@@ -138,7 +138,7 @@ def test_a_completion_is_cut_at_its_own_limit_whatever_shares_its_request():
 
 def test_the_requests_of_one_rank_go_to_every_server():
     async def slow(count):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
 
     servers = [FakeServer(slow) for _ in range(4)]
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ def test_the_requests_of_one_rank_go_to_every_server():
         c = stack.enter_context(client(*urls, settings=replace(FAST, concurrency=8)))
         assert None not in c.complete([((1, i % 50), 8) for i in range(84)])
     asked = [sum(len(body["prompt"]) for body in server.requests) for server in servers]
-    assert sum(asked) == 84 and min(asked) >= 16  # 21 each if all were equally fast
+    assert sum(asked) == 84 and min(asked) >= 8  # 21 each if all were equally fast
 
 
 def test_a_completion_cut_by_the_server_s_context_length_is_refused():
@@ -177,10 +177,11 @@ def test_a_failure_that_passes_is_retried():
 def test_a_broken_and_a_hanging_server_are_left_for_one_that_works():
     broken, hanging, working = FakeServer(fail), FakeServer(hang), FakeServer()
     with broken.running() as a, hanging.running() as b, working.running() as good:
-        with client(a, b, good) as c:
+        with client(a, b, good, settings=replace(FAST, timeout_s=2.0)) as c:
+            c.health.first_rest_s = 600.0
             start = time.monotonic()
             assert ask(c) == EXPECTED
-            assert time.monotonic() - start < 8
+            assert time.monotonic() - start < 30
             seen = len(broken.requests) + len(hanging.requests)
             assert ask(c) == EXPECTED  # those that failed are asked last from now on
             assert len(broken.requests) + len(hanging.requests) == seen
@@ -258,9 +259,9 @@ def test_the_preferred_server_serves_again_after_its_rest():
             raise web.HTTPInternalServerError()
 
     first, second = FakeServer(fail_once), FakeServer()
-    quick = replace(FAST, timeout_s=0.3, prompts_per_request=10, concurrency=1)
-    with first.running() as a, second.running() as b, client(a, b, settings=quick) as c:
+    one = replace(FAST, prompts_per_request=10, concurrency=1)
+    with first.running() as a, second.running() as b, client(a, b, settings=one) as c:
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 1)
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (1, 2)
-        time.sleep(0.35)
+        c.health.rests_until[a] = time.monotonic()
         assert ask(c) == EXPECTED and (len(first.requests), len(second.requests)) == (2, 2)

@@ -21,7 +21,7 @@ STEPS = 1000  # more than a fast machine finishes before the last fault
 
 CONSTANT = "actor_rollout_ref.actor.optim.lr=1e-12"  # a policy that learns requests fewer and fewer completions
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +83,19 @@ def test_servers_that_hang_slow_down_and_die_lose_no_sample(runs, servers):
     first, failed = vllm_processes(servers[0]), f"SPD server {url}: attempt 1 of 3 failed: "
     runs.wait_for_step("servers", 1, run)
     send(first, signal.SIGSTOP)
-    wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run, log, 120)
+    wait_until(lambda: f"{failed}TimeoutError" in runs.log("servers"), run, log, 240)
     runs.wait_for_step("servers", len(runs.rows("servers")) + 1, run)
     send(first, signal.SIGCONT)
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run, log, 120)  # after its back-off it serves again
+    wait_until(lambda: answered(url) > before, run, log, 240)  # after its back-off it serves again
     with ten_times_slower(first):
         before, steps = answered(url), len(runs.rows("servers"))
         runs.wait_for_step("servers", steps + 2, run)
-    assert answered(url) > before
+        wait_until(lambda: answered(url) > before, run, log, 240)
     before = answered(url)
-    wait_until(lambda: answered(url) > before, run, log, 120)
+    wait_until(lambda: answered(url) > before, run, log, 240)
     send(first, signal.SIGKILL)
-    wait_until(lambda: re.search(re.escape(failed) + "(Client|Server)", runs.log("servers")), run, log, 120)
+    wait_until(lambda: re.search(re.escape(failed) + "(Client|Server)", runs.log("servers")), run, log, 240)
     runs.wait_for_step("servers", len(runs.rows("servers")) + 2, run)  # the other one took over
     run.send_signal(signal.SIGTERM)
     assert ended(run, 200) == 143, runs.log("servers")[-3000:]
@@ -105,7 +105,7 @@ def test_servers_that_hang_slow_down_and_die_lose_no_sample(runs, servers):
     for row in rows:
         assert row["data"]["training/scored_samples"] == 8 * 4 and row["data"]["spd/completions/failed"] == 0
         assert row["data"]["spd/completions/asked"] > 0  # every step needed a server
-        assert row["data"]["timing_s/gen"] < TIMEOUT_S + 10
+        assert row["data"]["timing_s/gen"] < 2 * TIMEOUT_S
 
 
 def test_with_no_server_left_the_run_ends_with_its_checkpoint_kept(runs, servers):
@@ -113,7 +113,7 @@ def test_with_no_server_left_the_run_ends_with_its_checkpoint_kept(runs, servers
     run = runs.start("alone", *QUICK, CONSTANT, store="alone.sqlite3")
     runs.wait_for_step("alone", 2, run)
     send(vllm_processes(servers[1]), signal.SIGKILL)
-    assert ended(run, 120) == 1
+    assert ended(run, 240) == 1
     message = runs.log("alone").rpartition("Training failed:")[2]
     assert "have no completion from the servers" in message and "completions made so far are kept" in message
     kept = runs.saved_step("alone")

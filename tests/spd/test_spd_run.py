@@ -13,7 +13,7 @@ from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.spd_run import SPDRuns, ended, running
 from verl.utils.checkpoint.publish import verify_manifest
 
-STEPS = 4
+STEPS = 8
 # Metrics that depend on data and weights only, not on the machine or the store.
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "spd/accepted_len/mean", "spd/scenario/A")
 

@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from spd_scorer import AutoModelForSPDScoring
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.spd_run import write_blocks
 from tests.spd.test_client import FakeServer
+from verl.utils.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands in for the training: says what it got; `code` ends it, `wait` waits for the signal that stops a job.
@@ -198,13 +198,10 @@ class Head:
         return process.returncode, out, err
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+def free_ports(count: int) -> set[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
     return ports
 
 

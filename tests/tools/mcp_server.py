@@ -1,8 +1,7 @@
-"""An MCP server: `python mcp_server.py` on stdio, `python mcp_server.py http` on a free port, which it prints."""
+"""An MCP server: `python mcp_server.py` on stdio, `python mcp_server.py PORT` on a port of 127.0.0.1."""
 
 import json
 import os
-import socket
 import sys
 
 from mcp.server import MCPServer
@@ -53,11 +52,7 @@ def search(query: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["http"]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        print(port, flush=True)
-        server.run("streamable-http", host="127.0.0.1", port=port)
+    if sys.argv[1:]:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run("stdio")

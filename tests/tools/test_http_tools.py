@@ -4,6 +4,7 @@ import asyncio
 import json
 import resource
 import threading
+import time
 
 import pytest
 import tenacity
@@ -105,8 +106,11 @@ def test_a_service_that_floods_is_cut_off_while_reading():
 def test_a_service_that_hangs_is_a_timeout():
     release = threading.Event()
     with serving(lambda body: (release.wait(30), (200, [b"{}"]))[1]) as (url, requests):
-        by_tool = run(SearchTool({"retrieval_service_url": url, "timeout": 0.2}, None), '{"query_list": ["a"]}')[0]
-        by_runner = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}', timeout=0.2)[0]
+        by_tool = run(SearchTool({"retrieval_service_url": url, "timeout": 1}, None), '{"query_list": ["a"]}')[0]
+        by_runner = run(SearchTool({"retrieval_service_url": url}, None), '{"query_list": ["a"]}', timeout=1)[0]
+        deadline = time.monotonic() + 20
+        while len(requests) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
         release.set()
     assert by_tool.failure == by_runner.failure == "timeout" and len(requests) == 2
 
@@ -144,14 +148,17 @@ def test_a_schema_may_offer_language_and_timeout():
     assert (requests[0]["language"], requests[0]["run_timeout"]) == ("bash", 2)
 
 
-async def most_at_once(pool, number=6):
+async def most_at_once(pool, expected, number=6):
     running = most = 0
+    deadline = time.monotonic() + 60
 
     async def one():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.3)  # longer than a busy machine takes to start the others
+        while most < expected and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # one more would start within this time
         running -= 1
 
     await asyncio.gather(*(pool.execute(one) for _ in range(number)))
@@ -160,8 +167,8 @@ async def most_at_once(pool, number=6):
 
 def test_the_pool_bounds_calls_by_workers_and_by_the_rate():
     async def all_pools():
-        return [await most_at_once(init_execution_pool(workers, limited, rate, name=f"pool-{workers}-{rate}"))
-                for workers, limited, rate in ((3, True, 2), (3, False, 2), (10, True, 4))]  # fmt: skip
+        return [await most_at_once(init_execution_pool(workers, limited, rate, name=f"pool-{workers}-{rate}"), most)
+                for workers, limited, rate, most in ((3, True, 2, 2), (3, False, 2, 3), (10, True, 4, 4))]  # fmt: skip
 
     assert asyncio.run(all_pools()) == [2, 3, 4]
     with pytest.raises(ValueError, match="use PoolMode.ThreadMode"):
@@ -182,7 +189,7 @@ def test_a_pool_runs_functions_in_threads_and_frees_the_token_of_one_that_raises
 
 def test_a_token_whose_holder_died_comes_back_after_its_lease():
     async def converse():
-        bucket = TokenBucketWorker(1, lease=0.05)
+        bucket = TokenBucketWorker(1, lease=0.5)
         first = await bucket.acquire()
         second = await bucket.acquire()  # the first was never given back
         counts = [bucket.get_current_count()]
@@ -211,8 +218,11 @@ def test_pools_of_a_ray_cluster_share_the_rate_and_it_outlives_its_creator(ray_c
 
     creator, other = Process.remote(), Process.remote()
     ray.get([creator.held.remote(), other.held.remote()])
-    holding = [creator.hold.remote(60), other.hold.remote(0.5), other.hold.remote(0.5)]
-    ray.get(holding[1:])
+    holding = creator.hold.remote(600)  # noqa: F841
+    deadline = time.monotonic() + 60
+    while not ray.get(other.held.remote()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ray.get([other.hold.remote(0.1), other.hold.remote(0.1)])
     assert ray.get(other.held.remote()) == 1
     ray.kill(creator)
     ray.get(other.hold.remote(0))  # the second token is free, the bucket lives

@@ -14,6 +14,7 @@ from verl.tools.mcp_base_tool import MCPBaseTool
 from verl.tools.mcp_search_tool import MCPSearchTool
 from verl.tools.runner import ToolRunner
 from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils.ports import free_port
 
 pytest.importorskip("mcp.server.mcpserver", reason="the package mcp, version 2")
 pytestmark = pytest.mark.process
@@ -41,9 +42,9 @@ def run(tools, *calls, **settings):
 
 @pytest.fixture
 def http_server():
-    process = subprocess.Popen([sys.executable, SERVER, "http"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    port = int(process.stdout.readline())
-    for _ in range(300):
+    port = free_port()
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    for _ in range(600):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
@@ -51,7 +52,6 @@ def http_server():
     yield f"http://127.0.0.1:{port}/mcp"
     process.kill()
     process.wait()
-    process.stdout.close()
 
 
 def test_a_process_answers_keeps_its_state_and_reports_errors(tmp_path):
@@ -69,7 +69,7 @@ def test_a_process_answers_keeps_its_state_and_reports_errors(tmp_path):
         assert [r.response.text for r in (added, once, twice)] == ["42", "x", "x y"]
         assert failed.failure == "exception" and "on purpose" in failed.response.text
         assert wrong.failure == "invalid_arguments"
-        late, after = run(tools, ("hang", "{}"), ("note", '{"text": "z"}'), timeout=0.5)
+        late, after = run(tools, ("hang", "{}"), ("note", '{"text": "z"}'), timeout=3)
         assert late.failure == "timeout" and after.response.text == "x y z"
         died, again = run(tools, ("die", "{}"), ("note", '{"text": "new"}'))
         assert died.failure == "exception" and again.response.text == "new"  # another process

@@ -18,7 +18,7 @@ KWARGS = {"counter": {
 
 
 def runner_of(*tools, **settings):
-    return ToolRunner(tools, **{"timeout": 0.2, "max_tool_response_length": 1000, **settings})
+    return ToolRunner(tools, **{"timeout": 30, "max_tool_response_length": 1000, **settings})
 
 
 async def one_call(runner, name="counter", arguments="{}", kwargs=None):
@@ -60,7 +60,7 @@ def test_parallel_calls_create_once_and_wait_for_each_other():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         running -= 1
 
     async def run(tool):
@@ -81,12 +81,12 @@ def test_no_more_than_max_concurrent_calls_run_and_waiting_is_no_timeout():
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.6)
         running -= 1
 
     async def all_conversations():
-        runner = runner_of(Acts("execute", slow), max_concurrent=2)
-        results = await asyncio.gather(*(one_call(runner) for _ in range(8)))  # 0.4 s in all, each call 0.1 of 0.2 s
+        runner = runner_of(Acts("execute", slow), max_concurrent=2, timeout=2)
+        results = await asyncio.gather(*(one_call(runner) for _ in range(8)))  # 2.4 s in all, each call 0.6 of 2 s
         return [result.failure for result, _ in results]
 
     assert asyncio.run(all_conversations()) == 8 * [None] and most == 2
@@ -165,7 +165,7 @@ async def not_a_number():
 )  # fmt: skip
 def test_a_failing_tool_is_answered_counted_and_released(what, kind, text):
     tool = Acts("execute", what)
-    runner = runner_of(tool)
+    runner = runner_of(tool, timeout=0.2 if kind == "timeout" else 30)
     result, rewards = asyncio.run(one_call(runner))
     assert (result.response.text, result.failure, result.reward) == (f"Error: 'counter' {text}", kind, None)
     assert runner.counts == {"calls": 1, kind: 1} and rewards == {"counter": 1.0}
@@ -181,7 +181,7 @@ def test_a_create_that_fails_is_answered_and_its_instance_released(what, kind):
         released.append(instance_id)
 
     tool.release = release
-    runner = runner_of(tool)
+    runner = runner_of(tool, timeout=0.2 if what is hang else 30)
     result, rewards = asyncio.run(one_call(runner))
     assert result.failure == kind and rewards == {} and len(released) == 1
     assert runner.counts == {"calls": 1, kind: 1}
@@ -190,7 +190,7 @@ def test_a_create_that_fails_is_answered_and_its_instance_released(what, kind):
 def test_failures_of_calc_reward_and_release_are_counted_and_no_score_is_made_up():
     for at, counted, rewards in (("calc_reward", "reward_failed", None), ("release", "release_failed", 1.0)):
         for what in (fail, hang):
-            runner = runner_of(Acts(at, what), Acts("never", fail, "other"))
+            runner = runner_of(Acts(at, what), Acts("never", fail, "other"), timeout=0.2 if what is hang else 30)
 
             async def run(runner=runner):
                 async with runner.conversation() as tools:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import aiohttp
 import numpy as np
@@ -50,6 +51,19 @@ def run(rollout, function):
 
 def sampled(n, seed=7, **more):
     return {"temperature": 1.0, "max_new_tokens": n, "sampling_seed": seed, **more}
+
+
+def slow_steps(server):
+    """Within this context a step of the engine takes a tenth of a second more: a request is still running."""
+    step = server.engine.step
+    return patch.object(server.engine, "step", lambda: (time.sleep(0.1), step())[1])
+
+
+async def first_token(server, task):
+    """Return once the request of the task has generated a token."""
+    while not any(request.output_ids for request in list(server.requests.values())):
+        assert not task.done()
+        await asyncio.sleep(0.001)
 
 
 def test_log_probs_are_those_of_the_trained_module(served):
@@ -124,10 +138,10 @@ def test_aborted_requests_are_answered_with_their_tokens(served):
     full = run(rollout, lambda c: c.generate("f", [7], sampled(47), True))
 
     async def abort(client):
-        task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
-        while not rollout.server.requests or not next(iter(rollout.server.requests.values())).output_ids:
-            await asyncio.sleep(0.001)
-        await client.post("abort_request", {"rid": "long"})
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+            await first_token(rollout.server, task)
+            await client.post("abort_request", {"rid": "long"})
         return await task
 
     output = run(rollout, abort)
@@ -140,10 +154,10 @@ def test_a_client_that_leaves_aborts_its_request_and_new_weights_wait_for_none(s
     rollout, engine = served
 
     async def leave(client):
-        task = asyncio.create_task(client.generate("gone", [7], sampled(47), False))
-        while not rollout.server.requests:
-            await asyncio.sleep(0.001)
-        await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("gone", [7], sampled(47), False))
+            await first_token(rollout.server, task)
+            await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
         with pytest.raises(RuntimeError, match="while 1 requests run"):
             await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
         refused = await client.post("update_weights_from_disk", {"model_path": "anything"})
@@ -165,12 +179,13 @@ def test_pause_in_place_continues_with_the_same_tokens(served):
     full = run(rollout, lambda c: c.generate("f", [7], sampled(40), False)).token_ids
 
     async def pause(client):
-        task = asyncio.create_task(client.generate("p", [7], sampled(40), False))
-        while not rollout.server.requests:
-            await asyncio.sleep(0.001)
-        await client.post("pause_generation", {"mode": "in_place"})
-        await asyncio.sleep(0.05)
-        paused = not task.done()
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("p", [7], sampled(40), False))
+            await first_token(rollout.server, task)
+            await client.post("pause_generation", {"mode": "in_place"})
+        generated = len(rollout.server.requests["p"].output_ids)
+        await asyncio.sleep(0.2)
+        paused = not task.done() and len(rollout.server.requests["p"].output_ids) == generated < 40
         await client.post("continue_generation", {})
         return paused, (await task).token_ids
 
@@ -186,6 +201,7 @@ def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how)
         await client.post("pause_generation", {"mode": "abort"})
         task = asyncio.create_task(client.generate("held", [7], sampled(40), True))
         while not server._held:
+            assert not task.done()
             await asyncio.sleep(0.001)
         if how == "release":
             await asyncio.to_thread(rollout.release)
@@ -196,7 +212,7 @@ def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(served, how)
         else:
             await client.post("abort_request", {"abort_all": True} if how == "abort_all" else {"rid": "held"})
         try:
-            return await asyncio.wait_for(task, 10)
+            return await asyncio.wait_for(task, 60)
         finally:
             await client.post("continue_generation", {})
 
@@ -208,14 +224,14 @@ def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
     rollout, _ = served
 
     async def release(client):
-        task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
-        while not rollout.server.requests or not next(iter(rollout.server.requests.values())).output_ids:
-            await asyncio.sleep(0.001)
-        await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
+        with slow_steps(rollout.server):
+            task = asyncio.create_task(client.generate("long", [7], sampled(47), True))
+            await first_token(rollout.server, task)
+            await client.post("pause_generation", {"mode": "in_place"})  # it runs as long as the test needs
         with pytest.raises(RuntimeError, match="vLLM keeps its prefix cache, since requests run"):
             await asyncio.to_thread(rollout.server.call, rollout.forget_prefixes)
         await asyncio.to_thread(rollout.release)
-        output = await asyncio.wait_for(task, 10)
+        output = await asyncio.wait_for(task, 60)
         await client.post("continue_generation", {})
         await asyncio.to_thread(rollout.resume, ["weights", "kv_cache"])
         return output
@@ -233,13 +249,14 @@ def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_
         await asyncio.to_thread(rollout.release)
         task = asyncio.create_task(client.generate("early", [7], sampled(5), False))
         while not rollout.server._held:
+            assert not task.done()
             await asyncio.sleep(0.001)
         await asyncio.to_thread(rollout.resume, ["weights"])
         await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
         assert not task.done()
         rollout.weights_version = 4
         await asyncio.to_thread(rollout.resume, ["kv_cache"])
-        return await asyncio.wait_for(task, 10)
+        return await asyncio.wait_for(task, 60)
 
     output = run(rollout, ask)
     rollout.weights_version = 3

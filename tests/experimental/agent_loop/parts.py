@@ -89,12 +89,22 @@ class DeadlyTool(LoggedTool):
         return await super().execute(instance_id, parameters, **kwargs)
 
 
+class HeldTool(LoggedTool):
+    """LoggedTool that does not answer until the file config["log"].go is there."""
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        answer = await super().execute(instance_id, parameters, **kwargs)
+        while not Path(self.config["log"] + ".go").exists():
+            await asyncio.sleep(0.02)
+        return answer
+
+
 class UnevenTool(LoggedTool):
-    """LoggedTool whose call number i takes i tenths of a second more, up to 1.5."""
+    """LoggedTool of whose calls the last four of every 16 take a minute more."""
 
     async def execute(self, instance_id, parameters, **kwargs):
         self.started = getattr(self, "started", -1) + 1
-        await asyncio.sleep(0.1 * (self.started % 16))
+        await asyncio.sleep(60 if self.started % 16 >= 12 else 0)
         return await super().execute(instance_id, parameters, **kwargs)
 
 

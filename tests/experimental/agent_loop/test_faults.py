@@ -74,7 +74,7 @@ def hold(model, tmp_path):
         manager.close()
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "nothing happened"
@@ -98,23 +98,25 @@ def test_conversations_of_a_server_that_dies_go_on_at_the_other_and_are_lost_wit
     ray_cluster, servers, hold, tmp_path
 ):
     handles = [server.handle for server in servers]
-    log = tmp_path / "calls.log"
+    log, go = tmp_path / "calls.log", tmp_path / "calls.log.go"
 
     def strike(server):
         wait_for(lambda: log.exists() and log.read_text().count("begin"))
         server.kill()
+        go.touch()
 
     killer = threading.Thread(target=strike, args=(servers[1],))
     killer.start()
     journal = {"actor_rollout_ref__rollout__multi_turn__journal_tool_calls": "false"}  # each call is made
-    output = hold(handles, 32, **journal)
+    output = hold(handles, 32, "HeldTool", **journal)
     killer.join()
     assert len(output) == 32 and not output.non_tensor_batch[LOST].any()
     assert output.batch["response_mask"].sum(1).tolist() == [ANSWER] * 32
     log.unlink()
+    go.unlink()
     killer = threading.Thread(target=strike, args=(servers[0],))
     killer.start()
-    output = hold(handles, 32, **journal)
+    output = hold(handles, 32, "HeldTool", **journal)
     killer.join()
     lost = output.non_tensor_batch[LOST]
     assert len(output) == 32 and lost.any()  # the calls were running when the last server died

@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 from verl.workers.rollout.replica import ServerHandle
 
 pytestmark = pytest.mark.process
-EOS, SLOW, SLOW_S = 2, 9, 30.0
+EOS, SLOW, SLOW_S = 2, 9, 300.0
 
 
 class ScriptedWorker(AgentLoopWorkerBase):

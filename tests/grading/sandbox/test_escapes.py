@@ -225,27 +225,28 @@ def marked(mark):
 def test_nothing_is_alive_afterwards(request):
     if refused(request):
         return
-    code = """
+    mark = f"verl-survivor-{os.getpid()}"
+    code = f"""
         import os, sys, signal
         for number in range(1, 65):
             try: signal.signal(number, signal.SIG_IGN)
             except (OSError, ValueError): pass
         try: os.setsid()
         except OSError: pass
-        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", "verl-survivor"])
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)", {mark!r}])
     """
     survivors, ended = [], threading.Event()
 
     def watch():
         while not survivors and not ended.wait(0.05):
-            survivors.extend(marked("verl-survivor"))
+            survivors.extend(marked(mark))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    outcome = run_python(textwrap.dedent(code), limits=SandboxConfig(seconds=2))
+    outcome = run_python(textwrap.dedent(code), limits=SandboxConfig(seconds=6))
     ended.set()
     watcher.join()
-    assert outcome.stopped == "time" and len(survivors) == 1 and marked("verl-survivor") == []
+    assert outcome.stopped == "time" and len(survivors) == 1 and marked(mark) == []
 
 
 @pytest.mark.process
@@ -253,7 +254,7 @@ def test_nothing_is_alive_afterwards(request):
 def test_it_dies_with_its_keepers(victim, tmp_path, request):
     if refused(request):
         return
-    mark = f"verl-orphan-{victim}"
+    mark = f"verl-orphan-{victim}-{os.getpid()}"
     inner = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
     script = "from verl.grading.sandbox import run_python, SandboxConfig\n"
     script += f"run_python({inner!r}, b'', SandboxConfig(seconds=60))"
@@ -267,6 +268,7 @@ def test_it_dies_with_its_keepers(victim, tmp_path, request):
         (program,) = marked(mark)
         keeper = caller.pid if victim == "caller" else psutil.Process(program).ppid()
         os.kill(keeper, signal.SIGKILL)
+        deadline = time.monotonic() + 30
         while marked(mark) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert marked(mark) == []

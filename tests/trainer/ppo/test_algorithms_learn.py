@@ -37,7 +37,7 @@ CORRECTED = {**VLLM, "algorithm__rollout_correction__rollout_is": "token",
              "algorithm__rollout_correction__rollout_rs_threshold": 1.5,
              "algorithm__rollout_correction__rollout_token_veto_threshold": 1e-4}  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(directory: Path, model: str, tree: str = "verl.trainer.config/ppo_trainer", **more) -> list[dict]:

@@ -216,7 +216,7 @@ def test_texts_of_tags_are_judged_in_no_time():
     assert default_compute_score("hiyouga/geometry3k", "<think>" + "</think>" * 5000 + "\\boxed{" * 5000, "4") == 0.0
     assert default_compute_score("searchR1_nq", "<answer>" * 30000, {"target": ["x"]}) == 0.0
     assert math_reward.strip_string("4\\text{ " + "a" * 300_000) == "4\\text{" + "a" * 300_000
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.process
