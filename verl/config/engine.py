@@ -49,7 +49,7 @@ class EngineConfig(BaseConfig, section="engine", mutable=MUTABLE):
     use_fused_kernels: bool = False
     use_remove_padding: bool = True
     seed: int = setting(42, "Seed of this engine's random numbers.", low=0)
-    full_determinism: bool = setting(False, "Use deterministic kernels only, which are slower.")
+    full_determinism: bool = setting(False, "Use deterministic kernels, which are slower; warn where none exists.")
 
 
 @dataclass

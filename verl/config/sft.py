@@ -86,7 +86,7 @@ class SFTEngineConfig(BaseConfig, section="model.fsdp_config"):
     fsdp_size: int = setting(-1, "Ranks that share one copy of the weights; -1 for all.", low=-1)
     tensor_parallel_size: int = tensor_parallel_size()
     sequence_parallel: bool = sequence_parallel()
-    full_determinism: bool = setting(False, "Use deterministic kernels only, which are slower.")
+    full_determinism: bool = setting(False, "Use deterministic kernels, which are slower; warn where none exists.")
 
 
 @dataclass
