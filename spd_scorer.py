@@ -15,6 +15,7 @@ from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import PairHead, ScoreHead, ScoringModelConfig
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
+from verl.trainer.run.ranks import from_first_rank
 from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
 from verl.utils.model import register_model_loader, torch_dtype_of
 
@@ -43,6 +44,8 @@ def load_spd_scorer(
     shared = config.backbone == "target" and dist.is_initialized() and dist.get_rank() > 0
     options = {"trust_remote_code": model_config.trust_remote_code, **model_config.override_config}
     model = AutoModelForSPDScoring.from_config(config, held, without_weights=shared, **options)
+    if config.backbone == "target":
+        config.base_fingerprint = from_first_rank(lambda: config.base_fingerprint)
     if draft_path and (folder := model_folder(draft_path)):
         config.draft_fingerprint = cached_folder_fingerprint(folder) or ""
     if adapter_path:

@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = ("timing_s/", "timing_per_token_ms/", "perf/", "train/time(s)")  # depend on the machine
 # spd/store/mib: the size of the SQLite file depends on when it merges its write-ahead log
@@ -183,18 +185,23 @@ def run(command: Sequence[str], tree: Path, log: Path, limit: float | None = Non
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     with open(log, "a") as out:
+        started: list[psutil.Process] = []
         process = subprocess.Popen(command, cwd=tree, env=environment, stdout=out, stderr=subprocess.STDOUT)
         try:
             code = process.wait(limit)
             ended = f"failed with exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             ended = f"was stopped after {limit:g} seconds"
+            started = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
         finally:
             process.kill()
             process.wait()
+            for child in started:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
     if ended:
         sys.exit(f"{' '.join(command[:4])} ... in {tree} {ended}:\n{log.read_text()[-3000:]}")
 

@@ -60,7 +60,8 @@ class ModelRunner:
         if all(column == first for column in last):
             return logits[:, :wide]
         columns = torch.tensor(last, device=device)[:, None] - first + torch.arange(wide, device=device)
-        columns = columns.clamp(max=logits.shape[1] - 1)  # nothing reads beyond a row's own guesses
+        # Nothing reads beyond a row's own guesses. The module may be offloaded: its logits are then on another device.
+        columns = columns.clamp(max=logits.shape[1] - 1).to(logits.device)
         return logits.gather(1, columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
 
 

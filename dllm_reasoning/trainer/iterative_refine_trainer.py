@@ -184,7 +184,7 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
             metrics[f"{split}/loss_ar"] = (losses.ar.detach() * ar_scale).double()
         return metrics
 
-    def _with_total(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
+    def _with_total(self, split: str, metrics: dict[str, Any]) -> dict[str, Any]:
         """With the weighted sum of the rounds that ran and of the clean text's loss."""
         weights = {f"{split}/loss_s{k}": weight for k, weight in enumerate(self.loss.round_weights)}
         weights[f"{split}/loss_ar"] = self.loss.ar_weight

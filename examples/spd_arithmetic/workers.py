@@ -23,6 +23,7 @@ T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Called with (done, in all)."""
 SECONDS_BETWEEN_LOOKS = 0.5
+START_TIMEOUT_S = 600  # of Ray's actors
 _channel: tuple[Any, Any] | None = None  # in a worker: the queue of messages, and the event that asks it to end
 
 
@@ -121,6 +122,12 @@ class RayWorkers(Workers):
         count = count or fitting
         actor = ray.remote(num_gpus=gpus, num_cpus=1)(_Performer)
         self._actors = [actor.remote() for _ in range(count)]
+        ready = [actor.__ray_ready__.remote() for actor in self._actors]
+        begun, _ = ray.wait(ready, num_returns=count, timeout=START_TIMEOUT_S)
+        if len(begun) < count:
+            self.__exit__()
+            raise RuntimeError(f"{len(begun)} of {count} actors with {each} {kind}s each started within "
+                               f"{START_TIMEOUT_S} s: others use the cluster too; lower --processes to what is free")
 
     def __exit__(self, *error: object) -> None:
         import ray

@@ -76,7 +76,7 @@ class ScoringActor(nn.Module):
             if self.config.attention != "causal":
                 # A packing is laid out on the host.
                 described = (text, layout) if pack else (attention_mask, spd_layout)
-                mask = MASKS[self.config.attention](*described, next(self.head.parameters()).dtype)
+                mask = MASKS[self.config.attention](*described, next(self.backbone.parameters()).dtype)
                 position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
             states = self._states(input_ids, text if pack else attention_mask, position_ids, pack, mask)  # [B, P, H]
             return self.score_states(states, spd_layout, draft_ids, target_ids)
@@ -248,7 +248,8 @@ class AutoModelForSPDScoring:
     ) -> ScoringActor:  # fmt: skip
         """A scorer with a new head on config.base_model_path, or on the loaded `base_model`, which is shared.
 
-        `without_weights`: the backbone is on the meta device, for an engine that fills it from another rank.
+        `without_weights`: the backbone is on the meta device, for an engine that fills it from another rank, and
+        config.base_fingerprint stays empty.
         """
         if without_weights:
             hf_config = AutoConfig.from_pretrained(config.base_model_path, **backbone_kwargs)
@@ -265,7 +266,7 @@ class AutoModelForSPDScoring:
                 "Leave hidden_size at 0, or name the right model."
             )
         config.hidden_size = width
-        if config.backbone == "target" or config.lora_rank:
+        if (config.backbone == "target" or config.lora_rank) and not without_weights:
             given = base_model is not None
             config.base_fingerprint = model_fingerprint(base_model if given else backbone, just_loaded=not given)
         if config.lora_rank:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from recipe.spd import scoring_model
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
 from verl.utils.model import create_huggingface_actor
@@ -42,6 +43,15 @@ def test_matches_and_padding_get_the_certain_logit(tiny_llama, settings):
     z = build(tiny_llama, **settings)(**data().as_kwargs())
     assert z.shape == (2, 3) and z.dtype == torch.float32
     assert torch.equal(z == 50.0, torch.tensor(MATCH))
+
+
+def test_masks_have_the_type_of_the_backbone(tiny_llama, monkeypatch):
+    """Kernels of GPUs misread an additive mask of another type than the queries; heads are float32."""
+    types, real = [], scoring_model.MASKS["spd"]
+    monkeypatch.setitem(scoring_model.MASKS, "spd", lambda *args: (types.append(args[-1]), real(*args))[1])
+    config = ScoringModelConfig(base_model_path=tiny_llama, backbone="own", attention="spd", context_tokens=2)
+    model = AutoModelForSPDScoring.from_config(config, torch.bfloat16).eval()
+    assert model(**data().as_kwargs()).dtype == torch.float32 and types == [torch.bfloat16]
 
 
 @pytest.mark.parametrize(("inputs", "width"), [("state", 4), ("pair", 5)])

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import open_dict
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import compose_run
@@ -183,3 +184,7 @@ def test_nsight_gets_one_capture_range_for_each_profile(tmp_path):
         "o": f"{traces}/driver_%h_%p",
     }  # fmt: skip
     assert traces.is_dir() and options["o"] == f"{traces}/rank_%h_%p"
+    with open_dict(calls):
+        calls.global_profiler.global_tool_config.nsys.worker_nsight_options["output"] = "my reports"
+    options = nsight_options(calls)
+    assert options["o"] == f"{traces}/my\\ reports" and "output" not in options

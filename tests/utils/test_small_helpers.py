@@ -12,18 +12,35 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlavaConfig
 
+from tests.helpers.engines import leave_group
 from verl.base_config import BaseConfig
 from verl.trainer.config import AlgoConfig
-from verl.utils import fs, hf_processor, hf_tokenizer, ray_utils
+from verl.utils import distributed, fs, hf_processor, hf_tokenizer, ray_utils
 from verl.utils import import_utils as imp
 from verl.utils.checkpoint import should_save_ckpt_esi
 from verl.utils.groupwise import as_torch_index, group_mean_std
 from verl.utils.metric import reduce_metrics
 from verl.utils.model import update_model_config
 from verl.workers.config import FSDPOptimizerConfig
+
+
+@pytest.mark.parametrize(("backend", "seconds"), [("nccl", 36000), ("gloo", 600)])
+def test_ranks_on_gpus_wait_longer_on_the_host_than_their_collectives_may_take(monkeypatch, backend, seconds):
+    """Gloo in place of NCCL."""
+    start = dist.init_process_group
+    monkeypatch.setattr(distributed, "get_nccl_backend", lambda: backend)
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, **more: start(kind.replace("nccl", "gloo"), **more))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    leave_group()
+    distributed.initialize_global_process_group_ray(600)
+    limit = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    leave_group()
+    assert limit.total_seconds() == seconds
 
 
 @pytest.mark.process

@@ -241,7 +241,8 @@ def test_prefixes_are_kept_while_requests_run_and_a_release_ends_them(served):
     assert len(run(rollout, lambda c: c.generate("next", [7], sampled(3), False)).token_ids) == 3
 
 
-def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_weights(served):
+@pytest.mark.parametrize("wakes_first", [False, True])
+def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_weights(served, wakes_first):
     rollout, engine = served
     expected = run(rollout, lambda c: c.generate("before", [7], sampled(5), False)).token_ids
 
@@ -251,17 +252,41 @@ def test_a_request_that_comes_while_the_engine_sleeps_is_answered_with_the_next_
         while not rollout.server._held:
             assert not task.done()
             await asyncio.sleep(0.001)
+        rollout.has_weights = False  # as on a GPU
         await asyncio.to_thread(rollout.resume, ["weights"])
-        await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
-        assert not task.done()
         rollout.weights_version = 4
-        await asyncio.to_thread(rollout.resume, ["kv_cache"])
+        if wakes_first:
+            await asyncio.to_thread(rollout.resume, ["kv_cache"])
+        else:
+            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        assert rollout.server._held and not task.done()
+        if wakes_first:
+            await asyncio.to_thread(rollout.update_weights, engine.get_per_tensor_param())
+        else:
+            await asyncio.to_thread(rollout.resume, ["kv_cache"])
         return await asyncio.wait_for(task, 60)
 
     output = run(rollout, ask)
     rollout.weights_version = 3
     rollout.resume(["kv_cache"])
     assert (output.token_ids, output.weights_version) == (expected, 4)
+
+
+def test_a_server_that_closes_holds_no_request():
+    rollout = SimpleNamespace(adapter=None, is_awake=False, has_weights=True)
+    server = vLLMHttpServer(BrokenEngine("none"), rollout, vocab_size=64, max_model_len=64)
+
+    async def close():
+        async with ServerClient(ServerHandle(server.address, server.token)) as client:
+            task = asyncio.create_task(client.generate("held", [7], sampled(3), False))
+            while not server._held:
+                assert not task.done()
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(server.close)
+            return await task
+
+    assert asyncio.run(close()).stop_reason == "aborted"
+    assert str(server.error) == "the server is closed"
 
 
 class BrokenEngine:
@@ -288,7 +313,7 @@ class BrokenEngine:
     ("method", "error"), [("step", "ZeroDivisionError"), ("outputs", "AttributeError"), ("abort", "ZeroDivisionError")]
 )
 def test_an_engine_that_fails_answers_all_requests_with_the_error(method, error):
-    rollout = SimpleNamespace(adapter=None, is_awake=True)
+    rollout = SimpleNamespace(adapter=None, is_awake=True, has_weights=True)
     server = vLLMHttpServer(BrokenEngine(method), rollout, vocab_size=64, max_model_len=64)
 
     async def use():

@@ -23,7 +23,8 @@ class DataConfig(BaseConfig, section="data"):
     tokenizer: str | None = setting(None, "Folder of the tokenizer, as model.tokenizer_path; null: the model's.")
     train_files: str | list[str] = setting(
         "~/data/rlhf/gsm8k/train.parquet",
-        "Parquet, json or jsonl file of prompts, or a list of files; docs/quickstart.md has the columns.",
+        "Parquet, json or jsonl file of prompts, local or hdfs:// (copied once per machine), or a list of files; "
+        "docs/quickstart.md has the columns.",
     )
     val_files: str | list[str] | None = setting(
         "~/data/rlhf/gsm8k/test.parquet", "File or list of files of validation prompts, as train_files."

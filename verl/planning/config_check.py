@@ -266,7 +266,8 @@ def cross_problems(plain: Mapping[str, Any]) -> list[Problem]:
     if reward["enable"] and reward["rollout"]["name"] and not reward["enable_resource_pool"]:
         key, other = ("reward_model.rollout.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization")
         shares = [reward["rollout"]["gpu_memory_utilization"], rollout["gpu_memory_utilization"]]
-        if plain["trainer"]["device"] == "cuda" and rollout["name"] not in ROLLOUTS_OF_THE_ACTOR and sum(shares) > 0.9:
+        engines = plain["trainer"]["device"] == "cuda" and rollout["name"] not in ROLLOUTS_OF_THE_ACTOR
+        if engines and round(sum(shares), 6) > 0.9:
             rule = f"{key}={shares[0]} and {other}={shares[1]} are shares of the same GPU, which also holds the actor."
             fix = "Lower them to 0.9 together, or set reward_model.enable_resource_pool=true."
             issues.append(wrong(key, f"{rule} {fix}"))

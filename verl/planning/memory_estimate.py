@@ -8,7 +8,7 @@ from verl.algos.names import reads_reference
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
 from verl.utils.registry import Registry
 
-BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "auto": 2}
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "float": 4, "auto": 2}
 LOGITS_CHUNK = 896  # tokens whose logits the token policy holds at once, unless its chunk_tokens says otherwise
 LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an entropy's gradient, their softmax
 

@@ -10,6 +10,8 @@ from loguru import logger
 
 from verl.utils.device import get_device_name, get_nccl_backend, rank_device_index
 
+HOST_TIMEOUT = timedelta(hours=10)  # of collectives on the host next to a group of GPUs
+
 
 def set_numa_affinity() -> None:
     """Keep this process on the cores next to its GPU; without a GPU, or where the system does not say, leave it."""
@@ -34,6 +36,9 @@ def _start(timeout_second: float | None) -> None:
     backend = "gloo" if get_nccl_backend() == "gloo" else "cpu:gloo,cuda:nccl"
     timeout = None if timeout_second is None else timedelta(seconds=timeout_second)
     dist.init_process_group(backend, timeout=timeout)
+    if backend != "gloo":
+        # The limit is for collectives on GPUs: on the host ranks wait while the first one writes a checkpoint.
+        dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(HOST_TIMEOUT)
 
 
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ WORKS: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_lora": ((None, False), "A head reads the states of its own target only: serve the merged model."),
     "decode_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
     "prefill_context_parallel_size": ((None, 1), "Hidden states are not gathered there: use tensor parallelism."),
+    "data_parallel_size": ((None, 1), "Only one engine's counts would be reported: start a server for each engine."),
     "enable_batch_sharded_sampling": ((None, False), "Ranks would judge different rows: leave it out."),
     "logprobs_mode": (
         (None, "raw_logprobs", "raw_logits"),

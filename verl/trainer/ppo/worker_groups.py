@@ -127,11 +127,11 @@ def nsight_options(config: DictConfig, of_driver: bool = False) -> dict[str, str
         discrete = any(part.profiler.tool_config.nsys.discrete for part in [*parts, config.reward_model])
         # One range for each call, however many there are, or one for each profile.
         options["capture-range-end"] = "repeat" if discrete else f"repeat-shutdown:{len(starts)}"
-    if options.get("o", options.get("output")) is None:
-        # Ray writes reports below its session, which ends with the run.
-        folder = Path(profiler.save_path).expanduser().absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        options["o"] = folder / f"{'driver' if of_driver else 'rank'}_%h_%p"
+    # Ray writes reports below its session, which ends with the run, unless the path is absolute, and splits at blanks.
+    folder = Path(profiler.save_path).expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    name = options.pop("output", None) or options.get("o") or f"{'driver' if of_driver else 'rank'}_%h_%p"
+    options["o"] = str(folder / name).replace(" ", "\\ ")
     return {name: str(value) for name, value in options.items()}
 
 

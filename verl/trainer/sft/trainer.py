@@ -297,9 +297,9 @@ class FSDPSFTTrainer:
     def backward(self, micro: TensorDict, tokens: int, is_last: bool, inputs: Any) -> dict[str, float | torch.Tensor]:
         """Add a micro-batch [b, T] to the gradient. `tokens`: learned tokens of the global batch, on all ranks.
 
-        `inputs` is what `step_inputs` returned for the step. Metrics are numbers, or tensors [] of the device, for
-        which the next micro-batch does not wait: this rank's share times the number of ranks. They are summed over
-        micro-batches, and their mean over ranks is the global value. An override calls
+        `inputs` is what `step_inputs` returned for the step. Metrics are numbers or scalar tensors; tensors stay on the
+        device until the step ends, so that the host does not wait. Each is this rank's share times the number of ranks:
+        they are summed over micro-batches, and their mean over ranks is the global value. An override calls
         `engine.backward(loss, is_last_micro_batch)` once or more, with True in the very last call only.
         """
         loss = self.summed_loss(micro) * (self.engine.get_data_parallel_size() / tokens)

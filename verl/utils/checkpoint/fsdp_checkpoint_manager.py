@@ -28,7 +28,7 @@ from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
 from verl.utils.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, write_digests
-from verl.utils.distributed import host_barrier
+from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.fsdp_utils import gathered, local_tensor
 from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
 
@@ -64,8 +64,10 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         self.background_group: dist.ProcessGroup | None = None  # a thread's collectives must not mix with training's
         self.writing: Future | None = None
         if checkpoint_config is not None and checkpoint_config.async_save:
-            self.background = ThreadPoolExecutor(1)
-            self.background_group = dist.new_group(backend="gloo")
+            # A thread begins on the first GPU, whichever is this rank's.
+            choose_gpu = (lambda: torch.cuda.set_device(device)) if device.type == "cuda" else None
+            self.background = ThreadPoolExecutor(1, initializer=choose_gpu)
+            self.background_group = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None) -> None:
         """Writes save_contents into `local_path`; rotation is CheckpointWriter's, which sees all folders of a step.

@@ -41,7 +41,8 @@ def forward_in_order(
     with engine.eval_mode(), engine.autocast():
         for rows, micro in micros:
             index.append(rows)
-            outputs.append(forward(moved(micro.batch, engine.device)))  # the device works while the next one is cut
+            outputs.append(forward(moved(micro.batch, engine.device)))
+    # Read back after the loop: the host does not wait between micro-batches.
     return [restore_order([piece.cpu() for piece in pieces], index) for pieces in zip(*outputs, strict=True)]
 
 

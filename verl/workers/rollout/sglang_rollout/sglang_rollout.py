@@ -6,6 +6,7 @@ import asyncio
 import base64
 import importlib.util
 import io
+import platform
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -80,8 +81,14 @@ class ServerAdapter(BaseRollout):
         self.keeps_weights = not (self.sleeps and on_cuda)
         if self.sleeps and not on_cuda:
             logger.info("SGLang frees no memory on a CPU: its weights and cache stay there while the actor trains")
-        gpus = self._gathered(visible_device()) if on_cuda else None
-        self.server = self.server_class(config, model_config, gpus, host_to_bind()) if self.leads else None
+        nodes, gpus = zip(*self._gathered((platform.node(), visible_device() if on_cuda else None)), strict=True)
+        if len(set(nodes)) > 1:
+            raise ValueError(
+                f"{KEY}.tensor_model_parallel_size={self.size} puts ranks of the nodes {', '.join(sorted(set(nodes)))} "
+                "into one engine, but an SGLang server runs on one node. Use a size that divides the ranks of a node."
+            )
+        devices = list(gpus) if on_cuda else None
+        self.server = self.server_class(config, model_config, devices, host_to_bind()) if self.leads else None
         self.server_handle: ServerHandle = self._gathered(self.server and self.server.launch_server())[0]
         self.released: set[str] = set()
         self.has_weights = config.load_format != "dummy"

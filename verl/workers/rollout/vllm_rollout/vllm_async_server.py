@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from aiohttp import web
 from loguru import logger
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl.protocol import DataProto
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -30,9 +31,6 @@ from verl.workers.rollout.replica import (
     token_output,
 )
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 # Names of a request's sampling parameters: SGLang's, which the server takes, and vLLM's.
 SAMPLING = {
@@ -66,13 +64,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     {model_path, weight_version}; GET /health, /model_info, /metrics (vLLM's, for Prometheus). Every request but GET
     /health and /metrics needs the header `Authorization: Bearer <token>`.
 
-    One thread owns the engine: it takes work from an inbox and steps the engine while requests run. `call` runs a
-    function there. A second thread runs the HTTP server.
+    One thread steps the engine and runs what comes through `call` between two steps; another runs the HTTP server.
 
     Args:
         engine: vLLM's LLMEngine.
-        rollout: provides wake(tags), free() and load_from_disk(path) for the endpoints, and is_awake: requests that
-            arrive while it is false wait until the engine has its weights and its cache again.
+        rollout: has wake(tags), free(), load_from_disk(path); requests wait while is_awake or has_weights is false.
         vocab_size: ids from 0 to vocab_size - 1 are accepted; others would crash the engine.
         max_model_len: tokens of prompt and response together.
         host: the address to bind, with a free port.
@@ -177,9 +173,9 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             return request.finish(RuntimeError(f"the engine failed before: {self.error}"))
         if request.rid in self.requests:
             return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs"))
-        if self.is_paused or not self.rollout.is_awake:
+        if not self._serves():
             if not self._held and not self.is_paused:
-                logger.warning("vLLM's engine sleeps: requests wait until it is woken (rollout.resume)")
+                logger.warning(f"{self.address}: requests wait until the engine is awake and has its weights")
             return self._held.append(request)
         try:
             prompt, adapter = {"prompt_token_ids": request.input_ids}, self.rollout.adapter
@@ -211,10 +207,14 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self.is_paused = False
         self._add_held()
 
+    def _serves(self) -> bool:
+        return not self.is_paused and self.rollout.is_awake and self.rollout.has_weights
+
     def _add_held(self) -> None:
-        held, self._held = self._held, []
-        for request in held:
-            self._add(request)
+        if self._serves():
+            held, self._held = self._held, []
+            for request in held:
+                self._add(request)
 
     def abort_all_requests(self, reset_prefix_cache: bool = True) -> dict[str, Any]:
         """Finish all requests with what they have generated."""
@@ -251,7 +251,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     async def wake_up(self) -> None:
         """Bring the engine's weights and cache back into memory; it does not keep weights on a GPU."""
-        await asyncio.to_thread(self.call, self._wake, ["weights", "kv_cache"])
+        await asyncio.to_thread(self.call, self.rollout.wake, ["weights", "kv_cache"])
 
     async def sleep(self) -> None:
         """Free the memory of the engine's weights and cache. RuntimeError while requests run."""
@@ -280,7 +280,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             "continue_generation": lambda b: self._continue(),
             "flush_cache": lambda b: self._idle(self.rollout.forget_prefixes),
             "release_memory_occupation": lambda b: self._idle(self.rollout.free),
-            "resume_memory_occupation": lambda b: self._wake(b.get("tags") or ["weights", "kv_cache"]),
+            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or ["weights", "kv_cache"]),
             "update_weights_from_disk": self._update_from_disk,
         }
         for name, function in posts.items():
@@ -325,22 +325,19 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
         return handler
 
-    def _wake(self, tags: list[str]) -> None:
-        self.rollout.wake(tags)
-        self._add_held()
-
     def _idle(self, function: Callable[[], Any]) -> None:
         if self.requests:
             raise ValueError(f"{len(self.requests)} requests run; abort them first")
         function()
 
     def _update_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
-        if self.requests and not body.get("abort_all_requests"):
-            return {"success": False, "message": f"{len(self.requests)} requests run", "num_paused_requests": 0}
         if body.get("abort_all_requests"):
             self._abort_all()
+        if running := len(self.requests):
+            return {"success": False, "message": f"{running} requests run", "num_paused_requests": 0}
         self.rollout.load_from_disk(body["model_path"])
         self.weight_version = body.get("weight_version") or self.weight_version
+        self._add_held()
         return {"success": True, "message": "", "num_paused_requests": 0}
 
     async def _generate(self, http: web.Request) -> web.Response:
@@ -396,14 +393,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def close(self) -> None:
         """Abort what runs and end both threads; the engine itself stays as it is."""
+        self.error = RuntimeError("the server is closed")  # for requests that come from now on
         self.call(self._abort_all)
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-        def end() -> None:
-            self._closing = True
-
-        self._inbox.put(end)
+        self._inbox.put(lambda: setattr(self, "_closing", True))
         for thread in (self._owner, self._http):
             thread.join(START_TIMEOUT_S)
 
@@ -445,19 +439,25 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
     def server_handle(self) -> ServerHandle | None:
         return self.server and ServerHandle(self.server.address, self.server.token)
 
-    def _call(self, function: Callable[..., Any], *args: Any, idle: bool = False) -> Any:
-        return function(*args) if self.server is None else self.server.call(function, *args, idle=idle)
+    def _alone(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function that runs in the engine's thread while no request does; held ones may start then."""
+        if self.server is None:
+            return function(*args)
+        try:
+            return self.server.call(function, *args, idle=True)
+        finally:
+            self.server.call(self.server._add_held)
 
     def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], peft_config: Any = None, **kwargs: Any
     ) -> None:  # fmt: skip
-        self._call(super().update_weights, weights, peft_config, idle=True)
+        self._alone(super().update_weights, weights, peft_config)
 
     def resume(self, tags: list[str]) -> None:
         if self.server is None:
             return self.wake(tags)
         self.server.weight_version = str(self.weights_version)
-        self.server.call(self.server._wake, tags)
+        self.server.call(self.wake, tags)
 
     def release(self) -> None:
         if self.server is None:
@@ -468,15 +468,17 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         """`resume` in the engine's thread."""
         super().resume(tags)
         self.is_awake |= "kv_cache" in tags
+        if self.server is not None:
+            self.server._add_held()
 
     def free(self) -> None:
         """`release` in the engine's thread."""
-        self.is_awake = False
         super().release()
+        self.is_awake = False
 
     def read_weights(self, path: str) -> None:
         """Take the weights of a model folder."""
-        self._call(self.load_from_disk, path, idle=True)
+        self._alone(self.load_from_disk, path)
 
     def load_from_disk(self, path: str) -> None:
         """Load the weights of a model folder; in the engine's thread."""
@@ -486,7 +488,7 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         self.has_weights = True
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        return self._call(super().generate_sequences, prompts, idle=True)
+        return self._alone(super().generate_sequences, prompts)
 
     def close(self) -> None:
         if self.server is not None:
