@@ -1,6 +1,7 @@
 """prepare_blocks on a tiny pair: vLLM and Ray give the plain loop's files, a killed command resumes; prompts."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -54,10 +55,17 @@ def given(tmp_path_factory):
     ]  # fmt: skip
 
 
+def prepared(out, *arguments, **environment):
+    """The folder that the command makes. Its processes are forked, which one with threads of Ray must not do."""
+    command = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(out), *arguments]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True)
+    return out
+
+
 @pytest.fixture(scope="module")
 def plain(given, tmp_path_factory):
     """What the plain loop makes, in one process."""
-    return prepare_blocks.main(["--out", str(tmp_path_factory.mktemp("plain") / "bed"), *given, "--processes", "1"])
+    return prepared(tmp_path_factory.mktemp("plain") / "bed", *given, "--processes", "1")
 
 
 def assert_same(one, other):
@@ -71,9 +79,7 @@ def assert_same(one, other):
 
 @pytest.mark.process
 def test_vllm_gives_the_blocks_of_the_plain_loop(given, plain, tmp_path):
-    made = [sys.executable, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(tmp_path / "bed"), *given]
-    subprocess.run([*made, "--engine", "vllm", "--processes", "1"], cwd=ROOT, check=True)
-    assert_same(plain, tmp_path / "bed")
+    assert_same(plain, prepared(tmp_path / "bed", *given, "--engine", "vllm", "--processes", "1"))
     blocks = pd.read_parquet(plain / "blocks_train.parquet")
     drifted = blocks.block_id.str.contains("/drifted/")
     assert drifted.sum() == 20 and blocks.draft_ids[~drifted].map(tuple).nunique() > 5
@@ -83,8 +89,9 @@ def test_vllm_gives_the_blocks_of_the_plain_loop(given, plain, tmp_path):
 
 @pytest.mark.process
 def test_ray_actors_give_the_same_files(given, plain, tmp_path, ray_cluster):
-    out = prepare_blocks.main(["--out", str(tmp_path / "bed"), *given, "--ray", "--processes", "2"])
-    assert_same(plain, out)
+    address = ray_cluster.get_runtime_context().gcs_address
+    made = prepared(tmp_path / "bed", *given, "--ray", "--processes", "2", RAY_ADDRESS=address)
+    assert_same(plain, made)
 
 
 @pytest.mark.process
