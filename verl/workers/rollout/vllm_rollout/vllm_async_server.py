@@ -84,7 +84,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self.weight_version = "default"
         self.token = secrets.token_urlsafe(16)
         self.requests: dict[str, _Request] = {}
-        self.error: BaseException | None = None  # of the engine; it cannot be used afterwards
+        self.error: RuntimeError | None = None  # what requests get once the engine has failed or the server is closed
         self.is_paused = False
         self._held: list[_Request] = []  # arrived while generation is paused or the engine sleeps
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -137,7 +137,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _fail(self, error: Exception) -> None:
         """Answer all requests with an error, and refuse later ones: the engine's state is unknown."""
         logger.opt(exception=error).error("vLLM's engine failed")
-        self.error, held, self._held = error, self._held, []
+        self.error, held, self._held = RuntimeError(f"the engine failed before: {error}"), self._held, []
         for request in [*self.requests.values(), *held]:
             self._finish(request, error)
 
@@ -170,7 +170,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def _add(self, request: _Request) -> None:
         if self.error is not None:
-            return request.finish(RuntimeError(f"the engine failed before: {self.error}"))
+            return request.finish(self.error)
         if request.rid in self.requests:
             return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs"))
         if not self._serves():
