@@ -35,7 +35,7 @@ def rollouts(draft: Path) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def save_toy(folder: Path, seed: int, change: float = 0.0) -> str:
+def save_toy(folder: Path, seed: int, change: float = 0.0, tied: bool = False) -> str:
     """A random model of 8 words with uneven probabilities, and heads of the width that vLLM has CPU kernels for.
 
     With `change`, a model that resembles it: that share of the weights' spread is added as noise.
@@ -44,7 +44,7 @@ def save_toy(folder: Path, seed: int, change: float = 0.0) -> str:
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        dtype="float32",
+        dtype="float32", tie_word_embeddings=tied,
     ))  # fmt: skip
     with torch.no_grad():
         for weight in model.parameters():

@@ -32,9 +32,13 @@ def make_tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
 
 
 def save_tiny_llama(
-    directory: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab_size: int = 64, positions: int = 2048
-) -> str:
-    """Write config, safetensors weights and tokenizer of a small Llama; returns the directory as text."""
+    directory: Path, hidden: int = 64, layers: int = 2, seed: int = 0, vocab_size: int = 64, positions: int = 2048,
+    tied: bool = False,
+) -> str:  # fmt: skip
+    """Write config, safetensors weights and tokenizer of a small Llama; returns the directory as text.
+
+    With `tied` its output matrix is its embedding, as in most small models that people use.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -47,7 +51,7 @@ def save_tiny_llama(
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     LlamaForCausalLM(config).save_pretrained(str(directory))
     make_tokenizer().save_pretrained(str(directory))

@@ -61,9 +61,9 @@ def segment_of_a_killed_run():
 
 @pytest.mark.process
 @pytest.mark.usefixtures("segment_of_a_killed_run")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_engines_over_two_ranks_answer_each_ranks_prompts_with_the_trained_weights(tmp_path, ranks):
-    results = run_ranks(on_ranks, ranks, save_tiny_llama(tmp_path / "wide", vocab_size=96))
+@pytest.mark.parametrize(("ranks", "tied"), [(2, True), (4, False)])
+def test_engines_over_two_ranks_answer_each_ranks_prompts_with_the_trained_weights(tmp_path, ranks, tied):
+    results = run_ranks(on_ranks, ranks, save_tiny_llama(tmp_path / "wide", vocab_size=96, tied=tied))
     assert all(distance < 1e-4 for distances, _, _ in results for distance in distances)
     for i, (_, asked, answers) in enumerate(results):
         assert len(answers) == 6

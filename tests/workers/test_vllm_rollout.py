@@ -13,6 +13,7 @@ import pytest
 import torch
 from loguru import logger
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import save_tiny_llama
@@ -70,6 +71,29 @@ class Hybrid:
     def sample_with(self, **settings):
         for name, value in settings.items():
             object.__setattr__(self.rollout.config, name, value)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("load_format", ["dummy", "auto"])
+def test_a_tied_head_computes_with_every_update_and_with_weights_from_disk(tmp_path, load_format):
+    made = Hybrid(save_tiny_llama(tmp_path / "start", vocab_size=96, tied=True), {"load_format": load_format}, "async")
+    other = save_tiny_llama(tmp_path / "other", vocab_size=96, tied=True, seed=1)
+    try:
+        for step in range(2):
+            made.actor.update_policy(rl_batch(seed=step))
+            output = made.generate(prompts(global_steps=step))
+            assert difference(output, made.log_probs(output, 1.0)) < 1e-5
+        made.rollout.resume(["weights", "kv_cache"])
+        made.rollout.read_weights(other)
+        output = made.rollout.generate_sequences(prompts())
+        inputs = {key: output.batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(other)(**inputs).logits[:, P - 1 : -1]
+        read = logits.log_softmax(-1).gather(-1, output.batch["responses"].unsqueeze(-1)).squeeze(-1)
+        assert difference(output, read) < 1e-5
+    finally:
+        made.rollout.close()
+        leave_group()
 
 
 @pytest.fixture(scope="module")

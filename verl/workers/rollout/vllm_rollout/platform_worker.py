@@ -4,7 +4,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
@@ -17,12 +23,17 @@ EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 class PlatformWorker(VllmWorker):
-    """On a CPU with drafts verified at the requests' own temperatures."""
+    """On a CPU with tied heads that follow every reload, and drafts verified at the requests' own temperatures."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if current_platform.is_cpu():
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if current_platform.is_cpu() and vllm_config.speculative_config is not None:
             repair_expand_kernel()  # before numba is loaded, on whose modules vLLM's registration of kernels fails
-        super().__init__(*args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's `reload_weights`; a tied head computes with the new weights too."""
+        super().reload_weights(*args, **kwargs)
+        self._renew_tied_heads(self.model_runner.get_model())
 
     def reload_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the draft model's weights in place, as `reload_weights` replaces the model's."""
@@ -32,6 +43,22 @@ class PlatformWorker(VllmWorker):
             initialize_layerwise_reload(model)
             model.load_weights(weights)
             finalize_layerwise_reload(model, self.vllm_config.speculative_config.draft_model_config)
+        self._renew_tied_heads(model)
+
+    @staticmethod
+    def _renew_tied_heads(model: nn.Module) -> None:
+        """Pack the weights of output heads again that are an embedding's.
+
+        On a CPU vLLM multiplies by a packed copy of the weights. A reload renews the copies of layers that the files
+        name; a tied head is none of them and would keep its first weights.
+        """
+        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+        for layer in layers:
+            method = layer.quant_method
+            tied = isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings
+            if tied and isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)
 
 
 def repair_expand_kernel() -> None:

@@ -480,13 +480,6 @@ class vLLMAsyncRollout(vLLMRollout):  # noqa: N801
         """Take the weights of a model folder."""
         self._alone(self.load_from_disk, path)
 
-    def load_from_disk(self, path: str) -> None:
-        """Load the weights of a model folder; in the engine's thread."""
-        self.adapter = None
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
-        self.forget_prefixes()
-        self.has_weights = True
-
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         return self._alone(super().generate_sequences, prompts)
 

@@ -23,6 +23,7 @@ from verl.protocol import DataProto
 from verl.utils.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.device import rank_device_index
 from verl.utils.model import get_lora_rank_from_adapter
+from verl.utils.weight_files import WeightFileError, safetensors_of, stored_tensors
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
@@ -191,7 +192,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         if config.speculative.method is not None:
             given |= self._speculative_arguments(given)
         if not self.on_cuda:
-            given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+            given["kv_cache_memory_bytes"], given["worker_cls"] = CPU_CACHE_BYTES, WORKER
             given["enable_chunked_prefill"] = False  # it rewinds the seeds of requests, which CPU generators cannot do
             if config.tensor_model_parallel_size > 1:
                 name = [f"verl-{uuid.uuid4().hex}"]
@@ -252,6 +253,20 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             peft_config.save_pretrained(folder)
             self.llm.llm_engine.add_lora(LoRARequest("actor", 1, folder, load_inplace=True))
             self.adapter = LoRARequest("actor", 1, folder)
+
+    def load_from_disk(self, path: str) -> None:
+        """Load the safetensors files of a model folder. WeightFileError for a damaged one."""
+        from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
+        files = safetensors_of(path)
+        if not stored_tensors(files):
+            raise WeightFileError(f"{path} has no safetensors file to read weights from.")
+        # With load_format=dummy, vLLM itself reads no files.
+        weights = safetensors_weights_iterator([str(file) for file in files], use_tqdm_on_load=False)
+        self.adapter = None
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.forget_prefixes()
+        self.has_weights = True
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; RuntimeError if the engine keeps it, as it does while requests run."""
@@ -408,7 +423,8 @@ HARMLESS = (
     ("vllm.v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
     ("vllm.v1.worker.cpu_worker", "CPU backend doesn't allow to use `torch.set_num_threads`"),
 )
-# With tie_word_embeddings only: such a head is the embedding, whose weights are sent once.
+# With tie_word_embeddings only: such a head is the embedding, whose weights are sent once. On a CPU, PlatformWorker
+# renews the copy of them that vLLM computes with.
 TIED_HEAD = ("vllm.model_executor.model_loader.reload.layerwise", "ParallelLMHead: Failed to load weights")
 
 
