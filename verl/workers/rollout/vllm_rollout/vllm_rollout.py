@@ -125,7 +125,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
-            logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
+            logger.info("rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
         if getattr(model_config.hf_config, "tie_word_embeddings", False):
             _silence(*TIED_HEAD)
         random_states = get_rng_state()  # vLLM seeds all generators with its own seed, on every rank alike
@@ -402,6 +402,8 @@ HARMLESS = (
     ("vllm.config.vllm", "Model Runner V2 requires Triton"),
     ("vllm.config.vllm", "Enforce eager set, disabling torch.compile"),
     ("vllm.config.vllm", "Inductor compilation was disabled by user settings"),
+    # One for each weight. Rounding to rollout.dtype, of the same range, is what that setting asks for.
+    ("vllm.model_executor.models.utils", "with dtype torch.float32 into parameter with dtype torch.bfloat16"),
     ("vllm.platforms.cpu", "Triton is not installed"),
     ("torch._library.triton", "Triton not available"),
     ("vllm.platforms.cpu", "Reset SSM cache type to float32"),
