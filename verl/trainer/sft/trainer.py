@@ -149,6 +149,8 @@ class FSDPSFTTrainer:
         """The remaining steps; the exit code of a stop that was requested, else 0."""
         with StopSignals() as signals:
             done, total = self.global_steps, self.total_training_steps
+            if self.val_loader is not None and self.config.trainer.val_before_train and done == 0:
+                self.run_log.write(0, self._validate())
             hidden = None if self.engine.rank == 0 else True  # None: shown on a terminal only
             steps = tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=hidden)
             for self.global_steps in steps:
