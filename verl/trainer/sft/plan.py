@@ -25,7 +25,8 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
+from verl.planning.machine import check_disk, check_memory, checkpoint_bytes
+from verl.planning.memory_estimate import LOGITS_CHUNK, PROCESS, PROCESS_BYTES, measure_model, training_memory
 from verl.planning.problems import ABSENT, WRONG, ConfigError, Problem, wrong
 from verl.trainer.sft.settings import engine_parts, model_settings, samples_per_forward
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
@@ -187,4 +188,16 @@ def _print_plan(
         shards = ranks if engine["fsdp_size"] == -1 else engine["fsdp_size"]
         checkpointed = model["enable_gradient_checkpointing"]
         parts = training_memory(measured, engine, shards, budget, min(budget, LOGITS_CHUNK), checkpointed)
+    if not on_gpu:
+        parts = parts | {PROCESS: PROCESS_BYTES}
+        processes = run["n_gpus_per_node"]
+        remedies = {} if model["enable_gradient_checkpointing"] else {
+            "model.enable_gradient_checkpointing": "set model.enable_gradient_checkpointing=true"
+        }  # fmt: skip
+        keys = ["data.micro_batch_size_per_gpu", *(["trainer.n_gpus_per_node"] if processes > 1 else [])]
+        what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
+        remedies |= {key: f"lower {key}" for key in keys}
+        findings.problems += check_memory(processes * sum(parts.values()), what, remedies)
+    one = checkpoint_bytes(measured, engine, run["checkpoint"]["save_contents"])
+    findings.problems += check_disk(run, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))

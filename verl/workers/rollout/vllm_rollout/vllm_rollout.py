@@ -18,6 +18,7 @@ import torch.distributed as dist
 from loguru import logger
 from safetensors.torch import save_file
 
+from verl.config.rollout import CPU_CACHE_BYTES
 from verl.planning.problems import Problem, absent, one_line, register_check, wrong
 from verl.protocol import DataProto
 from verl.utils.checkpoint.rng import get_rng_state, load_rng_state
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank; engine_kwargs.vllm.kv_cache_memory_bytes overrides it
 WORKER = "verl.workers.rollout.vllm_rollout.platform_worker.PlatformWorker"
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens that a lookup compares
 DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
