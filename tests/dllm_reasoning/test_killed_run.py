@@ -72,7 +72,7 @@ def check_continues(assets, tmp_path, cut, steps, resume):
     expected, rows = runs.weights(alone), rows_of(tmp_path / "alone")
     runs.leave_group()
     resume()
-    assert len(rows) == steps and rows_of(cut) == rows
+    assert [row[0] for row in rows] == [*range(steps + 1)] and rows_of(cut) == rows
     for step, folder in ((steps, cut), (SAVED, tmp_path / "path")):  # the finished run; trained on from there
         by_path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut / f'global_step_{step}'}")
         again = trainer_in(assets, folder, steps, *by_path)
@@ -80,7 +80,7 @@ def check_continues(assets, tmp_path, cut, steps, resume):
         assert again.global_steps == steps
         assert all(torch.equal(tensor, expected[name]) for name, tensor in runs.weights(again).items())
         runs.leave_group()
-    assert rows_of(tmp_path / "path") == rows[SAVED:]
+    assert rows_of(tmp_path / "path") == rows[SAVED + 1 :]
 
 
 class DiesAtTen(IterativeRefineTrainer):

@@ -1,6 +1,7 @@
 """A dry run prints plan and every problem, in two classes, and starts nothing."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -195,6 +196,32 @@ def test_loggers_nodes_and_rules_of_data_sources_are_checked(overrides, capsys, 
     assert code == 1 and f"data.train_files: {tmp_path}/train.parquet, row 0: {rule}" in text
     (tmp_path / "mine.py").write_text("def compute_score(*args, **kwargs): return 1.0\n")
     assert plan([*overrides, f"custom_reward_function.path={tmp_path}/mine.py"], capsys)[0] == 0
+
+
+def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_machine(
+    overrides, capsys, monkeypatch
+):
+    vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
+    cpu = [*overrides, "trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=vllm",
+           "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]  # fmt: skip
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 3 << 30)
+    code, text = plan([*cpu, "trainer.save_freq=1", f"+{vllm}={2 << 30}"], capsys)
+    # Three processes of 600 MiB, and two caches of 2 GiB; the model has 0.1 million parameters.
+    assert code == 0 and "the driver and 2 ranks (trainer.n_gpus_per_node) need about 5.8 GiB of memory, and" in text
+    keys = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", vllm, "trainer.n_gpus_per_node")
+    advice = ", ".join(f"lower {key}" for key in keys)
+    assert f"this machine has 3.0 GiB available. To need less: {advice}." in text
+    assert "at a time" not in text
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 4 << 30)
+    _, text = plan(cpu, capsys)
+    assert "need about 3.8 GiB of memory, and this machine has 4.0 GiB available, which may be too little" in text
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 8 << 30)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10 << 20))
+    _, text = plan([*cpu, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=9"], capsys)
+    assert "GiB available" not in text and "the run has up to 10 checkpoints of 0.00 GiB at a time, and 0.01" in text
+    assert "Lower trainer.max_actor_ckpt_to_keep, leave parts out of actor_rollout_ref.actor.checkpoint" in text
+    _, text = plan([*cpu, "trainer.save_freq=0"], capsys)
+    assert "at a time, and" not in text
 
 
 def test_sglang_that_is_not_installed_is_absent_here(overrides, capsys, monkeypatch):

@@ -1,6 +1,9 @@
 """Generation and scoring without training: all that is asked is answered, in order; mistakes are named."""
 
 import json
+import logging
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
-from tests.helpers.models import make_tokenizer
+from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
 from verl.planning.problems import ConfigError
@@ -25,9 +28,11 @@ from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate
 from verl.trainer.main_generation import run_generation
 from verl.trainer.offline_plan import generation_entry
+from verl.utils.distributed import shared_store
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.reward_manager.reward_rows import RewardError
 from verl.workers.rollout.vllm_rollout import vLLMRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout import HARMLESS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ("trainer.device=cpu", "rollout.name=hf", "rollout.dtype=float32", "rollout.prompt_length=12",
@@ -105,10 +110,29 @@ def test_two_ranks_as_a_user_starts_them_and_vllm_answer_as_one_rank_does(tiny_l
     assert generate(prompts, tiny_llama, tmp_path / "vllm.parquet", *settings, "rollout.name=vllm") == one
 
 
+@pytest.mark.process
+@pytest.mark.slow
+def test_vllm_rounds_float32_weights_as_their_conversion_does_and_does_not_warn_of_each(
+    tiny_llama, prompts, tmp_path, capfd
+):
+    settings = ("data.n_samples=2", "rollout.name=vllm", "rollout.dtype=bfloat16")
+    rounded = generate(prompts, tiny_llama, tmp_path / "1.parquet", *settings)
+    printed = capfd.readouterr()
+    assert "Attempted to load weight" not in printed.out + printed.err
+    leave_group()
+    converted = tmp_path / "converted"
+    shutil.copytree(tiny_llama, converted)
+    AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16).save_pretrained(converted)
+    assert generate(prompts, converted, tmp_path / "2.parquet", *settings) == rounded
+    name, text = next(pair for pair in HARMLESS if "with dtype" in pair[1])
+    lossy = logging.LogRecord(name, logging.WARNING, "", 0, text.replace("float32", "float8_e4m3fn"), (), None)
+    assert logging.getLogger(name).filter(lossy)
+
+
 def taken_from_the_queue(rank, world_size, together):
     """The numbers below 50 that each `shares` of this rank gave; the last rank takes its time."""
     taken = []
-    for share in main_generation.shares(50, 3, together):
+    for share in main_generation.shares(shared_store(), 50, 3, together):
         taken.append(share)
         if len(taken) == 1:
             dist.barrier()  # a rank that starts late still finds a share
@@ -180,9 +204,83 @@ def test_mistakes_are_reported_in_one_line_and_nothing_is_written(tiny_llama, pr
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="with trainer.device=cuda: this machine has 0 GPUs"):
             generate(prompts, tiny_llama, out, "trainer.device=cuda")
-    with pytest.raises(ValueError, match="row 0: the prompt has .* tokens"):
+    with pytest.raises(ValueError, match="row 0: the prompt has .* tokens, rollout.prompt_length=2. Raise it, or set"):
         generate(prompts, tiny_llama, out, "rollout.prompt_length=2")
-    assert not out.exists()
+    assert not out.exists() and not (tmp_path / "out.parquet.partial").exists()
+
+
+def test_messages_name_keys_of_this_command_and_a_long_prompt_anywhere_is_found_at_the_start(
+    tiny_llama, prompts, tmp_path
+):
+    out, rows = tmp_path / "out.parquet", [json.loads(line) for line in prompts.read_text().splitlines()]
+    rows[4]["prompt"][0]["content"] = "1 + " * 9
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError) as raised:
+        generate(prompts, tiny_llama, out)
+    assert f"{prompts}, row 4: the prompt has 22 tokens, rollout.prompt_length=12. Raise it" in str(raised.value)
+    for row in rows:
+        row["messages"] = row.pop("prompt")
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_llama, bare)
+    (bare / "chat_template.jinja").unlink()
+    for model, changes, named in (
+        (tiny_llama, (), "data.prompt_key"), (bare, (), "model.custom_chat_template"),
+        (tiny_llama, ("rollout.name=none", "data.prompt_key=messages"), "rollout.name"),
+    ):  # fmt: skip
+        given = (f"model.path={model}", f"data.path={prompts}", f"data.output_path={out}", *CPU, *changes)
+        config = compose_ppo(*given, "rollout.prompt_length=40", config_name="generation")
+        with pytest.raises(SystemExit) as ended:
+            main_generation.main.__wrapped__(config)
+        said = str(ended.value).replace(str(prompts), "")
+        keys = re.findall(r"\b(actor_rollout_ref|data|model|rollout)\.([\w.]*\w)", said)
+        assert named in map(".".join, keys) and all(name in (config.get(section) or ()) for section, name in keys), said
+
+
+def test_a_stopped_command_keeps_its_answers_and_resumes_with_the_same_settings_only(
+    tiny_llama, prompts, tmp_path, monkeypatch
+):
+    settings = ("data.n_samples=2", "rollout.top_p=1.0", "rollout.top_k=-1")
+    whole = generate(prompts, tiny_llama, tmp_path / "whole.parquet", *settings)
+    out, folder = tmp_path / "out.parquet", tmp_path / "out.parquet.partial"
+    real, asked = main_generation.answers, []
+
+    def answers(rollout, rows, *parts):
+        asked.append([int(row["sample_index"]) for row in rows])
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return real(rollout, rows, *parts)
+
+    monkeypatch.setattr(main_generation, "answers", answers)
+    with pytest.raises(KeyboardInterrupt):
+        generate(prompts, tiny_llama, out, *settings)
+    leave_group()
+    assert not out.exists() and asked == [[0, 1], [2, 3], [4]]
+    (kept,) = folder.glob("*.jsonl")
+    lines = kept.read_text().splitlines(keepends=True)
+    assert [json.loads(line) for line in lines] == [{"row": i, "responses": whole[i]["responses"]} for i in range(4)]
+    kept.write_text("".join(lines[:3]) + lines[3][:-9])  # killed while it wrote
+    for change, key in (("rollout.temperature=0.5", "rollout.temperature"), ("data.n_samples=1", "data.n_samples")):
+        with pytest.raises(ConfigError, match=f"since then changed: {key}. Restore the former settings"):
+            generate(prompts, tiny_llama, out, *settings, change)
+    other = save_tiny_llama(tmp_path / "other", seed=1)
+    (tmp_path / "fewer.jsonl").write_text("".join(prompts.read_text().splitlines(keepends=True)[:4]))
+    with pytest.raises(ConfigError, match=r"since then changed: data.path, model.path\."):
+        generate(tmp_path / "fewer.jsonl", other, out, *settings)
+    assert len(asked) == 3 and len([*folder.glob("*.jsonl")]) == 1
+    asked.clear()
+    assert generate(prompts, tiny_llama, out, *settings, "data.batch_size=4", "rollout.max_num_seqs=2") == whole
+    assert asked == [[3, 4]] and not folder.exists()
+
+
+def test_progress_is_that_of_all_ranks_and_each_percent_is_reported_once():
+    line = main_generation.progress(0, 256, 1024, 128.0)
+    assert line == "256 of 1,024 prompts answered (25%), 2 a second, 0:06:24 left"
+    # Two ranks with shares of 3 of 1,000 prompts; the last share is filled up to 1,002.
+    lines = [main_generation.progress(n, n + 3, 1000, 10.0) for n in range(0, 1002, 3)]
+    said = [line.split(" of ")[0] for line in lines if line]
+    assert len(said) == 100 and said[:3] == ["12", "21", "30"] and said[-1] == "1,000"
+    assert main_generation.progress(1002, 1005, 1000, 10.0) is None
 
 
 def test_columns_that_cannot_be_written_are_refused_before_answers_are_generated(tiny_llama, prompts, tmp_path):
@@ -214,7 +312,7 @@ def test_a_fault_of_the_check_is_hidden_by_problems_but_not_by_warnings(tiny_lla
         raise RuntimeError("a fault")
 
     given = (f"model.path={tiny_llama}", f"data.path={prompts}", "data.output_path=a.parquet", *CPU)
-    entry = generation_entry(lambda tokenizer: None)
+    entry = generation_entry()
     warned = compose_ppo(*given, "model.fused_kernel_options.impl_backend=triton", config_name="generation")
     with pytest.raises(RuntimeError, match="a fault"):
         entry.refuse_problems(warned, inputs=fails)
@@ -330,6 +428,14 @@ def test_a_dry_run_of_offline_entries_lists_every_problem_and_starts_nothing(tmp
     given = (f"data.path={prompts}", f"model.path={tiny_llama}", f"data.output_path={out}", *CPU)
     code, said = planned(capsys, main_generation.main, "generation", *given, "trainer.n_gpus_per_node=2")
     assert code == 0 and not out.exists()
+    for row in ("tokens of all prompts │ 40", "tokens of a prompt │ mean 8.0, median 8, longest 8 (row 0)",
+                "answers │ 25", "new tokens, at most │ 125"):  # fmt: skip
+        assert row in said, row
+    code, said = planned(capsys, main_generation.main, "generation", *given, "rollout.prompt_length=4")
+    assert code == 1 and "row 4: the prompt has 8 tokens, rollout.prompt_length=4. Raise it, or set" in said
+    short = ("rollout.prompt_length=4", "data.truncation=left")
+    code, said = planned(capsys, main_generation.main, "generation", *given, *short)
+    assert code == 0 and "prompts that are too long │ 5" in said
     wrong = ("data.path=none.jsonl", "model.path=/no/one")
     code, said = planned(capsys, main_generation.main, "generation", *given, *wrong)
     assert code == 1 and "model.path=/no/one: the folder does not exist" in said

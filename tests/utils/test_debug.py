@@ -2,12 +2,15 @@
 
 import importlib
 
+import psutil
 import pytest
 import torch
 
 from verl.protocol import DataProto
 from verl.utils import debug, profiler
 from verl.utils.debug import metrics, performance
+from verl.utils.metric import reduce_metrics
+from verl.utils.profiler.performance import peak_memory
 
 ROLLOUT, ACTOR = torch.tensor([[0.5, 0.2, 0.9], [0.4, 0.8, 0.1]]), torch.tensor([[0.3, 0.2, 0.1], [0.4, 0.4, 0.7]])
 LOG_PROBS = {"rollout_log_probs": ROLLOUT.log(), "old_log_probs": ACTOR.log()}
@@ -48,6 +51,17 @@ def test_without_a_mask_all_tokens_count_and_without_a_token_nothing_is_valid():
 
 def test_a_constant_column_correlates_with_anything():
     assert metrics.pearson_correlation_coefficient(torch.ones(4), torch.arange(4.0), torch.ones(4)) == 1.0
+
+
+def test_the_peak_of_a_rank_on_a_cpu_stays_after_its_memory_is_given_back():
+    mine = psutil.Process()
+    block = torch.ones(64 << 20)  # 256 MiB
+    held = mine.memory_info().rss / 2**30
+    del block
+    (name, peak), *others = peak_memory("cpu").items()
+    assert name == "perf/max_memory_resident_gb" and not others
+    assert peak >= held - 0.01 and held > mine.memory_info().rss / 2**30 + 0.2
+    assert reduce_metrics({name: [1.0, 3.0, 2.0]}) == {name: 3.0}  # of ranks
 
 
 def test_the_profilers_names_are_those_of_debug():

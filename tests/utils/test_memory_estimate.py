@@ -23,6 +23,21 @@ def test_no_more_logits_are_counted_than_the_policy_holds_at_once(tiny_llama, tm
     assert logits_of(tiny_llama, tmp_path, 4, 1000, chunk_tokens=64) == 64
 
 
+def test_a_cpu_rank_with_vllm_has_the_libraries_a_cache_of_fixed_size_and_the_head_twice(tiny_llama, tmp_path):
+    on_cpu = {"trainer__device": "cpu", "actor_rollout_ref__rollout__name": "vllm",
+              "actor_rollout_ref__rollout__dtype": "bfloat16"}  # fmt: skip
+    config = OmegaConf.to_container(compose_run(tmp_path, tiny_llama, **on_cpu), resolve=True)
+    size = measure_model(AutoConfig.from_pretrained(tiny_llama))
+    for phase in estimate_memory(size, config, ranks=1, micro=4, samples=16).values():
+        assert phase["process with its libraries"] == 600 << 20 and phase["KV cache of the rollout"] == 1 << 30
+        assert phase["rollout weights"] == 2 * size.parameters
+        assert phase["rollout's packed copy of the head"] == 2 * 64 * 64  # vocabulary x hidden
+    config["actor_rollout_ref"]["rollout"]["engine_kwargs"]["vllm"] = {"kv_cache_memory_bytes": 5}
+    assert estimate_memory(size, config, 1, 4, 16)["update"]["KV cache of the rollout"] == 5
+    gpu = estimate_memory(size, config, 1, 4, 16, gpu_bytes=1e9)
+    assert not any("process" in name for phase in gpu.values() for name in phase)
+
+
 def test_gradients_are_counted_as_the_engine_keeps_them(tiny_llama):
     """4 ranks: a quarter of float32 gradients; with defer_gradient_sync also all of them whole."""
     size = measure_model(AutoConfig.from_pretrained(tiny_llama))

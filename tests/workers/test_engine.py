@@ -49,7 +49,7 @@ def test_layers_are_checkpointed_where_their_activations_would_not_fit(tiny_llam
     # Per token 2 layers of 64 hidden units keep 34 values of 4 bytes a unit: 17,408 bytes.
     engine = make_engine(tiny_llama, enable_gradient_checkpointing=None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("verl.workers.engine.fsdp.available_memory", lambda device: 2 * 2 * 10 * 17_408)
+    monkeypatch.setattr("verl.workers.engine.fsdp.available_memory", lambda: 2 * 2 * 10 * 17_408)
     results = []
     for tokens, checkpointed in ((10, False), (11, True), (10, False)):
         with engine.train_mode(), engine.autocast(tokens):

@@ -162,6 +162,7 @@ class RunConfig(BaseConfig, section="trainer"):
     report: bool = setting(True, "Keep a self-contained report.html in default_local_dir.")
     nonfinite_steps_max: int = setting(5, "Skipped updates (NaN or Inf) in a row after which the run stops.", low=1)
     test_freq: int = setting(-1, "Steps between validations; the last step has one too. -1 for none at all.", low=-1)
+    val_before_train: bool = setting(True, "Validate before the first step; a resumed run does not do so again.")
     save_freq: int = setting(-1, "Steps between checkpoints; -1 for one at the end only, 0 for none.", low=-1)
     resume_mode: str = setting(
         "auto",
@@ -199,7 +200,6 @@ class TrainerConfig(RunConfig):
     )
     balance_batch: bool = setting(True, "Distribute samples so that ranks get equal numbers of tokens.")
     critic_warmup: int = setting(0, "Steps in which only the critic is trained.", low=0)
-    val_before_train: bool = setting(True, "Validate the untrained model first.")
     val_only: bool = setting(False, "Validate once, train nothing.")
     log_val_generations: int = setting(0, "Validation samples that are logged each time.", low=0)
     rollout_data_dir: str | None = setting(None, "Folder of a jsonl file of training samples per step; null for none.")

@@ -35,7 +35,9 @@ class GenerationDataConfig(BaseConfig, section="data"):
     prompt_key: str = setting("prompt", "Column that holds a prompt's chat messages.")
     n_samples: int = setting(5, "Answers per prompt.", low=1)
     output_path: str = setting(
-        "outputs/generation.parquet", "Parquet file to write: rows of path plus column responses."
+        "outputs/generation.parquet",
+        "Parquet file to write: rows of path plus column responses. Until then <output_path>.partial keeps the "
+        "answers, with which the same command resumes.",
     )
     batch_size: int = setting(128, "Prompts sent to the engine at a time.", low=1)
     truncation: str = setting(

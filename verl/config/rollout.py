@@ -14,6 +14,7 @@ from verl.utils.profiler.config import ProfilerConfig
 ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")
 # What these rollouts do instead of reading the settings of an engine.
 NO_ENGINE = {name: f"rollout {name} generates with the actor's own module" for name in ROLLOUTS_OF_THE_ACTOR}
+CPU_CACHE_BYTES = 1 << 30  # an engine's keys and values on a CPU rank, unless engine_kwargs says otherwise
 _BATCHES = "agent loops and servers need rollout.mode=async"
 _NO_CLIENT = NO_ENGINE | {"vllm/sync": _BATCHES}
 NO_SERVER = NO_ENGINE | {"vllm/sync": _BATCHES, "sglang/sync": _BATCHES}

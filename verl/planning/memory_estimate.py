@@ -5,22 +5,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.algos.names import reads_reference
-from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.config.rollout import CPU_CACHE_BYTES, ROLLOUTS_OF_THE_ACTOR
 from verl.utils.registry import Registry
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "float": 4, "auto": 2}
 LOGITS_CHUNK = 896  # tokens whose logits the token policy holds at once, unless its chunk_tokens says otherwise
 IN_LAYER = 34  # values that a layer keeps of each token and hidden unit
+PROCESS = "process with its libraries"
+PROCESS_BYTES = 600 << 20  # of a process on a CPU: Python, PyTorch, transformers, vLLM, before it has a tensor
 LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an entropy's gradient, their softmax
 
 
-def activation_bytes(hf_config: Any, itemsize: int) -> int:
-    """Bytes that the layers of a model keep of one token for the backward pass, without checkpointing.
+def checkpoints_layers(setting: bool | None, hf_config: Any, tokens: int, itemsize: int, free: float) -> bool:
+    """What enable_gradient_checkpointing means for a micro-batch: null stands for activations above half of `free`.
 
-    About 34 values of `itemsize` bytes a hidden unit and layer (Korthikanti et al. 2022, arXiv 2205.05198).
+    Without checkpointing a layer keeps about 34 values of `itemsize` bytes of each token and hidden unit (Korthikanti
+    et al. 2022, arXiv 2205.05198). `free`: bytes that this rank may take.
     """
     text = hf_config.get_text_config()
-    return IN_LAYER * text.num_hidden_layers * text.hidden_size * itemsize
+    kept = IN_LAYER * text.num_hidden_layers * text.hidden_size * itemsize
+    return tokens * kept > free / 2 if setting is None else setting
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def estimate_memory(
         phases["generation"]["weights"] = update["weights"]
     if not (on_gpu and (engine["optimizer_offload"] or engine["offload_policy"])):
         phases["generation"]["optimizer (two moments)"] = update["optimizer (two moments)"]
-    around = {}
+    around = {} if on_gpu else {PROCESS: PROCESS_BYTES}
     if reads_reference(config) and (roles["model"]["lora_rank"] == 0 or roles["ref"]["model_path"]):
         if not (on_gpu and (reference["param_offload"] or reference["offload_policy"])):
             around["reference weights"] = size.parameters * BYTES[reference["model_dtype"]] // shards
@@ -172,7 +176,10 @@ def estimate_memory(
     else:
         split, kept_as = rollout["tensor_model_parallel_size"], BYTES[rollout["dtype"]]
         engine_parts["rollout weights"] = size.parameters * kept_as // split
-        engine_parts["KV cache of the rollout"] = sequence * kept_as // split
+        own = rollout["engine_kwargs"].get(rollout["name"]) or {}
+        engine_parts["KV cache of the rollout"] = own.get("kv_cache_memory_bytes") or CPU_CACHE_BYTES
+        if rollout["name"] == "vllm":
+            engine_parts["rollout's packed copy of the head"] = size.vocabulary * size.hidden * kept_as // split
     phases["generation"] |= around | engine_parts
     sleeps = on_gpu and rollout["free_cache_engine"] and rollout["enable_sleep_mode"]
     phases["update"] |= around | ({} if sleeps else engine_parts)

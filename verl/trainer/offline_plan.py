@@ -1,6 +1,7 @@
 """Dry runs of the entries that train nothing: main_generation, main_eval."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -8,23 +9,29 @@ from rich.console import Console
 
 from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
-from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models
+from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models, row_problems
 from verl.planning.config_check import select, text
 from verl.planning.dry_run import Entry, count_text, print_rows
 from verl.planning.problems import Problem, one_line, wrong
+from verl.trainer.generation_data import GenerationPrompts, PartialAnswers, own_keys
 from verl.utils.dataset.rl_dataset import read_rows
 
 
-def generation_entry(read_prompts: Callable[[Any], Any]) -> Entry:
-    """main_generation; `read_prompts(tokenizer)` returns the data set."""
+def generation_entry() -> Entry:
+    """main_generation."""
 
     def plan(console: Console, config: DictConfig) -> list[Problem]:
-        prompts, problems = check_inputs(config, read_prompts, Findings())
-        ranks, samples = config.trainer.n_gpus_per_node, config.data.n_samples
+        prompts, problems = check_inputs(config, Findings())
+        count, ranks, samples = prompts and len(prompts), config.trainer.n_gpus_per_node, config.data.n_samples
+        kept = 0 if prompts is None else len(PartialAnswers(config).read())
+        left = count and count - kept
         console.rule("Plan")
         print_rows(console, {
-            "prompts": count_text(prompts), "answers": count_text(prompts and prompts * samples), "ranks": str(ranks),
-            "prompts a rank": count_text(prompts and -(-prompts // ranks)),
+            "prompts": count_text(count), **({"answered by a command that was stopped": f"{kept:,}"} if kept else {}),
+            **(prompts.statistics() if isinstance(prompts, GenerationPrompts) else {}),
+            "answers": count_text(count and count * samples),
+            "new tokens, at most": count_text(left and left * samples * config.rollout.response_length),
+            "ranks": str(ranks), "prompts a rank": count_text(left and -(-left // ranks)),
             "prompts at a time": count_text(config.data.batch_size),
         })  # fmt: skip
         return problems
@@ -48,15 +55,21 @@ def _generation_rules(config: DictConfig, plain: Mapping[str, Any], problems: li
 
 
 def check_inputs(
-    config: DictConfig, read_prompts: Callable[[Any], Any], findings: Findings
-) -> tuple[int | None, list[Problem]]:
-    """Number of prompts (None where they cannot be read), and the problems of model, prompts and machine."""
+    config: DictConfig, findings: Findings, rows: int | None = None
+) -> tuple[Sequence[Any] | None, list[Problem]]:
+    """The prompts (rows without a tokenizer; None where they cannot be read), and the problems of model, prompts,
+    machine and kept answers. The first `rows` prompts are tokenized; None for all.
+    """
     check_models(config.model, findings, "model", "model.path")
     findings.problems += check_length(config.rollout, findings, "rollout")
     findings.problems += [*check_liger(config, "model"), *check_gpus(config)]
-    read = read_prompts if findings.tokenizer is not None else lambda _: read_rows(config.data.path)
-    prompts = _tried(findings.problems, "data.path", lambda: len(read(findings.tokenizer)))
-    return prompts, findings.problems
+    tokenizer, problems = findings.tokenizer, findings.problems
+    read = read_rows if tokenizer is None else lambda _: GenerationPrompts(config, tokenizer)
+    prompts = _tried(problems, "data.path", lambda: read(config.data.path))
+    if isinstance(prompts, GenerationPrompts):
+        problems += row_problems(prompts, "data.path", len(prompts) if rows is None else rows, lambda row: None)
+        problems += PartialAnswers(config).problems()
+    return prompts, [replace(problem, message=own_keys(problem.message)) for problem in problems]
 
 
 def evaluation_entry(read_answers: Callable[[], list[Any]], load_reward: Callable[[], Any]) -> Entry:

@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -165,6 +166,22 @@ def test_a_start_with_a_mistake_ends_with_its_message(tmp_path, tiny_llama, more
         run_sft(config)
     assert said in str(ended.value.code)
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_of_all_cpu_ranks_and_room_for_the_checkpoints_are_those_of_this_machine(
+    tmp_path, tiny_llama, capsys, monkeypatch
+):
+    monkeypatch.setattr("verl.planning.machine.available_memory", lambda: 1 << 30)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    config = compose_sft(write_pairs(tmp_path), tiny_llama, trainer__n_gpus_per_node=2, trainer__save_freq=2,
+                         data__micro_batch_size_per_gpu=2)  # fmt: skip
+    assert dry_run(config, FSDPSFTTrainer) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    # two processes of 600 MiB; 6 steps, 12 bytes for each of 82 thousand parameters
+    assert "2 ranks (trainer.n_gpus_per_node) need about 1.2 GiB of memory, and this machine has 1.0 GiB avail" in text
+    assert "set model.enable_gradient_checkpointing=true, lower data.micro_batch_size_per_gpu, lower trainer.n" in text
+    assert "the run has up to 3 checkpoints of 0.00 GiB at a time, and 0.00 GiB are free" in text
+    assert "Lower trainer.max_ckpt_to_keep, leave parts out of trainer.checkpoint.save_contents" in text
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -77,7 +77,18 @@ def test_a_killed_run_is_resumed_bit_for_bit(tmp_path, tiny_llama, saved, killed
     again = make_trainer(tmp_path / "cut", model, **more)
     again.fit()
     assert metric_rows(tmp_path / "cut") == metric_rows(tmp_path / "whole")
-    assert [row["step"] for row in metric_rows(tmp_path / "cut")] == [1, 2, 3, 4, 5, 6]
+    rows = metric_rows(tmp_path / "cut")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 2, 4, 6]
+    untrained = AutoModelForCausalLM.from_pretrained(model)
+    losses, learned = 0.0, 0
+    for row in whole.val_loader.dataset.dataset:  # without dropout and packing
+        ids, counted = row["input_ids"][None], row["loss_mask"][None, 1:].bool()
+        with torch.no_grad():
+            log_probs = untrained.eval()(ids, attention_mask=row["attention_mask"][None]).logits[:, :-1].log_softmax(-1)
+        losses -= float(log_probs.gather(-1, ids[:, 1:, None])[..., 0][counted].sum())
+        learned += int(counted.sum())
+    assert rows[0] == {"step": 0, "val/loss": pytest.approx(losses / learned, rel=1e-5)}
     weights = weights_of(whole.engine)
     assert all((weights[name] == after).all() for name, after in weights_of(again.engine).items())
     assert again.best == whole.best and published_steps(tmp_path / "cut" / "out")[-1] == 6
@@ -119,7 +130,19 @@ def test_a_run_whose_steps_are_all_skipped_ends(tmp_path, tiny_llama):
     trainer.summed_loss = lambda micro: torch.tensor(float("nan"), requires_grad=True)
     with pytest.raises(NonFiniteRun, match="in 2 steps in a row .*Lower optim.lr"):
         trainer.fit()
-    assert [row["train/skipped_steps"] for row in metric_rows(tmp_path)] == [1, 1]
+    assert [row.get("train/skipped_steps") for row in metric_rows(tmp_path)] == [None, 1, 1]
+
+
+def test_the_model_is_not_validated_before_its_training_where_that_is_off_or_without_validation_files(
+    tmp_path, tiny_llama
+):
+    off = {"trainer__val_before_train": "false", "trainer__total_training_steps": 1}
+    make_trainer(write_pairs(tmp_path), tiny_llama, **off).fit()
+    assert [row["step"] for row in metric_rows(tmp_path)] == [1]
+    trainer = make_trainer(write_pairs(tmp_path / "no"), tiny_llama, trainer__total_training_steps=1)
+    trainer.val_loader = None  # what the entry's val_dataset=None gives
+    trainer.fit()
+    assert [row["step"] for row in metric_rows(tmp_path / "no")] == [1]
 
 
 def test_a_full_model_is_exported_for_plain_transformers(tmp_path, tiny_llama):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.engines import leave_group, weights_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sft_run import make_trainer, metric_rows, write_pairs
+from verl.trainer.run.ranks import largest
 from verl.trainer.sft.data import PaddedRows, RankShares, cut
 from verl.trainer.sft.trainer import next_token_batch
 from verl.utils.flops_counter import FlopsCounter
@@ -61,8 +62,8 @@ def test_the_utilisation_is_that_of_all_rows_where_the_peak_is_known(pairs, tiny
     assert trainer._utilisation(batch, 2.0) == {}  # of a CPU
     trainer.config.trainer.peak_tflops = 1e-3
     trainer.fit()
-    (row,) = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
-    assert 0 < row["data"]["perf/mfu/train"]
+    *_, row = (json.loads(line) for line in (pairs / "out" / "metrics.jsonl").read_text().splitlines())
+    assert 0 < row["data"]["perf/mfu/train"] and 0.05 < row["data"]["perf/max_memory_resident_gb"] < 64
 
 
 def test_a_device_learns_the_tokens_that_a_cpu_learns():
@@ -131,6 +132,7 @@ def _rank_ways(rank, world_size, directory, model):
     torch.set_num_threads(1)
     results = _ways(directory, model, world_size)
     make_trainer(Path(directory) / "begun", model, **RESUMED).fit()
+    assert largest({"rank": float(rank), "less": -float(rank)}, torch.device("cpu")) == {"rank": 1.0, "less": 0.0}
     return results
 
 
@@ -149,8 +151,8 @@ def test_two_ranks_agree_with_one(pairs, tiny_llama):
             assert val["val/loss"] == pytest.approx(other_val["val/loss"], abs=1e-5)  # 5 rows: the sixth counts nowhere
             assert max(abs(weights[name] - other_weights[name]).max() for name in weights) < 1e-4
     begun, whole = (metric_rows(pairs / name) for name in ("begun", "whole"))
-    assert [row["step"] for row in begun] == [1, 2, 3, 4] and "val/loss" in begun[-1]
-    for a, b in zip(begun, whole, strict=True):
+    assert [row["step"] for row in begun] == [0, 1, 2, 3, 4] and "val/loss" in begun[-1]
+    for a, b in zip(begun[1:], whole[1:], strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,7 +71,8 @@ def update(worker, samples, step):
 
 def test_the_reference_of_a_lora_run_is_its_base_model(worker, tiny_llama):
     samples = worker.generate_sequences(prompts(1))
-    update(worker, samples, 1)
+    updated = update(worker, samples, 1).meta_info["metrics"]
+    assert psutil.Process().memory_info().rss / 2**30 <= updated["perf/max_memory_resident_gb"] + 0.1
     samples.meta_info = {"temperature": 0.7}
     computed = worker.compute_ref_log_prob(samples).batch["ref_log_prob"]
     batch, base = samples.batch, LlamaForCausalLM.from_pretrained(tiny_llama).eval()

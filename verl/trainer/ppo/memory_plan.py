@@ -1,6 +1,7 @@
 """What a rank of an RL run needs, whether a GPU has it, and the nearest settings with which it does."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,8 +10,17 @@ from rich.console import Console
 
 from verl.planning.batch_arithmetic import batch_problems, plan_batches
 from verl.planning.dry_run import memory_table
-from verl.planning.memory_estimate import LOGITS_CHUNK, ModelSize, estimate_memory, measure_loaded
-from verl.planning.problems import WRONG
+from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
+from verl.planning.memory_estimate import (
+    BYTES,
+    LOGITS_CHUNK,
+    PROCESS_BYTES,
+    ModelSize,
+    checkpoints_layers,
+    estimate_memory,
+    measure_loaded,
+)
+from verl.planning.problems import WRONG, Problem
 from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPOptimizerConfig
@@ -24,8 +34,11 @@ LEFT = 0.95  # of a GPU: the rest is the CUDA context, NCCL's buffers and what t
 Phases = dict[str, dict[str, int]]
 
 
-def print_memory(console: Console, config: DictConfig, hf_config: Any) -> None:
-    """Print a rank's memory by part and phase; on GPUs also what does not fit, and settings that do."""
+def print_memory(console: Console, config: DictConfig, hf_config: Any, steps: int | None = None) -> list[Problem]:
+    """Print a rank's memory by part and phase; on GPUs also what does not fit, and settings that do.
+
+    Returns the problems of this machine: memory of CPU ranks, and disk space for the checkpoints of `steps` steps.
+    """
     plain = OmegaConf.to_container(config, resolve=True)
     size, exact = measure_loaded(hf_config, plain)
     limit = _gpu_bytes(plain["trainer"])
@@ -35,12 +48,13 @@ def print_memory(console: Console, config: DictConfig, hf_config: Any) -> None:
         loader = plain["actor_rollout_ref"]["model"]["loader"]["name"]
         table.caption = f"The plain model; parts that loader {loader} adds or freezes are not seen here."
     console.print(table)
+    problems = list(_disk_problems(plain, size, steps))
     if limit is None:
-        return
+        return [*problems, *_memory_problems(plain, phases)]
     over = {name: needed for name, parts in phases.items() if (needed := sum(parts.values())) > LEFT * limit}
     if not over:
         console.print(f"A GPU of {limit / GIB:.0f} GiB has this memory.")
-        return
+        return problems
     for name, needed in over.items():
         console.print(f"{name} does not fit: {needed / GIB:.1f} GiB of {LEFT * limit / GIB:.1f} GiB usable.")
     if changes := _nearest(plain, size, hf_config, limit):
@@ -48,6 +62,34 @@ def print_memory(console: Console, config: DictConfig, hf_config: Any) -> None:
         console.print(f"The nearest settings that fit: {words}", highlight=False)
     else:
         console.print("No change of batches, offloading, parallel sizes or up to 8 times as many nodes makes it fit.")
+    return problems
+
+
+def _memory_problems(plain: dict[str, Any], phases: Phases) -> Iterator[Problem]:
+    """Whether this machine has the memory of its CPU ranks and of the driver."""
+    roles, ranks = plain["actor_rollout_ref"], plain["trainer"]["n_gpus_per_node"]
+    actor, rollout, remedies = roles["actor"], roles["rollout"], {}
+    if roles["model"]["enable_gradient_checkpointing"] is False:
+        key = f"{MODEL}.enable_gradient_checkpointing"
+        remedies[key] = f"set {key}=true"
+    size = "ppo_max_token_len_per_gpu" if actor["use_dynamic_bsz"] else "ppo_micro_batch_size_per_gpu"
+    keys = [f"{ACTOR}.{size}"]
+    keys += [f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes"] if rollout["name"] == "vllm" else []
+    keys += ["trainer.n_gpus_per_node"] if ranks > 1 else []
+    needed = ranks * max(sum(parts.values()) for parts in phases.values()) + PROCESS_BYTES
+    what = f"the driver and {ranks} rank{'s' * (ranks > 1)} (trainer.n_gpus_per_node)"
+    yield from check_memory(needed, what, remedies | {key: f"lower {key}" for key in keys})
+
+
+def _disk_problems(plain: dict[str, Any], size: ModelSize, steps: int | None) -> Iterator[Problem]:
+    """Whether the disk has the space of the run's checkpoints, of the critic too, taken for the actor's size."""
+    actor, critic = plain["actor_rollout_ref"]["actor"], plain["critic"]
+    one = checkpoint_bytes(size, actor["fsdp_config"], actor["checkpoint"]["save_contents"])
+    if need_critic(OmegaConf.create(plain)):
+        full = dataclasses.replace(size, trainable=size.parameters)
+        one += checkpoint_bytes(full, critic["model"]["fsdp_config"], critic["checkpoint"]["save_contents"])
+    contents = f"{ACTOR}.checkpoint.save_contents"
+    yield from check_disk(plain["trainer"], one, steps, "max_actor_ckpt_to_keep", contents)
 
 
 def _gpu_bytes(trainer: Mapping[str, Any]) -> float | None:
@@ -75,6 +117,12 @@ def _memory(plain: dict[str, Any], size: ModelSize, hf_config: Any, limit: float
             chunk_tokens=model["policy"]["kwargs"].get("chunk_tokens", LOGITS_CHUNK),
             with_entropy=actor["entropy_coeff"] != 0 or actor["calculate_entropy"],
         )  # fmt: skip
+        if limit is None:
+            tokens = micro.rows * micro.response + -(-micro.rows // samples) * micro.prompt
+            free = available_memory() / plain["trainer"]["n_gpus_per_node"]
+            setting = model["enable_gradient_checkpointing"]
+            asked = checkpoints_layers(setting, hf_config, tokens, BYTES[engine["dtype"]], free)
+            model = model | {"enable_gradient_checkpointing": asked}
         optimizer = omega_conf_to_dataclass(actor["optim"], FSDPOptimizerConfig)
         update = traced_update(hf_config, model, engine, optimizer, micro, plan.ranks, limit is not None)
     sizes = (plan.ranks, plan.micro_batch_size, plan.samples_per_rank)

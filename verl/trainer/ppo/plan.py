@@ -180,7 +180,7 @@ def _print_plan(console: Console, config: DictConfig, findings: Findings) -> Non
     if plan is not None and findings.hf_config is not None and not any(p.kind == WRONG for p in findings.problems):
         from verl.trainer.ppo.memory_plan import print_memory  # imports what a run's driver does not need
 
-        print_memory(console, config, findings.hf_config)
+        findings.problems += print_memory(console, config, findings.hf_config, steps)
     else:
         console.print("No memory estimate: it needs the model's config, and settings and data without problems.")
 

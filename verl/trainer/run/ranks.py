@@ -14,12 +14,19 @@ def is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def summed(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """Sum over ranks of each number, in float64; every rank brings the same names in the same order."""
+def summed(
+    values: Mapping[str, float], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> dict[str, float]:
+    """Sum over ranks of each number, or another `op`, in float64; every rank brings the same names in this order."""
     total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     if dist.is_initialized():
-        dist.all_reduce(total)
+        dist.all_reduce(total, op)
     return dict(zip(values, total.tolist(), strict=True))
+
+
+def largest(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """As `summed`, the maximum over ranks."""
+    return summed(values, device, dist.ReduceOp.MAX)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,16 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import resume_problems
 from verl.planning.dry_run import Entry, count_text, memory_table, print_rows
-from verl.planning.memory_estimate import LOGITS_CHUNK, measure_model, training_memory
+from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
+from verl.planning.memory_estimate import (
+    BYTES,
+    LOGITS_CHUNK,
+    PROCESS,
+    PROCESS_BYTES,
+    checkpoints_layers,
+    measure_model,
+    training_memory,
+)
 from verl.planning.problems import ABSENT, WRONG, ConfigError, Problem, wrong
 from verl.trainer.sft.settings import engine_parts, model_settings, samples_per_forward
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
@@ -179,12 +189,27 @@ def _print_plan(
     of_model, of_engine, optimizer, _ = engine_parts(config, None, steps or 1)
     engine, several = vars(of_engine), data["packing"] or size // groups > micro
     batch = MicroBatch(micro, 1, data["max_length"] - 1, several=several)
-    on_gpu = run["device"] == "cuda"
+    on_gpu, processes = run["device"] == "cuda", run["n_gpus_per_node"]
+    if not on_gpu:
+        setting, free = of_model.enable_gradient_checkpointing, available_memory() / processes
+        asked = checkpoints_layers(setting, findings.hf_config, budget, BYTES[engine["dtype"]], free)
+        of_model = dataclasses.replace(of_model, enable_gradient_checkpointing=asked)
+    checkpointed = of_model.enable_gradient_checkpointing
     parts = traced = None
     if trainer_class.backward is trainer.FSDPSFTTrainer.backward:
         parts = traced = traced_update(findings.hf_config, vars(of_model), engine, optimizer, batch, ranks, on_gpu)
     if parts is None:
         shards = ranks if engine["fsdp_size"] == -1 else engine["fsdp_size"]
-        checkpointed = model["enable_gradient_checkpointing"]
         parts = training_memory(measured, engine, shards, budget, min(budget, LOGITS_CHUNK), checkpointed)
+    if not on_gpu:
+        parts = parts | {PROCESS: PROCESS_BYTES}
+        remedies = {} if checkpointed else {
+            "model.enable_gradient_checkpointing": "set model.enable_gradient_checkpointing=true"
+        }  # fmt: skip
+        keys = ["data.micro_batch_size_per_gpu", *(["trainer.n_gpus_per_node"] if processes > 1 else [])]
+        what = f"{processes} rank{'s' * (processes > 1)} (trainer.n_gpus_per_node)"
+        remedies |= {key: f"lower {key}" for key in keys}
+        findings.problems += check_memory(processes * sum(parts.values()), what, remedies)
+    one = checkpoint_bytes(measured, engine, run["checkpoint"]["save_contents"])
+    findings.problems += check_disk(run, one, steps, "max_ckpt_to_keep", "trainer.checkpoint.save_contents")
     console.print(memory_table(measured, {"update": parts}, traced is not None))

@@ -24,13 +24,14 @@ from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.trainer.run.ranks import any_rank, summed
+from verl.trainer.run.ranks import any_rank, largest, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.trainer.sft.settings import engine_parts, samples_per_forward
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
+from verl.utils.profiler.performance import peak_memory
 from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine
@@ -152,6 +153,8 @@ class FSDPSFTTrainer:
         """The remaining steps; the exit code of a stop that was requested, else 0."""
         with StopSignals() as signals:
             done, total = self.global_steps, self.total_training_steps
+            if self.val_loader is not None and self.config.trainer.val_before_train and done == 0:
+                self.run_log.write(0, self._validate())
             hidden = None if self.engine.rank == 0 else True  # None: shown on a terminal only
             steps = tqdm(range(done + 1, total + 1), "Training", total, initial=done, unit="step", disable=hidden)
             for self.global_steps in steps:
@@ -163,8 +166,7 @@ class FSDPSFTTrainer:
                 metrics |= {"train/time(s)": seconds, "perf/throughput": rate}
                 metrics |= self._utilisation(batch, seconds)
                 metrics["training/epoch"] = self.train_stream.epoch
-                if self.engine.device.type == "cuda":
-                    metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
+                metrics |= largest(peak_memory(self.engine.device.type), self.engine.device)
                 if self.val_loader is not None and self._due(self.config.trainer.test_freq):
                     metrics |= self._validate()
                 self.run_log.write(self.global_steps, metrics)  # before saving: a checkpoint is never newer than this

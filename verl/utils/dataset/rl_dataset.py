@@ -128,6 +128,8 @@ def left_pad(ids: list[int], length: int, pad_id: int) -> tuple[torch.Tensor, to
 class FileRows(Dataset):
     """The rows of data files (local or hdfs://), each with its origin; a subclass turns them into samples."""
 
+    for_conversations = "Set data.prompt_key=messages."  # what to do about a column `messages`
+
     def __init__(self, data_files: str | Sequence[str], use_shm: bool = False) -> None:
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self.rows: Sequence[dict[str, Any]] = []
@@ -167,7 +169,7 @@ class FileRows(Dataset):
             names = " and no column ".join(f"'{other}'" for other in missing.values())
             what = f"there is no column {names} (columns: {', '.join(row)}). Set {' and '.join(missing)}."
             if isinstance(row.get("messages"), list) and setting == "data.prompt_key":
-                what = f"there is no column '{name}', but conversations in 'messages'. Set data.multiturn.enable=true."
+                what = f"there is no column '{name}', but conversations in 'messages'. {self.for_conversations}"
             raise MissingColumn(str(self.error(item, what)))
         return row[name]
 
@@ -199,6 +201,10 @@ class RLHFDataset(FileRows):
     apply_chat_template_kwargs, shuffle, seed. `max_samples` keeps that many rows, drawn by data.seed with data.shuffle,
     else the first ones; -1 keeps all.
     """
+
+    #: the key of max_prompt_length, and what to do about a longer prompt, in messages
+    length_key = "data.max_prompt_length"
+    overlong_remedy = "Raise it, set data.filter_overlong_prompts=true, or data.truncation to left, right or middle."
 
     def __init__(
         self, data_files: str | list[str], tokenizer: Any, config: DictConfig, processor: Any = None,
@@ -263,8 +269,7 @@ class RLHFDataset(FileRows):
         if len(ids) > self.max_prompt_length and self.truncation == "error":
             raise self.error(
                 item,
-                f"the prompt has {len(ids)} tokens, data.max_prompt_length={self.max_prompt_length}. Raise it, set "
-                "data.filter_overlong_prompts=true, or data.truncation to left, right or middle.",
+                f"the prompt has {len(ids)} tokens, {self.length_key}={self.max_prompt_length}. {self.overlong_remedy}",
             )
         ids = truncate_ids(ids, self.max_prompt_length, self.truncation)
         pad_id = self.tokenizer.pad_token_id

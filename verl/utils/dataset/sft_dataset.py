@@ -46,6 +46,8 @@ class SFTDataset(FileRows):
     first rows; -1 keeps all.
     """
 
+    for_conversations = "Set data.multiturn.enable=true."
+
     def __init__(
         self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, max_samples: int = -1
     ) -> None:

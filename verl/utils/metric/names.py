@@ -94,7 +94,10 @@ METRICS: dict[str, str] = {
     "perf/throughput": "Tokens per second and rank.",
     "perf/time_per_step": "Seconds of the step.",
     "perf/total_num_tokens": "Tokens of the step's batch.",
-    "perf/max_memory_*_gb": "Largest memory of a GPU so far, GiB.",
+    "perf/max_memory_allocated_gb": "Most memory of tensors on a GPU so far, GiB; of the rank with the most.",
+    "perf/max_memory_reserved_gb": "The same with what PyTorch's allocator holds beyond that.",
+    "perf/max_memory_resident_gb": "On CPUs, most memory of a rank's process so far, an engine in it included, GiB; of "
+    "the rank with the most.",
     "perf/cpu_memory_used_gb": "Memory in use on the driver's machine, GiB.",
     "val-core/*": "Validation: <data source>/<variable>/<mean@N, best@N/mean ...> at the largest N; the variable is "
     "`acc` if the reward returns it, else `reward`.",

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -42,6 +43,16 @@ def log_gpu_memory_usage(
         parts = {"resident": psutil.Process().memory_info().rss, "total": psutil.virtual_memory().total}
     text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     _report(f"{head}, memory in GiB: {text}", logger, level)
+
+
+def peak_memory(device_type: str) -> dict[str, float]:
+    """Metrics of the most memory that this rank has had so far, GiB: of its GPU, or of its process on a CPU."""
+    if device_type == "cuda":
+        sizes = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    else:  # not getrusage, whose maximum a process takes over from the one that started it
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        sizes = {"resident": int(status.partition("VmHWM:")[2].split()[0]) << 10}
+    return {f"perf/max_memory_{name}_gb": size / GIB for name, size in sizes.items()}
 
 
 class GPUMemoryLogger:

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from verl.planning.memory_estimate import activation_bytes
+from verl.planning.machine import available_memory
+from verl.planning.memory_estimate import checkpoints_layers
 from verl.protocol import DataProto
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.device import available_memory
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import (
@@ -248,9 +248,10 @@ class FSDPEngine(BaseEngine):
         enable_gradient_checkpointing is null: if their activations would take more than half of the free memory.
         """
         if tokens and self.model_config.enable_gradient_checkpointing is None:
-            needed = tokens * activation_bytes(without_adapters(self.module).config, self.compute_dtype.itemsize)
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device_type == "cpu" else 1
-            build.checkpoint_layers(self.module, needed > available_memory(self.device) / 2 / ranks)
+            on_cpu, ranks = self.device_type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            free = available_memory() / ranks if on_cpu else torch.cuda.mem_get_info(self.device)[0]
+            config, itemsize = without_adapters(self.module).config, self.compute_dtype.itemsize
+            build.checkpoint_layers(self.module, checkpoints_layers(None, config, tokens, itemsize, free))
         lower = self.compute_dtype != torch.float32
         offload = fsdp_utils.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
         with torch.autocast(self.device_type, dtype=self.compute_dtype) if lower else nullcontext(), offload:

@@ -19,6 +19,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import torch_dtype_of
 from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.profiler.performance import peak_memory
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
@@ -246,9 +247,7 @@ class ActorRolloutRefWorker(ModelWorker):
         metrics["actor/lr"] = self.engine.lr_scheduler.get_last_lr()[0]  # the rate of this update
         self.engine.lr_scheduler_step()
         self.weights_version = int(data.meta_info["global_steps"])
-        if self.device_name == "cuda":
-            metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 1024**3
-            metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / 1024**3
+        metrics |= peak_memory(self.device_name)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

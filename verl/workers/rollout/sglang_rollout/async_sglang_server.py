@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config.rollout import CPU_CACHE_BYTES
 from verl.utils.ports import free_port
 from verl.workers.rollout.replica import START_KEY, RolloutReplica, ServerHandle
 from verl.workers.rollout.server_process import LocalServerError, OwnedServer
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # SGLang generates fewer tokens than its context length; prompt and response together may have all of max_model_len.
 CONTEXT_MARGIN = 8
-CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU; engine_kwargs.sglang.max_total_tokens overrides it
 
 
 class SGLangHttpServer(OwnedServer):

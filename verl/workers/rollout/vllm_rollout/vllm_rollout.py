@@ -18,6 +18,7 @@ import torch.distributed as dist
 from loguru import logger
 from safetensors.torch import save_file
 
+from verl.config.rollout import CPU_CACHE_BYTES
 from verl.planning.problems import Problem, absent, one_line, register_check, wrong
 from verl.protocol import DataProto
 from verl.utils.checkpoint.rng import get_rng_state, load_rng_state
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-CPU_CACHE_BYTES = 1 << 30  # keys and values on a CPU rank; engine_kwargs.vllm.kv_cache_memory_bytes overrides it
 WORKER = "verl.workers.rollout.vllm_rollout.platform_worker.PlatformWorker"
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # tokens that a lookup compares
 DRAFT_COUNTS = [f"vllm:spec_decode_num_{kind}" for kind in ("draft_tokens", "accepted_tokens")]
@@ -126,7 +126,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             logger.info("vLLM cannot sleep on a CPU: its weights and cache stay in memory while the actor trains")
         arguments = self._engine_arguments()
         if config.enable_chunked_prefill and not arguments["enable_chunked_prefill"]:
-            logger.info(f"{KEY}.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
+            logger.info("rollout.enable_chunked_prefill=true has no effect on a CPU: prompts are prefilled in full")
         if getattr(model_config.hf_config, "tie_word_embeddings", False):
             _silence(*TIED_HEAD)
         random_states = get_rng_state()  # vLLM seeds all generators with its own seed, on every rank alike
@@ -418,6 +418,8 @@ HARMLESS = (
     ("vllm.config.vllm", "Model Runner V2 requires Triton"),
     ("vllm.config.vllm", "Enforce eager set, disabling torch.compile"),
     ("vllm.config.vllm", "Inductor compilation was disabled by user settings"),
+    # One for each weight. Rounding to rollout.dtype, of the same range, is what that setting asks for.
+    ("vllm.model_executor.models.utils", "with dtype torch.float32 into parameter with dtype torch.bfloat16"),
     ("vllm.platforms.cpu", "Triton is not installed"),
     ("torch._library.triton", "Triton not available"),
     ("vllm.platforms.cpu", "Reset SSM cache type to float32"),

@@ -1,0 +1,88 @@
+"""Whether this machine has the memory and the disk space that a run needs."""
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl.planning.memory_estimate import BYTES, ModelSize
+from verl.planning.problems import UNUSED, Problem, absent
+from verl.utils.checkpoint.publish import published_steps
+
+GIB = 2**30
+NEAR = 0.8  # a plan that takes more than this share is warned of: predictions of memory are up to 15 % too low
+
+
+def available_memory(system: Path = Path("/")) -> int:
+    """Bytes that new processes can take: what the machine has available, or less where a cgroup limits this process.
+
+    File caches of a cgroup count as available. `system` is the folder of /proc and /sys.
+    """
+    available = psutil.virtual_memory().available
+    for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, limit, usage, cache = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif controllers == "memory":
+            root, limit, usage, cache = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                                         "total_inactive_file")  # fmt: skip
+        else:
+            continue
+        own = Path(path.strip("/"))
+        for group in (own, *own.parents):  # in a container the last one, which is the container's own
+            folder = system / root / group
+            if not (folder / limit).is_file() or (allowed := (folder / limit).read_text().strip()) == "max":
+                continue
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / usage).read_text()) - int(counts.get(cache, 0))
+            available = min(available, max(0, int(allowed) - used))
+    return available
+
+
+def check_memory(needed: int, what: str, remedies: Mapping[str, str]) -> Iterator[Problem]:
+    """Memory, in bytes, of all processes that the run starts on this machine; `what` names them.
+
+    `remedies`: key -> what to do with it (lower, or set it to a value); the first is the problem's key.
+    """
+    free = available_memory()
+    text = f"{what} need about {needed / GIB:.1f} GiB of memory, and this machine has {free / GIB:.1f} GiB available"
+    key, advice = next(iter(remedies)), ", ".join(remedies.values())
+    if needed > free:
+        yield absent(key, f"{text}. To need less: {advice}.")
+    elif needed > NEAR * free:
+        yield Problem(UNUSED, key, f"{text}, which may be too little. To need less: {advice}.")
+
+
+def checkpoint_bytes(size: ModelSize, engine: Mapping[str, Any], contents: Sequence[str]) -> int:
+    """Bytes of a model's part of one checkpoint: trained weights, two moments, the full model for transformers."""
+    master = BYTES[engine["model_dtype"]]
+    parts = {"model": size.trainable, "optimizer": 2 * size.trainable, "hf_model": size.parameters}
+    return master * sum(count for name, count in parts.items() if name in contents)
+
+
+def check_disk(
+    trainer: Mapping[str, Any], one: int, steps: int | None, keep: str, contents: str
+) -> Iterator[Problem]:  # fmt: skip
+    """Space of trainer.default_local_dir for the checkpoints of `one` bytes that a run of `steps` steps keeps.
+
+    `keep` (below trainer) and `contents` are the keys of their number and of what they hold. Checkpoints that are in
+    the folder count as some of them.
+    """
+    every, kept = trainer["save_freq"], trainer[keep]
+    saved = 0 if every == 0 else -(-steps // every) if every > 0 and steps else 1
+    most = saved if kept is None else min(saved, kept + 1)  # the oldest one goes when the next one is complete
+    root = Path(trainer["default_local_dir"]).expanduser().absolute()
+    there = len(published_steps(root))
+    needed = one * max(0, most - there)
+    free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
+    more = f" in addition to the {there} there" if there else ""
+    text = f"trainer.default_local_dir={root}: the run has up to {most} checkpoints of {one / GIB:.2f} GiB at a time"
+    text += f"{more}, and {free / GIB:.2f} GiB are free"
+    advice = f"Lower trainer.{keep}" if most > 2 else "Free some space"
+    advice += f", leave parts out of {contents}, or name a folder on another disk"
+    if needed > free:
+        yield absent("trainer.default_local_dir", f"{text}. {advice}.")
+    elif needed > NEAR * free:
+        yield Problem(UNUSED, "trainer.default_local_dir", f"{text}, which may be too little. {advice}.")
