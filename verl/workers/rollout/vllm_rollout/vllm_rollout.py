@@ -423,7 +423,6 @@ HARMLESS = (
     ("vllm.platforms.cpu", "Triton is not installed"),
     ("torch._library.triton", "Triton not available"),
     ("vllm.platforms.cpu", "Reset SSM cache type to float32"),
-    ("vllm.v1.worker.cpu_worker", "is not found in LD_PRELOAD"),
     ("vllm.v1.worker.cpu_worker", "CPU backend doesn't allow to use `torch.set_num_threads`"),
 )
 # With tie_word_embeddings only: such a head is the embedding, whose weights are sent once. On a CPU, PlatformWorker
