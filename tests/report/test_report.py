@@ -61,6 +61,22 @@ def test_page_shows_curves_samples_config_and_versions_without_the_network(tmp_p
     assert not re.search(r"""(src|href)=["'](https?:)?//""", page)
 
 
+def test_a_run_shows_mismatch_throughput_and_memory_first(tmp_path):
+    kl = [0.004, 0.002, 0.003]
+    rows = [{"step": i, "data": {
+        "rollout_corr/kl": value, "rollout_corr/k3_kl": value / 2, "rollout_corr/rollout_ppl": 2.0 + value,
+        "training/rollout_actor_probs_pearson_corr": 1 - value, "perf/throughput": 100.0 * i,
+        "perf/max_memory_resident_gb": 2.0 + i,
+    }} for i, value in enumerate(kl, 1)]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    page = write_report(tmp_path).read_text()
+    first, _, rest = page.partition("<details>")
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", first)
+    assert titles == ["Rollout against trainer", "Correlation of rollout and trainer", "Throughput", "Memory"]
+    assert ">k3_kl<" in first and "rollout_corr/rollout_ppl" in rest and "rollout_corr/kl" not in rest
+    assert "<b>0.004 → 0.003</b><span>KL of rollout and trainer" in first and "<b>100 → 300</b>" in first
+
+
 def test_page_lists_starts_with_command_steps_and_end(tmp_path):
     rows = [
         {"start": 1, "step": 0, "total_steps": 60, "command": "python -m x a=1", "config": "1.yaml",

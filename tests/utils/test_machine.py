@@ -48,9 +48,9 @@ def test_memory_that_is_missing_is_a_problem_and_little_memory_a_warning(monkeyp
     assert (problem.kind, problem.key) == (ABSENT, "a.b")
     text = "2 ranks need about 11.0 GiB of memory, and this machine has 10.0 GiB available."
     assert problem.message == f"{text} To need less: set a.b=true, lower c."
-    (problem,) = check_memory(9 * GIB, "2 ranks", remedies)
+    (problem,) = check_memory(8 * GIB, "2 ranks", remedies)
     assert problem.kind == UNUSED and "10.0 GiB available, which may be too little" in problem.message
-    assert not [*check_memory(7 * GIB, "2 ranks", remedies)]
+    assert not [*check_memory(6 * GIB, "2 ranks", remedies)]
 
 
 def run(folder, **more):

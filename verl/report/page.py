@@ -34,14 +34,21 @@ HEADLINES = (
     ("Entropy", "nats per decision", ("actor/entropy",)),
     ("Gradient norm", "before clipping", ("actor/grad_norm", "train/grad_norm")),
     ("Drift", "log-prob now against at sampling; zero where the old pass is skipped", _DRIFT),
+    ("Rollout against trainer", "KL at the sampled tokens; near 0 where they agree",
+     ("rollout_corr/kl", "rollout_corr/k3_kl")),
+    ("Correlation of rollout and trainer", "of token probabilities; near 1 where they agree",
+     ("training/rollout_actor_probs_pearson_corr",)),
     ("Response length", "tokens", ("response_length/mean", "response_length/max")),
     ("Validation", "", ("val-core/", "val/loss")),
     ("Learning rate", "", ("actor/lr", "train/lr")),
+    ("Throughput", "tokens per second and rank", ("perf/throughput",)),
+    ("Memory", "GiB, the most of a rank so far", ("perf/max_memory_",)),
     ("Completions", "requested, computed by a server, read from the store, failed", ("spd/completions/",)),
 )
 TRENDS = {
     "critic/score/mean": "reward", "spd/accepted_len/mean": "accepted length", "train/loss": "loss",
-    "val/loss": "validation loss",
+    "val/loss": "validation loss", "rollout_corr/kl": "KL of rollout and trainer",
+    "perf/throughput": "tokens per second and rank",
 }  # fmt: skip
 COUNTERS = {
     "training/dropped_samples": "dropped samples", "spd/dropped_samples": "lost completions' samples",
