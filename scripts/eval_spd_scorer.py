@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,9 +100,14 @@ def evaluate(args: argparse.Namespace, progress: Progress) -> tuple[list[Evaluat
             chosen.append(Run("test", name, best.threshold))
             drop, error = drops[rows.index(best)] if drops else (best.drop, best.drop_se)
             if drop + 1.96 * error > args.max_val_drop:
+                asked = len(job.questions["validation"])
+                needed = measures.questions_needed(drop, error, args.max_val_drop, asked)
+                advice = "that is above it with any number of questions" if needed is None else (
+                    f"to show that, about {needed} validation questions are needed, and there are {asked}")  # fmt: skip
                 console.print(f"[yellow]{name}: no threshold keeps the drop on validation questions within "
-                              f"--max-val-drop {args.max_val_drop:g}; {best.threshold:.3g} has the lowest, "
-                              f"{100 * drop:.1f} ± {100 * error:.1f} points[/yellow]")
+                              f"--max-val-drop {args.max_val_drop:g} at the end of its 95 % interval; "
+                              f"{best.threshold:.3g} has the lowest, {100 * drop:.1f} ± {100 * error:.1f} points: "
+                              f"{advice}[/yellow]")
 
         chance = Run("test", "random", measures.accepted_share(pool.result(chosen[0]).result))
         harms.append(Harm((chance,)))
@@ -252,7 +257,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn("  {task.description:<28}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("  {task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console) as progress:
         rows, validation, questions = evaluate(args, progress)
     record = {"questions": questions, "dtype": args.dtype, "rows": [asdict(row) for row in rows]}

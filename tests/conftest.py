@@ -62,6 +62,18 @@ def tiny_llama(tmp_path_factory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
 
 
+@pytest.fixture(scope="session")
+def tied_llama(tmp_path_factory) -> str:
+    """The same with tied embeddings, as most small models have."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tied_llama"), tied=True)
+
+
+@pytest.fixture(params=["tiny_llama", "tied_llama"])
+def llama(request) -> str:
+    """Either of the two, one after the other."""
+    return request.getfixturevalue(request.param)
+
+
 # Folders and files whose tests all belong to one group of the Makefile.
 GROUPS = {
     "benchmarks": "benchmark", "examples": "demo", "dllm_reasoning/test_arithmetic_example.py": "demo",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from recipe.spd.samples import grade_blocks, judged_block
 from verl.utils.model import torch_dtype_of
 
 BLOCKS_AT_A_TIME = 512  # labelled together
+MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
 FOLDER = "supervised"  # in trainer.default_local_dir: the scorer and supervised.json
 
 
@@ -74,7 +75,8 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     """Label the training blocks and fit the scorer of a training config to them, on one device; returns its folder.
 
     Optimizer, schedule, batch size, micro-batch size, steps and seed are those of the config. `budget` is the number of
-    completions that labels may use; None labels every block.
+    completions that labels may use; None labels every block. Validation blocks, if they are others than the training
+    blocks, are labelled without a budget; their cross-entropy after each epoch decides which weights are saved.
     """
     from spd_scorer import load_spd_scorer
     from verl.config.optimizer import build_optimizer
@@ -85,8 +87,13 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
 
     model, actor, steps = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.trainer
     tokenizer = hf_tokenizer(model.tokenizer_path or model.path)
-    rows = SPDRLHFDataset(config.data.train_files, tokenizer, config.data)
-    infos = [rows[i]["extra_info"] for i in range(len(rows))]
+    files = [config.data.train_files]
+    if config.data.val_files != config.data.train_files:
+        files.append(config.data.val_files)
+    infos, *held_out = (
+        [rows[i]["extra_info"] for i in range(len(rows))]
+        for rows in (SPDRLHFDataset(file, tokenizer, config.data) for file in files)
+    )
     random.Random(config.data.seed).shuffle(infos)
     settings = omega_conf_to_dataclass(config.actor_rollout_ref.rollout, RolloutConfig)
     rollout = SPDRollout(settings, SimpleNamespace(tokenizer=tokenizer), None)
@@ -94,19 +101,23 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
         labels, used = label_blocks(
             infos, rollout.completer, tokenizer, rollout.eos, rollout.settings.rollout.max_tokens, budget
         )
+        unseen = [(val, label_blocks(val, rollout.completer, tokenizer, rollout.eos,
+                                     rollout.settings.rollout.max_tokens)[0]) for val in held_out]  # fmt: skip
     finally:
         rollout.close()
     harmful = sum(not all(values) for values in labels.values())
     logger.info("{} blocks labelled by {} completions, {} with a harmful mismatch", len(labels), used, harmful)
     if not labels:
         raise ValueError("no block of the training data has a right baseline to label; prepare others.")
+    if not all(known for _, known in unseen):
+        raise ValueError("no block of the validation data has a right baseline to label; prepare others.")
 
     device = torch.device(config.trainer.device)
-    files = SimpleNamespace(local_path=None, path=model.path, trust_remote_code=model.trust_remote_code,
+    source = SimpleNamespace(local_path=None, path=model.path, trust_remote_code=model.trust_remote_code,
                             override_config={})  # fmt: skip
     loader = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     kept, compute = (torch_dtype_of(actor.fsdp_config[name], name) for name in ("model_dtype", "dtype"))
-    scorer = load_spd_scorer(files, kept, **loader).to(device).train()
+    scorer = load_spd_scorer(source, kept, **loader).to(device).train()
     optim = omega_conf_to_dataclass(actor.optim)
     optim.total_training_steps = count = (
         steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)
@@ -120,15 +131,22 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
         micro = max(1, actor.ppo_max_token_len_per_gpu // config.data.max_prompt_length)
     else:
         micro = max(1, actor.ppo_micro_batch_size_per_gpu // settings.n)  # blocks; GRPO has n samples of each
+    folder = Path(config.trainer.default_local_dir) / FOLDER
+    epoch, validation = -(-len(labels) // config.data.train_batch_size), {}  # steps; cross-entropy after a step
+
+    def shares(batch: list[int], blocks: Sequence[dict[str, Any]], known: dict[int, list[bool]]) -> Iterator:
+        """The parts of the batch's mean cross-entropy that come from one micro-batch after another."""
+        for part in (batch[first : first + micro] for first in range(0, len(batch), micro)):
+            with torch.autocast(device.type, compute, enabled=compute != torch.float32):
+                loss = _summed_loss(scorer, [blocks[i] for i in part], [known[i] for i in part], sep,
+                                    tokenizer.pad_token_id, device)  # fmt: skip
+            yield loss / sum(len(known[i]) for i in batch)
+
     for step in range(count):
         batch = order.sample(sorted(labels), min(config.data.train_batch_size, len(labels)))
         optimizer.zero_grad()
         losses.append(0.0)
-        for part in (batch[first : first + micro] for first in range(0, len(batch), micro)):
-            blocks, known = [infos[i] for i in part], [labels[i] for i in part]
-            with torch.autocast(device.type, compute, enabled=compute != torch.float32):
-                loss = _summed_loss(scorer, blocks, known, sep, tokenizer.pad_token_id, device)
-            loss = loss / sum(len(labels[i]) for i in batch)
+        for loss in shares(batch, infos, labels):
             loss.backward()
             losses[-1] += loss.item()
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_norm)
@@ -136,9 +154,30 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
         schedule.step()
         if (step + 1) % 10 == 0:
             logger.info("step {} of {}: cross-entropy {:.4f}", step + 1, count, sum(losses[-10:]) / 10)
-    folder = Path(config.trainer.default_local_dir) / FOLDER
-    scorer.save_pretrained(folder)
-    figures = {"blocks": len(labels), "harmful": harmful, "completions": used, "steps": count, "loss": losses}
+        if unseen and ((step + 1) % epoch == 0 or step + 1 == count):
+            scorer.eval()
+            with torch.no_grad():
+                losses_of = (loss.item() for val, known in unseen for loss in shares([*known], val, known))
+                validation[step + 1] = sum(losses_of)
+            scorer.train()
+            logger.info(
+                "epoch {:.1f}, step {}: cross-entropy {:.4f} in training, {:.4f} in validation", (step + 1) / epoch,
+                step + 1, sum(losses[-epoch:]) / len(losses[-epoch:]), validation[step + 1],
+            )  # fmt: skip
+            if validation[step + 1] == min(validation.values()):
+                scorer.save_pretrained(folder)
+    if not unseen:
+        scorer.save_pretrained(folder)
+    best = min(validation, key=validation.get, default=count)
+    if validation and validation[count] > MEMORISED * validation[best]:
+        logger.warning(
+            "cross-entropy in validation was lowest at step {} ({:.4f}) and rose to {:.4f} at step {}, while that in "
+            "training fell to {:.4f}: the scorer memorises its {} blocks. The weights of step {} are saved. Use more "
+            "blocks, or fewer steps.", best, validation[best], validation[count], count,
+            sum(losses[-epoch:]) / len(losses[-epoch:]), len(labels), best,
+        )  # fmt: skip
+    figures = {"blocks": len(labels), "harmful": harmful, "completions": used, "steps": count, "loss": losses,
+               "validation": validation, "saved_step": best}  # fmt: skip
     (folder / "supervised.json").write_text(json.dumps(figures) + "\n")
     return folder
 

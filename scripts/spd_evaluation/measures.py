@@ -113,6 +113,14 @@ def choose_threshold(
     return rows[min(range(len(rows)), key=lambda k: (upper[k], -rows[k].accepted_per_forward))]
 
 
+def questions_needed(drop: float, error: float, max_drop: float, questions: int) -> int | None:
+    """Validation questions with which this drop's 95 % interval would end at `max_drop`; None if the drop is above it.
+
+    The standard error `error` of a drop measured on `questions` falls with the root of their number.
+    """
+    return math.ceil(questions * (1.96 * error / (max_drop - drop)) ** 2) if drop < max_drop else None
+
+
 Labelled = Sequence[Sequence[tuple[float, bool]]]
 """(z, harmful) of the reachable mismatches of each labelled block."""
 

@@ -9,6 +9,7 @@ import operator
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # importing torch and transformers takes seconds; only the wo
     from scripts.spd_evaluation.worker import Outcome, Worker
 
 REFRESH_S = 0.2
+SECONDS_BETWEEN_LINES = 15.0  # of progress, where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Pool:
         self._futures: dict[Task, list[Future]] = {}  # of each task its parts
         self._progress = progress
         self._bar = progress.add_task("loading models", total=0)
+        self._began = self._spoke = time.monotonic()
 
     def __enter__(self) -> Pool:
         return self
@@ -157,6 +160,14 @@ class Pool:
         if self._done.value:
             text = f"{len(ended)} of {len(self._futures)} runs"
             self._progress.update(self._bar, description=text, total=total, completed=self._done.value)
+        now, done = time.monotonic(), self._done.value
+        if not self._progress.console.is_terminal and now - self._spoke > SECONDS_BETWEEN_LINES:
+            self._spoke, rate = now, done / (now - self._began)
+            left = f"about {(total - done) / rate / 60:.1f} minutes left" if done else "models are being loaded"
+            self._progress.console.print(
+                f"{len(ended)} of {len(self._futures)} runs, {done} of {total} answers and labelled blocks, "
+                f"{rate:.1f} a second, {left}", soft_wrap=True, highlight=False
+            )  # fmt: skip
 
 
 def visible_gpus() -> list[str]:

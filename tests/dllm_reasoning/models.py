@@ -12,14 +12,17 @@ VOCABULARY, EOS, PAD = 48, 2, 0
 
 
 def tiny(architecture: str, seed: int = 0, initializer_range: float = 0.35, hidden_size: int = 32):
-    """Two layers, width 32, wide output weights, so that the next token depends on all text before it."""
+    """Two layers, width 32, wide output weights, so that the next token depends on all text before it.
+
+    `architecture`: llama, tied (a Llama whose output matrix is its embedding) or qwen3.
+    """
     torch.manual_seed(seed)
     shape = dict(
         vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=PAD, eos_token_id=EOS,
-        bos_token_id=1, tie_word_embeddings=False, initializer_range=initializer_range,
+        bos_token_id=1, tie_word_embeddings=architecture == "tied", initializer_range=initializer_range,
     )  # fmt: skip
-    if architecture == "llama":
+    if architecture in ("llama", "tied"):
         return LlamaForCausalLM(LlamaConfig(**shape)).eval()
     return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **shape)).eval()
 

@@ -61,7 +61,7 @@ def generate(architecture, inputs, **more):
     return details_of(model_of(architecture), inputs, EOS, PAD, max_new_tokens=LIMIT, **more)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "tied", "qwen3"])
 @pytest.mark.parametrize("mode", ["converge", "slide", "verify"])
 def test_lossless_modes_equal_greedy_generate_on_200_ragged_prompts(architecture, mode):
     expected = greedy(architecture)

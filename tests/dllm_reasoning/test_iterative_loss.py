@@ -60,7 +60,7 @@ def naive(model, *, weights, ar):
     return losses, clean, {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "tied", "qwen3"])
 def test_rounds_equal_the_method_written_out(architecture):
     model = tiny(architecture)
     losses, clean, expected = naive(model, weights=[1.0, 0.7, 0.4], ar=0.5)
@@ -81,7 +81,7 @@ def test_a_backward_pass_each_round_equals_the_summed_loss(pattern):
     assert furthest(at_once, summed) < 1e-6
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "tied", "qwen3"])
 @pytest.mark.parametrize("pattern", ["block", "packed"])
 def test_shared_keys_give_the_gradients_of_repeated_ones(architecture, pattern):
     model = tiny(architecture, initializer_range=0.1)

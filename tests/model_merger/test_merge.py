@@ -57,41 +57,41 @@ def logits_of(folder, auto=AutoModelForCausalLM):
         return auto.from_pretrained(folder)(input_ids=IDS).logits
 
 
-def test_a_merged_model_gives_the_same_logits_in_plain_transformers(tiny_llama, tmp_path):
-    folder, logits = saved(trained(tiny_llama), tmp_path)
+def test_a_merged_model_gives_the_same_logits_in_plain_transformers(llama, tmp_path):
+    folder, logits = saved(trained(llama), tmp_path)
     assert run("merge", "--backend", "fsdp", "--local_dir", folder, "--target_dir", tmp_path / "hf",
-               "--use_cpu_initialization", "--max_shard_size", "100KB", "--hf_model_path", tiny_llama) == 0  # fmt: skip
+               "--use_cpu_initialization", "--max_shard_size", "100KB", "--hf_model_path", llama) == 0  # fmt: skip
     assert torch.equal(logits_of(tmp_path / "hf"), logits)
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token == "<pad>"
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert run("test", "--local_dir", folder, "--test_hf_dir", tmp_path / "hf") == 0
-    assert run("test", "--local_dir", folder, "--test_hf_dir", tiny_llama) == 1  # the update moved it
+    assert run("test", "--local_dir", folder, "--test_hf_dir", llama) == 1  # the update moved it
 
 
-def test_lora_is_merged_into_the_model_that_it_was_trained_on(tiny_llama, tmp_path):
-    engine = trained(tiny_llama, lora_rank=4, lora_alpha=12)
+def test_lora_is_merged_into_the_model_that_it_was_trained_on(llama, tmp_path):
+    engine = trained(llama, lora_rank=4, lora_alpha=12)
     make_actor(engine).update_policy(rl_batch(seed=1))  # B is zero before the first update
     folder, logits = saved(engine, tmp_path)
     assert run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf") == 0
     assert torch.allclose(logits_of(tmp_path / "hf"), logits, atol=1e-5)
-    assert not torch.allclose(logits_of(tiny_llama), logits, atol=1e-3)
+    assert not torch.allclose(logits_of(llama), logits, atol=1e-3)
     config = folder / "lora_adapter" / "adapter_config.json"
-    config.write_text(config.read_text().replace(tiny_llama, "/nowhere/model"))
+    config.write_text(config.read_text().replace(llama, "/nowhere/model"))
     with pytest.raises(SystemExit, match="adapter_config.json has .* bytes, the manifest says"):
         run("merge", "--local_dir", folder, "--target_dir", tmp_path / "again")
     (folder.parent / "manifest.json").unlink()
     alone = folder.rename(tmp_path / "alone")  # a folder copied by hand has no manifest
     with pytest.raises(SystemExit, match="name the folder of the model that was trained in --hf_model_path"):
         run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again")
-    assert run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again", "--hf_model_path", tiny_llama) == 0
+    assert run("merge", "--local_dir", alone, "--target_dir", tmp_path / "again", "--hf_model_path", llama) == 0
     assert torch.allclose(logits_of(tmp_path / "again"), logits, atol=1e-5)
 
 
-def test_a_critic_becomes_a_model_of_one_value_a_token(tiny_llama, tmp_path):
+def test_a_critic_becomes_a_model_of_one_value_a_token(llama, tmp_path):
     from verl.workers.config import PluginConfig
 
-    engine = make_engine(tiny_llama, loader=PluginConfig(name="value_head"))
+    engine = make_engine(llama, loader=PluginConfig(name="value_head"))
     folder, values = saved(engine, tmp_path, "critic")
     assert run("merge", "--local_dir", folder, "--target_dir", tmp_path / "hf", "--is-value-model") == 0
     assert torch.equal(logits_of(tmp_path / "hf", AutoModelForTokenClassification), values)

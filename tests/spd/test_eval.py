@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from recipe.spd.decoder import SpecResult
-from scripts.spd_evaluation import harm, measures, rules
+from scripts.spd_evaluation import harm, measures, pool, rules
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.pool import Job, Run
 from scripts.spd_evaluation.worker import Worker, load_model
@@ -109,6 +110,12 @@ def test_the_drop_is_pooled_from_whole_answers_and_harmful_accepts():
     assert strict[0] < drop
     rows = [row_of(0, 0.0, 5.9), row_of(2, 0.0, 5.0)]
     assert measures.choose_threshold(rows, 0.01, [(0.02, 0.001), (0.004, 0.002)]).threshold == 2
+
+
+def test_the_questions_that_a_drop_needs_are_counted_from_its_error():
+    assert measures.questions_needed(0.0, 0.02, 0.01, 40) == 615  # 40 * (1.96 * 0.02 / 0.01)**2 = 614.7
+    assert measures.questions_needed(0.005, 0.0025, 0.01, 100) == 97  # 100 * 0.98**2 = 96.04
+    assert measures.questions_needed(0.01, 0.001, 0.01, 100) is None
 
 
 def test_curve_is_read_between_its_points():
@@ -219,7 +226,8 @@ def save_scorer(house, backbone, path):
 
 
 @pytest.mark.process
-def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
+def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pool, "SECONDS_BETWEEN_LINES", 0.0)
     scorer = save_scorer(house, "target", tmp_path / "scorer")
     record, choice = run_script(
         house, scorer, tmp_path / "out", "--divergences", "0.5", "--typicals", "0.09", "--ranks", "2", "--entropies",
@@ -227,6 +235,10 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
     )  # fmt: skip
     shown = capsys.readouterr().out
     assert "twin: no threshold keeps the drop" in shown and "12 held-out questions" in shown
+    shown = " ".join(shown.split())
+    assert "that is above it with any number of questions" in shown
+    line = r"\d+ of \d+ runs, [1-9]\d* of \d+ answers and labelled blocks, [\d.]+ a second, about [\d.]+ minutes left"
+    assert re.search(line, shown)
     assert list(record) == ["questions", "dtype", "rows"] and record["dtype"] == default_dtype("cpu")
     assert record["questions"] == 12
     assert all(list(row) == KEYS for row in record["rows"])

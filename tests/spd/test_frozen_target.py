@@ -35,14 +35,14 @@ def trained(rank: int, world_size: int, path: str, dtype: str, store: str | None
     return dtypes, metrics, {n: full_tensor(p).numpy() for n, p in engine.module.head.named_parameters()}, kept
 
 
-def test_two_ranks_train_the_head_of_a_bfloat16_target_as_one_does(tiny_llama, tmp_path):
-    dtypes, metrics, weights, kept = trained(0, 1, tiny_llama, "bfloat16", str(tmp_path / "one"))
+def test_two_ranks_train_the_head_of_a_bfloat16_target_as_one_does(tied_llama, tmp_path):
+    dtypes, metrics, weights, kept = trained(0, 1, tied_llama, "bfloat16", str(tmp_path / "one"))
     assert dtypes == [["torch.bfloat16"], ["torch.float32"]] and kept == {"torch.bfloat16"}
-    for of_rank in run_ranks(trained, 2, tiny_llama, "bfloat16", str(tmp_path / "two")):
+    for of_rank in run_ranks(trained, 2, tied_llama, "bfloat16", str(tmp_path / "two")):
         assert of_rank[0] == dtypes
         for name, value in of_rank[2].items():
             assert np.mean(np.abs(value - weights[name]) > 1e-3) < 0.02, name
-    exact = trained(0, 1, tiny_llama, "float32", None)
+    exact = trained(0, 1, tied_llama, "float32", None)
     assert exact[0] == [["torch.float32"], ["torch.float32"]]
     for name in ("actor/pg_loss", "actor/grad_norm"):  # the states have eight bits
         assert metrics[0][name] == pytest.approx(exact[1][0][name], rel=0.05, abs=0.02)

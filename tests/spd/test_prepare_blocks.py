@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
+from examples.spd_arithmetic.blocks import DraftedBlock
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
 from examples.spd_arithmetic.pair import PairFiles
 from examples.spd_arithmetic.questions import PromptStyle
@@ -159,6 +160,20 @@ def test_prompts_follow_template_system_shots_and_thinking(tmp_path):
     assert text(few_shot=shots, system="d") == "d <unk> 1 + 1 c <unk> b <unk> 2 <unk> 2 + 3 c <unk>"
     with pytest.raises(ValueError, match="has no chat template, which .'enable_thinking'. are for"):
         text(thinking=False)
+
+
+def test_answers_after_mismatches_are_compared_with_the_own_ones_to_the_same_questions():
+    def blocks(**right):
+        return [DraftedBlock("", q, [], [], [], r, 0, 0) for q, values in right.items() for r in values]
+
+    own = {"a": True, "b": False, "c": True, "d": True, "unused": False}
+    after, before, drop, error = prepare_blocks.drop_after_mismatches(
+        blocks(a=[True, False], b=[False], c=[True], d=[True, True]), own
+    )
+    assert (after, before, drop) == (0.625, 0.75, 0.125)
+    assert error == pytest.approx((4 * 0.125**2 * 3 / 12) ** 0.5)  # differences 0.5, 0, 0, 0: variance 3/48
+    same = prepare_blocks.drop_after_mismatches(blocks(a=[True], b=[False]), own)
+    assert same == (0.5, 0.5, 0.0, 0.0)  # half of the answers are wrong, as before
 
 
 def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_path, monkeypatch):

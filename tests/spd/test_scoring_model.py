@@ -55,11 +55,11 @@ def test_masks_have_the_type_of_the_backbone(tiny_llama, monkeypatch):
 
 
 @pytest.mark.parametrize(("inputs", "width"), [("state", 4), ("pair", 5)])
-def test_target_head_reads_the_state_that_predicted_t_i_and_the_one_over_d_i(tiny_llama, inputs, width):
-    model = build(tiny_llama, backbone="target", head_inputs=inputs)
+def test_target_head_reads_the_state_that_predicted_t_i_and_the_one_over_d_i(llama, inputs, width):
+    model = build(llama, backbone="target", head_inputs=inputs)
     assert model.head.first.in_features == width * model.config.hidden_size
     z = model(**data().as_kwargs())
-    plain = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    plain = AutoModelForCausalLM.from_pretrained(llama)
     for row, (context, draft, target) in enumerate(zip(CONTEXTS, DRAFTS, TARGETS, strict=True)):
         states = plain.model(torch.tensor([context + draft])).last_hidden_state
         assert torch.allclose(plain.lm_head(states), plain(torch.tensor([context + draft])).logits)  # feeds the head
@@ -163,8 +163,8 @@ def test_a_pair_head_reads_five_parts_under_every_mask(tiny_llama, attention):
         assert not torch.allclose(model.head(states[6], embedded[14], embedded[23], states[other]), alone, atol=1e-5)
 
 
-def test_only_the_head_of_a_target_scorer_is_trained(tiny_llama):
-    model = build(tiny_llama, backbone="target").train()
+def test_only_the_head_of_a_target_scorer_is_trained(llama):
+    model = build(llama, backbone="target").train()
     assert not model.backbone.training and model.head.training
     model(**data().as_kwargs()).sum().backward()
     assert all(p.grad is not None for p in model.head.parameters())
@@ -180,8 +180,8 @@ def test_only_the_head_of_a_target_scorer_is_trained(tiny_llama):
         {"backbone": "own", "lora_rank": 4, "head_inputs": "pair"},
     ],  # fmt: skip
 )
-def test_saved_and_loaded_scores_are_the_same(tiny_llama, tmp_path, settings):
-    model = build(tiny_llama, **settings)
+def test_saved_and_loaded_scores_are_the_same(llama, tmp_path, settings):
+    model = build(llama, **settings)
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -196,10 +196,10 @@ def test_saved_and_loaded_scores_are_the_same(tiny_llama, tmp_path, settings):
         assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
-def test_merged_weights_of_an_adapted_model_save_as_a_whole_backbone(tiny_llama, tmp_path):
+def test_merged_weights_of_an_adapted_model_save_as_a_whole_backbone(llama, tmp_path):
     from verl.utils.peft_weights import full_weights
 
-    model = build(tiny_llama, backbone="own", lora_rank=4)
+    model = build(llama, backbone="own", lora_rank=4)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if ".lora_B." in name:
@@ -231,14 +231,14 @@ def test_bad_settings_are_named(tiny_llama, tmp_path):
         AutoModelForSPDScoring.from_pretrained(tmp_path)
 
 
-def test_loader_builds_the_same_scorer_twice_and_starts_from_a_saved_one(tiny_llama, tmp_path):
-    first, second = (create_huggingface_actor(tiny_llama, loader="spd_scorer") for _ in range(2))
+def test_loader_builds_the_same_scorer_twice_and_starts_from_a_saved_one(llama, tmp_path):
+    first, second = (create_huggingface_actor(llama, loader="spd_scorer") for _ in range(2))
     assert load_spd_scorer.__name__ == "load_spd_scorer"
     assert torch.equal(first(**data().as_kwargs()), second(**data().as_kwargs()))
     with torch.no_grad():
         first.head.out.bias.fill_(3.0)
     first.save_pretrained(tmp_path)
-    again = create_huggingface_actor(tiny_llama, loader="spd_scorer", loader_kwargs={"adapter_path": str(tmp_path)})
+    again = create_huggingface_actor(llama, loader="spd_scorer", loader_kwargs={"adapter_path": str(tmp_path)})
     assert again.head.out.bias.item() == 3.0
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import train_spd_scorer as entry
 from recipe.spd.client import CompletionCounts
@@ -83,7 +84,10 @@ def test_the_supervised_training_checks_its_settings_first(tiny_llama, tmp_path,
 
 
 @pytest.mark.process
-def test_the_command_fits_a_scorer_that_grpo_can_start_from(tiny_llama, tmp_path, monkeypatch):
+@pytest.mark.parametrize("contradicted", [False, True])
+def test_the_command_fits_a_scorer_and_keeps_the_weights_that_are_best_in_validation(
+    tiny_llama, tmp_path, monkeypatch, capsys, contradicted
+):
     names = [*BLOCKS][:3]
     for name, rows in (
         ("blocks", [{"question_id": name, **dict(zip(("context_ids", "draft_ids", "target_ids"), BLOCKS[name],
@@ -98,14 +102,38 @@ def test_the_command_fits_a_scorer_that_grpo_can_start_from(tiny_llama, tmp_path
         "--tokenizer", str(tmp_path / "tokenizer"), "--output-dir", str(tmp_path / "run"), "--device", "cpu",
         "--max-tokens", "16", "--batch-size", "3", "--steps", "40", "spd.rollout.served_model=served",
     ]  # fmt: skip
+    if contradicted:  # harmful after 21 and harmless after 20, as no training block is
+        for name, rows in (
+            ("val", [{"question_id": name, "context_ids": [30, 31, 32], "draft_ids": [11, 12, 13], "target_ids": ids}
+                     for name, ids in (("v", [21, 12, 25, 26]), ("w", [20, 12, 24, 26]))]),
+            ("val_meta", [{"question_id": name, "question": "q", "ground_truth": "4", "is_correct_baseline": 1}
+                          for name in "vw"]),
+        ):  # fmt: skip
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options += ["--val-blocks", str(tmp_path / "val.jsonl"), "--val-metadata", str(tmp_path / "val_meta.jsonl")]
     server = AnsweringServer()
     with server.running() as url:
         monkeypatch.setenv("SPD_VLLM_URLS", url)
         assert entry.main([*options, "--supervised"]) == 0
     folder = tmp_path / "run" / "supervised"
     figures = json.loads((folder / "supervised.json").read_text())
-    assert (figures["blocks"], figures["harmful"], figures["completions"]) == (3, 2, len(server.asked))
+    assert figures["blocks"] == 3 and figures["harmful"] == 2
     assert figures["loss"][-1] < 0.5 * figures["loss"][0]
+    if contradicted:
+        validation = {int(step): loss for step, loss in figures["validation"].items()}  # an epoch has one step
+        assert list(validation) == list(range(1, 41)) and validation[40] > 1.1 * validation[figures["saved_step"]]
+        assert figures["saved_step"] == min(validation, key=validation.get) < 10
+        scorer = AutoModelForSPDScoring.from_pretrained(folder)
+        blocks = SPDInputData.from_blocks(
+            [[30, 31, 32]] * 2, [[11, 12, 13]] * 2, [[21, 12, 25, 26], [20, 12, 24, 26]], sep_token_id=3, pad_token_id=0
+        )
+        z = scorer(**blocks.as_kwargs()).detach()
+        truth = torch.tensor([0.0, 1.0, 1.0])
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(z[[0, 1, 1], [0, 0, 2]], truth).item()
+        assert loss == pytest.approx(validation[figures["saved_step"]], rel=1e-4)
+        assert "the scorer memorises its 3 blocks" in capsys.readouterr().err
+        return
+    assert figures["completions"] == len(server.asked) and figures["validation"] == {}
     scorer = AutoModelForSPDScoring.from_pretrained(folder)
     columns = zip(*(BLOCKS[name] for name in names), strict=True)
     z = scorer(**SPDInputData.from_blocks(*columns, sep_token_id=3, pad_token_id=0).as_kwargs())

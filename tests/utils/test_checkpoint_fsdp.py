@@ -32,14 +32,14 @@ def train(engine, steps, seed=0):
 
 
 @pytest.mark.parametrize("model", [{}, {"lora_rank": 4}], ids=["full", "lora"])
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tiny_llama, tmp_path, model):
-    engine = make_engine(tiny_llama, **model)
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(llama, tmp_path, model):
+    engine = make_engine(llama, **model)
     train(engine, 2)
     engine.save_checkpoint(str(tmp_path / "actor"), global_step=2)
     state = torch.get_rng_state()
     straight = train(engine, 2, seed=10)
 
-    resumed = make_engine(tiny_llama, **model)
+    resumed = make_engine(llama, **model)
     resumed.load_checkpoint(str(tmp_path / "actor"))
     assert torch.equal(torch.get_rng_state(), state)
     assert train(resumed, 2, seed=10) == straight
@@ -67,8 +67,8 @@ def test_optimizer_state_is_read_to_where_the_optimizer_works(tiny_llama, tmp_pa
     assert {state["step"].device.type for state in states} == {counters}
 
 
-def test_a_save_in_the_background_has_the_weights_of_its_step(tiny_llama, tmp_path):
-    engine = make_engine(tiny_llama, async_save=True, contents=("model", "optimizer", "extra", "hf_model"))
+def test_a_save_in_the_background_has_the_weights_of_its_step(llama, tmp_path):
+    engine = make_engine(llama, async_save=True, contents=("model", "optimizer", "extra", "hf_model"))
     train(engine, 2)
     engine.save_checkpoint(str(tmp_path / "actor"), global_step=2)
     state, weights = torch.get_rng_state(), {name: w.copy() for name, w in weights_of(engine).items()}
@@ -76,7 +76,7 @@ def test_a_save_in_the_background_has_the_weights_of_its_step(tiny_llama, tmp_pa
     while not engine.save_is_finished():
         time.sleep(0.01)
     assert engine.save_is_finished()  # of no save that is under way
-    resumed = make_engine(tiny_llama)
+    resumed = make_engine(llama)
     resumed.load_checkpoint(str(tmp_path / "actor"))
     assert torch.equal(torch.get_rng_state(), state)
     for (name, a), b in zip(weights.items(), weights_of(resumed).values(), strict=True):
@@ -95,20 +95,20 @@ def test_a_save_that_fails_in_the_background_raises(tiny_llama, tmp_path):
             time.sleep(0.01)
 
 
-def test_frozen_weights_are_not_stored_and_the_adapter_is_in_pefts_format(tiny_llama, tmp_path):
-    engine = make_engine(tiny_llama, lora_rank=4)
+def test_frozen_weights_are_not_stored_and_the_adapter_is_in_pefts_format(llama, tmp_path):
+    engine = make_engine(llama, lora_rank=4)
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path))
     stored = read_metadata(tmp_path / "model").state_dict_metadata
     assert stored and all(".lora_" in name for name in stored)
-    again = make_engine(tiny_llama, lora_adapter_path=str(tmp_path / "lora_adapter"))
+    again = make_engine(llama, lora_adapter_path=str(tmp_path / "lora_adapter"))
     for (name, a), b in zip(weights_of(engine).items(), weights_of(again).values(), strict=True):
         assert (a == b).all(), name
     assert json.loads((tmp_path / "lora_adapter" / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_hf_model_is_a_folder_that_transformers_loads(tiny_llama, tmp_path):
-    engine = make_engine(tiny_llama, contents=("model", "hf_model"))
+def test_hf_model_is_a_folder_that_transformers_loads(llama, tmp_path):
+    engine = make_engine(llama, contents=("model", "hf_model"))
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")

@@ -234,10 +234,10 @@ def test_a_head_that_does_more_than_its_product_keeps_doing_it(tiny_llama, chang
 
 
 @pytest.mark.parametrize("wrap_policy", [{}, {"min_num_params": 64 * 16}])
-def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(tiny_llama, wrap_policy):
-    plain = LlamaForCausalLM.from_pretrained(tiny_llama)
+def test_a_sharded_model_gives_the_same_with_its_head_in_the_root_and_by_itself(llama, wrap_policy):
+    plain = LlamaForCausalLM.from_pretrained(llama)
     expected = outcome(plain, text_batch(), chunk_tokens=2)
-    engine = make_engine(tiny_llama, engine={"wrap_policy": wrap_policy})
+    engine = make_engine(llama, engine={"wrap_policy": wrap_policy})
     actual = outcome(engine.module, text_batch(), chunk_tokens=2)
     grads = {name: p.grad.full_tensor() for name, p in engine.module.named_parameters()}
     leave_group()

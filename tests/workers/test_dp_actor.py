@@ -49,9 +49,9 @@ def test_one_and_four_micro_batches_give_the_same_step(tiny_llama, mode):
             np.testing.assert_allclose(again[name], weights[name], atol=2e-4)  # Adam's first step is about sign(g)
 
 
-def test_the_loss_is_the_formula_over_counted_tokens(tiny_llama):
+def test_the_loss_is_the_formula_over_counted_tokens(llama):
     batch = rl_batch()
-    engine = make_engine(tiny_llama)
+    engine = make_engine(llama)
     actor = make_actor(engine, micro=3)
     log_prob, entropy = actor.compute_log_prob(batch, calculate_entropy=True)
     metrics = actor.update_policy(batch)
@@ -68,8 +68,8 @@ def test_the_loss_is_the_formula_over_counted_tokens(tiny_llama):
     assert 0 < entropy[mask].mean() < math.log(64)
 
 
-def test_compute_log_prob_does_not_depend_on_the_cut(tiny_llama):
-    actor = make_actor(make_engine(tiny_llama))
+def test_compute_log_prob_does_not_depend_on_the_cut(llama):
+    actor = make_actor(make_engine(llama))
     batch = rl_batch()
     whole, none = actor.compute_log_prob(batch)
     assert none is None

@@ -96,7 +96,7 @@ def two_ranks(rank, world_size, path, folder):
 
 @pytest.fixture(scope="module")
 def odd_llama(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("odd_llama"), vocab_size=VOCAB)
+    return save_tiny_llama(tmp_path_factory.mktemp("odd_llama"), vocab_size=VOCAB, tied=True)
 
 
 @pytest.fixture(scope="module")

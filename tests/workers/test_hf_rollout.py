@@ -55,8 +55,8 @@ def answers(output):
     return kept(output.batch["responses"], output.batch["response_mask"])
 
 
-def test_greedy_equals_the_uncached_loop_and_stops_each_row_on_its_own(tiny_llama):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama).eval()
+def test_greedy_equals_the_uncached_loop_and_stops_each_row_on_its_own(llama):
+    model = LlamaForCausalLM.from_pretrained(llama).eval()
     batch = prompts(do_sample=False)
     plain = kept(batch.batch["input_ids"], batch.batch["attention_mask"])
     free = [slow_greedy(model, ids, 5, ()) for ids in plain]
@@ -64,17 +64,17 @@ def test_greedy_equals_the_uncached_loop_and_stops_each_row_on_its_own(tiny_llam
     expected = [slow_greedy(model, ids, 5, eos) for ids in plain]
     assert len(expected[1]) <= 2
     batch.meta_info["eos_token_id"] = eos
-    output = rollout(tiny_llama).generate_sequences(batch)
+    output = rollout(llama).generate_sequences(batch)
     assert answers(output) == expected
     batch.meta_info["eos_token_id"] = None
-    assert answers(rollout(tiny_llama).generate_sequences(batch)) == free
+    assert answers(rollout(llama).generate_sequences(batch)) == free
 
 
-def test_output_is_right_padded_and_positions_go_on(tiny_llama):
+def test_output_is_right_padded_and_positions_go_on(llama):
     batch = prompts(do_sample=False)
-    first = answers(rollout(tiny_llama).generate_sequences(batch))
+    first = answers(rollout(llama).generate_sequences(batch))
     batch.meta_info["eos_token_id"] = first[1][1]
-    out = rollout(tiny_llama).generate_sequences(batch).batch
+    out = rollout(llama).generate_sequences(batch).batch
     length = int(out["response_mask"][1].sum())
     assert out["responses"][1, length:].tolist() == [PAD] * (5 - length)
     assert torch.equal(out["attention_mask"], torch.cat([batch.batch["attention_mask"], out["response_mask"]], 1))
@@ -82,28 +82,28 @@ def test_output_is_right_padded_and_positions_go_on(tiny_llama):
     assert out["position_ids"][1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_samples_of_a_prompt_are_adjacent_and_differ(tiny_llama):
+def test_samples_of_a_prompt_are_adjacent_and_differ(llama):
     batch = prompts(n=3)
-    out = rollout(tiny_llama).generate_sequences(batch).batch
+    out = rollout(llama).generate_sequences(batch).batch
     assert torch.equal(out["prompts"], batch.batch["input_ids"].repeat_interleave(3, 0))
     rows = [tuple(row) for row in out["responses"].tolist()]
     assert len(set(rows[:3])) == 3
 
 
-def test_a_sample_does_not_depend_on_the_other_rows(tiny_llama):
-    made = rollout(tiny_llama, calculate_log_probs=True)
+def test_a_sample_does_not_depend_on_the_other_rows(llama):
+    made = rollout(llama, calculate_log_probs=True)
     batch = prompts(n=2)
     together = made.generate_sequences(batch).batch
     for i in range(3):
         alone = made.generate_sequences(batch[i : i + 1]).batch
         assert torch.equal(alone["responses"], together["responses"][2 * i : 2 * i + 2])
-    small = rollout(tiny_llama, max_num_seqs=2).generate_sequences(batch).batch
+    small = rollout(llama, max_num_seqs=2).generate_sequences(batch).batch
     assert torch.equal(small["responses"], together["responses"])
 
 
-def test_rows_that_are_done_leave_the_batch_and_change_no_answer(tiny_llama):
-    engine = FakeEngine(LlamaForCausalLM.from_pretrained(tiny_llama))
-    made = rollout(tiny_llama, engine, response_length=12, calculate_log_probs=True)
+def test_rows_that_are_done_leave_the_batch_and_change_no_answer(llama):
+    engine = FakeEngine(LlamaForCausalLM.from_pretrained(llama))
+    made = rollout(llama, engine, response_length=12, calculate_log_probs=True)
     batch = prompts(n=8, eos_token_id=list(range(5, 20)))  # about every fourth token
     sizes = []
     hook = engine.module.register_forward_pre_hook(
@@ -123,15 +123,15 @@ def test_rows_that_are_done_leave_the_batch_and_change_no_answer(tiny_llama):
         assert torch.allclose(alone["rollout_log_probs"], out["rollout_log_probs"][mine], atol=1e-5)
 
 
-def test_another_step_draws_other_samples(tiny_llama):
-    made = rollout(tiny_llama)
+def test_another_step_draws_other_samples(llama):
+    made = rollout(llama)
     one, again, two = (made.generate_sequences(prompts(global_steps=step)).batch["responses"] for step in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, two)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_rollout_log_probs_are_the_actors(tiny_llama, temperature):
-    made = rollout(tiny_llama, calculate_log_probs=True)
+def test_rollout_log_probs_are_the_actors(llama, temperature):
+    made = rollout(llama, calculate_log_probs=True)
     out = made.generate_sequences(prompts(n=2, temperature=temperature)).batch
     keys = ("responses", "input_ids", "attention_mask", "position_ids")
     data = TensorDict({key: out[key] for key in keys}, batch_size=len(out))
@@ -142,8 +142,8 @@ def test_rollout_log_probs_are_the_actors(tiny_llama, temperature):
     assert torch.allclose(out["rollout_log_probs"], log_probs.detach() * mask, atol=1e-4)
 
 
-def test_with_filters_the_log_probs_are_those_of_what_was_drawn_from(tiny_llama):
-    made = rollout(tiny_llama, calculate_log_probs=True, top_k=5, top_p=0.6)
+def test_with_filters_the_log_probs_are_those_of_what_was_drawn_from(llama):
+    made = rollout(llama, calculate_log_probs=True, top_k=5, top_p=0.6)
     out = made.generate_sequences(prompts(n=3, temperature=0.7)).batch
     with torch.no_grad():
         inputs = {key: out[key] for key in ("input_ids", "attention_mask", "position_ids")}
@@ -158,8 +158,8 @@ def test_with_filters_the_log_probs_are_those_of_what_was_drawn_from(tiny_llama)
     assert kept.sum() > 20 and torch.allclose(out["rollout_log_probs"][kept].exp(), drawn[kept], atol=1e-4)
 
 
-def test_validation_uses_its_own_settings(tiny_llama):
-    made = rollout(tiny_llama, temperature=0.7, val_kwargs=SamplingConfig(temperature=0.3, top_k=4, top_p=0.9))
+def test_validation_uses_its_own_settings(llama):
+    made = rollout(llama, temperature=0.7, val_kwargs=SamplingConfig(temperature=0.3, top_k=4, top_p=0.9))
 
 
     def request(**meta):
@@ -263,13 +263,13 @@ def test_two_ranks_answer_as_one_and_wait_for_each_other(tiny_llama):
     assert second_mask.sum(1).tolist() == [1] * 4 and not second[:, 1:].any()
 
 
-def test_it_runs_on_an_engine_of_one_rank(tiny_llama):
+def test_it_runs_on_an_engine_of_one_rank(llama):
     try:
-        engine = make_engine(tiny_llama)
-        out = rollout(tiny_llama, engine=engine).generate_sequences(prompts(n=2)).batch["responses"]
+        engine = make_engine(llama)
+        out = rollout(llama, engine=engine).generate_sequences(prompts(n=2)).batch["responses"]
     finally:
         leave_group()
-    assert torch.equal(out, rollout(tiny_llama).generate_sequences(prompts(n=2)).batch["responses"])
+    assert torch.equal(out, rollout(llama).generate_sequences(prompts(n=2)).batch["responses"])
 
 
 def gathered_while_it_generates(rank, world_size, path):

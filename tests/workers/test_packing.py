@@ -24,7 +24,7 @@ def llama():
 
 
 def qwen():
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True))
 
 
 def grouped_batch(prompt_lengths, answer_lengths, prompt=6, response=5, seed=0) -> TensorDict:

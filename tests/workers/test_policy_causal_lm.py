@@ -41,8 +41,8 @@ def slow_reference(model, batch, temperature):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
-def test_chunked_values_and_gradients_equal_the_full_logits(tiny_llama, chunk_tokens):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+def test_chunked_values_and_gradients_equal_the_full_logits(llama, chunk_tokens):
+    model = LlamaForCausalLM.from_pretrained(llama)
     batch = text_batch()
     weights = torch.linspace(-1, 1, 15).reshape(3, 5)
     outputs = []
@@ -60,8 +60,8 @@ def test_chunked_values_and_gradients_equal_the_full_logits(tiny_llama, chunk_to
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
 
-def test_padding_is_zero_and_does_not_matter(tiny_llama):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+def test_padding_is_zero_and_does_not_matter(llama):
+    model = LlamaForCausalLM.from_pretrained(llama)
     batch = text_batch()
     policy = get_policy("causal_lm")
     with torch.no_grad():
@@ -73,8 +73,8 @@ def test_padding_is_zero_and_does_not_matter(tiny_llama):
     torch.testing.assert_close(log_probs, again, rtol=1e-5, atol=1e-6)
 
 
-def test_a_peft_model_is_read_through_its_wrapper(tiny_llama):
-    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+def test_a_peft_model_is_read_through_its_wrapper(llama):
+    model = LlamaForCausalLM.from_pretrained(llama)
     batch = text_batch()
     policy = get_policy("causal_lm")
     with torch.no_grad():

@@ -23,9 +23,9 @@ PAD, EOS = 0, 2
 
 
 @pytest.fixture(scope="module")
-def served(tiny_llama):
+def served(tied_llama):
     """(rollout, log-probs of the trained module for ids [T])."""
-    engine = make_engine(tiny_llama)
+    engine = make_engine(tied_llama)
     settings = {"name": "vllm", "mode": "async", "prompt_length": 16, "response_length": 48, "dtype": "float32",
                 "max_num_seqs": 32, "max_num_batched_tokens": 400, "calculate_log_probs": True}  # fmt: skip
     rollout = get_rollout_class("vllm", "async")(RolloutConfig(**settings), engine.model_config, engine.mesh)

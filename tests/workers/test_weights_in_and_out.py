@@ -36,6 +36,7 @@ def folders(tmp_path_factory):
         made[name] = str(tmp_path_factory.mktemp(name))
         AutoModelForCausalLM.from_config(config).save_pretrained(made[name], max_shard_size="100KB")
     made["llama"] = save_tiny_llama(tmp_path_factory.mktemp("llama"), vocab_size=63)
+    made["tied llama"] = save_tiny_llama(tmp_path_factory.mktemp("tied"), vocab_size=63, tied=True)
     return made
 
 
@@ -45,7 +46,7 @@ def on_disk(folder):
     return {name: tensor for file in safetensors_of(folder) for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "tied llama", "mixtral", "qwen3_moe"])
 def test_weights_leave_under_the_names_of_the_files_and_unchanged(folders, name):
     """Experts are stored one by one, joined in the module, and one by one again for a rollout engine."""
     engine, stored = make_engine(folders[name]), on_disk(folders[name])

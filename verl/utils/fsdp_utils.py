@@ -1,6 +1,7 @@
 """Shards modules with FSDP2 and moves, gathers or clips what was sharded."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -44,6 +45,7 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
     """The submodules that get a shard group of their own, inner ones first.
 
+    A module that shares a weight with one outside of it (a tied output head) gets none: a weight has one group.
     By default the decoder layers (`_no_split_modules` of each transformers model inside). `wrap_policy` may hold
     `transformer_layer_cls_to_wrap` (class names), `min_num_params` (size instead of class) or `disable`.
     """
@@ -68,7 +70,8 @@ def shard_units(module: nn.Module, wrap_policy: dict) -> list[nn.Module]:
             f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap names {sorted(missing)}, "
             f"which {type(module).__name__} does not contain."
         )
-    return units
+    sharing = _sharing(module)
+    return [m for m in units if m not in sharing]
 
 
 def _inner_first(module: nn.Module) -> list[nn.Module]:
@@ -76,10 +79,18 @@ def _inner_first(module: nn.Module) -> list[nn.Module]:
     return [m for m in reversed(list(module.modules())) if m is not module]
 
 
+def _sharing(module: nn.Module) -> set[nn.Module]:
+    """The submodules with a weight that a module outside of them has too."""
+    uses = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    inside = {m: Counter(p for _, p in m.named_parameters(remove_duplicate=False)) for m in _inner_first(module)}
+    return {m for m, own in inside.items() if any(uses[p] > count for p, count in own.items())}
+
+
 def _units_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:
     units: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
-    for child in _inner_first(module):
+    sharing = _sharing(module)
+    for child in (m for m in _inner_first(module) if m not in sharing):
         free = [p for p in child.parameters() if p not in taken]
         # A ModuleList has no forward of its own: nothing would gather its parameters.
         if not isinstance(child, nn.ModuleList | nn.ModuleDict) and sum(p.numel() for p in free) >= min_num_params:

@@ -32,10 +32,10 @@ def step(trainer, steps=2):
     return results, weights_of(trainer.engine)
 
 
-def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, tiny_llama):
-    trainer = make_trainer(pairs, tiny_llama)
+def test_the_loss_is_the_mean_over_learned_tokens_of_the_batch(pairs, llama):
+    trainer = make_trainer(pairs, llama)
     batch = trainer._draw()
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model = AutoModelForCausalLM.from_pretrained(llama)
     total = count = 0
     for ids, attended, mask in zip(batch["input_ids"], batch["attention_mask"], batch["loss_mask"], strict=True):
         n = int(attended.sum())
@@ -81,9 +81,9 @@ def test_a_device_learns_the_tokens_that_a_cpu_learns():
     {"data__micro_batch_size_per_gpu": 1}, {"data__micro_batch_size_per_gpu": 3}, {"use_remove_padding": "true"},
     {"data__packing": "true", "data__micro_batch_size_per_gpu": 2}, {"model__enable_gradient_checkpointing": "true"},
 ])  # fmt: skip
-def test_neither_micro_batches_nor_packing_change_the_step(pairs, tiny_llama, other):
-    plain, weights = step(make_trainer(pairs, tiny_llama))
-    changed, others = step(make_trainer(pairs, tiny_llama, **other))
+def test_neither_micro_batches_nor_packing_change_the_step(pairs, llama, other):
+    plain, weights = step(make_trainer(pairs, llama))
+    changed, others = step(make_trainer(pairs, llama, **other))
     for a, b in zip(plain, changed, strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
         assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
