@@ -285,7 +285,7 @@ def files() -> dict[str, File]:
         "rollout/rollout": File(
             "How completions are generated.", roles.rollout,
             values={
-                "prompt_length": "${oc.select:data.max_prompt_length,512}",
+                "seed": seed, "prompt_length": "${oc.select:data.max_prompt_length,512}",
                 "response_length": "${oc.select:data.max_response_length,512}",
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}", **profiled,

@@ -129,6 +129,15 @@ def test_another_step_draws_other_samples(llama):
     assert torch.equal(one, again) and not torch.equal(one, two)
 
 
+def test_another_seed_draws_other_samples_in_training_and_validation(tiny_llama):
+    sampled = SamplingConfig(do_sample=True, temperature=1.0)
+    for meta in ({}, {"validate": True}):
+        made = (rollout(tiny_llama, seed=seed, val_kwargs=sampled) for seed in (1, 1, 2))
+        one, again, two = (each.generate_sequences(prompts(n=2, **meta)) for each in made)
+        assert answers(one) == answers(again)
+        assert not {tuple(row) for row in answers(one)} & {tuple(row) for row in answers(two)}
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_rollout_log_probs_are_the_actors(llama, temperature):
     made = rollout(llama, calculate_log_probs=True)

@@ -182,6 +182,7 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     top_k: int = setting(-1, "Number of most likely tokens to draw from; -1 for all.", low=-1)
     top_p: float = setting(1.0, "Probability mass to draw from.", above=0, high=1)
     do_sample: bool = setting(True, "Draw tokens; false takes the most likely one.")
+    seed: int = setting(42, "Seed of the samples, in validation too.", low=0)
     n: int = setting(1, "Samples of each prompt.", low=1)
     repetition_penalty: float = setting(1.0, "Penalty of repeated tokens; 1 for none.", above=0, unused=NO_ENGINE)
     over_sample_rate: float = setting(

@@ -40,6 +40,14 @@ def test_changed_settings_say_whether_they_apply():
     assert "optim.lr: 0.001 -> 1e-06 (applied)" in lines and "optim.lr" not in in_force
 
 
+def test_another_seed_of_the_rollouts_applies_to_a_resumed_run():
+    old, new = ({"trainer": {"seed": seed}, "actor_rollout_ref": {"rollout": {"seed": seed}}} for seed in (1, 2))
+    lines, in_force = changed_settings(OmegaConf.create(old), OmegaConf.create(new), {})
+    assert "actor_rollout_ref.rollout.seed: 1 -> 2 (applied)" in lines and in_force == {"trainer.seed": 1}
+    lines, _ = changed_settings(OmegaConf.create({"trainer": {"seed": 2}}), OmegaConf.create(new), {})
+    assert lines == ["actor_rollout_ref.rollout.seed: null -> 2 (applied)"]  # of a version without the key
+
+
 def test_a_resume_reports_what_changed_since_its_checkpoint(tmp_path, logged):
     trainer_of(tmp_path, trainer__save_freq=1).fit()
     out = tmp_path / "out"

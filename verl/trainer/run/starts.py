@@ -17,10 +17,10 @@ from verl.utils.redact import redact_text, redacted_yaml
 
 STARTS_FILE = "starts.jsonl"
 OPTIMIZER = "optimizer state"
-# Settings that a checkpoint restores: pattern of a key -> where the value in use comes from.
-RESTORED = {
+# Settings that a checkpoint restores: pattern of a key -> where the value in use comes from, None for the setting.
+RESTORED: dict[str, str | None] = {
     "*optim.lr": OPTIMIZER, "*optim.betas": OPTIMIZER, "*optim.weight_decay": OPTIMIZER,
-    "*optim.override_optimizer_config*": OPTIMIZER, "*seed": "random states",
+    "*optim.override_optimizer_config*": OPTIMIZER, "*rollout.seed": None, "*seed": "random states",
     "data.shuffle": "position in the data",
 }  # fmt: skip
 

@@ -27,8 +27,8 @@ class Sampling:
 class GenerationRequest:
     """n samples of each prompt; a sample ends with a token of `eos_ids` or after `limit` tokens.
 
-    `seeds[i][k]` is the seed, below 2**56, of sample k of prompt i: it depends on the global step, the prompt and k
-    only, not on the batch or the rank.
+    `seeds[i][k]` is the seed, below 2**56, of sample k of prompt i: it depends on rollout.seed, the global step, the
+    prompt and k only, not on the batch or the rank.
     """
 
     prompt_ids: list[list[int]]
@@ -65,8 +65,8 @@ class GenerationRequest:
         for i, ids in enumerate(prompt_ids):
             known = columns["sample_index"][i] if "sample_index" in columns else ""
             identity = np.asarray(ids, dtype=np.int64).tobytes()
-            digests = (hashlib.blake2b(identity + f"|{known}|{step}|{k}".encode(), digest_size=7) for k in range(n))
-            seeds.append([int.from_bytes(digest.digest(), "big") for digest in digests])
+            keys = (identity + f"|{known}|{step}|{k}|{config.seed}".encode() for k in range(n))
+            seeds.append([int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big") for key in keys])
         eos = meta["eos_token_id"]
         eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds, limit, log_probs, penalty)
