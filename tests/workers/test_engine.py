@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 from tests.helpers.engines import leave_group, make_engine, weights_of
+from verl.utils.peft_weights import full_weights
 from verl.workers.config import FSDPOptimizerConfig, McoreOptimizerConfig
 from verl.workers.engine import EngineRegistry, FSDPEngine
 from verl.workers.engine.build import build_lr_scheduler
@@ -176,6 +178,21 @@ def test_lora_trains_adapters_only_and_hands_out_merged_weights(llama):
         assert loss_of(engine).item() == pytest.approx(base(input_ids=ids, labels=ids).loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_on_a_bfloat16_base_is_merged_in_float32_and_rounded_once(tiny_llama, dtype):
+    torch.manual_seed(0)
+    base = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj"]))
+    layer = base.model.layers[0].self_attn.q_proj
+    layer.lora_B["default"].weight.data.normal_(std=0.01)
+    exact = layer.base_layer.weight.double() + 3 * (
+        layer.lora_B["default"].weight.double() @ layer.lora_A["default"].weight.double()
+    )
+    sent = dict(full_weights(model, dtype=dtype))["model.layers.0.self_attn.q_proj.weight"]
+    assert sent.dtype == dtype
+    torch.testing.assert_close(sent, exact.to(dtype), rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-7)
+
+
 def test_without_its_adapter_the_model_is_the_base(llama):
     engine = make_engine(llama, lora_rank=4)
     with engine.eval_mode(), torch.no_grad():
@@ -205,8 +222,6 @@ def test_an_engine_without_optimizer_trains_nothing(tiny_llama):
 
 def test_settings_that_cannot_work_are_named(tiny_llama):
     with pytest.raises(ValueError, match="lora_rank=3"):
-        from peft import LoraConfig, get_peft_model
-
         adapter = f"{tiny_llama}/adapter"
         get_peft_model(LlamaForCausalLM.from_pretrained(tiny_llama), LoraConfig(r=2)).save_pretrained(adapter)
         make_engine(tiny_llama, lora_rank=3, lora_adapter_path=adapter)

@@ -283,7 +283,8 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
     )
     lora_as_adapter: bool = setting(
         False,
-        "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights.",
+        "Send LoRA weights alone, as an adapter that the engine applies, instead of merged weights. In bfloat16 its "
+        "log-probs are then closer to the trainer's.",
         unused=NO_ENGINE,
     )
     layered_summon: bool = setting(

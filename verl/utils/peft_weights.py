@@ -61,8 +61,8 @@ def full_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in the model's own files, full tensor in `dtype`) of every parameter, W + scaling * B A under LoRA.
 
-    Shards are merged and cast before they are gathered; None keeps their dtype. `buckets`: options of `gathered`. Every
-    rank must walk through all of it: gathering is a collective call.
+    Shards are merged in float32 and rounded once, to `dtype`, before they are gathered; None keeps their dtype.
+    `buckets`: options of `gathered`. Every rank must walk through all of it: gathering is a collective call.
     """
     weights = gathered(_merged_shards(module, device, dtype), **buckets)
     model = without_adapters(module)
@@ -91,7 +91,7 @@ def _merged_shards(
             weight = weight.to(device)
         owner = name.removesuffix(".base_layer.weight")
         if owner != name and owner in layers:
-            weight = _merged(owner, layers[owner], weight, device)
+            weight = _merged(owner, layers[owner], weight, device, dtype or weight.dtype)
         yield hf_name(name), weight if dtype is None else weight.to(dtype)
 
 
@@ -127,8 +127,10 @@ def _replaced_by(module: nn.Module, name: str) -> nn.Parameter:
     return copy.get_parameter(tail)
 
 
-def _merged(name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
-    """weight [out, in] plus the layer's active adapters, in the weight's dtype; sharded as the weight, or full."""
+def _merged(
+    name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype
+) -> torch.Tensor:  # fmt: skip
+    """weight [out, in] plus the layer's active adapters, in `dtype`; sharded as the weight, or full."""
     from peft.tuners.lora import Linear as LoraLinear
 
     if not isinstance(layer, LoraLinear) or any(layer.use_dora[a] for a in layer.active_adapters if a in layer.lora_A):
@@ -147,7 +149,7 @@ def _merged(name: str, layer: BaseTunerLayer, weight: torch.Tensor, device: torc
         b = local_tensor(b.to(merged.device) if by_rows else full_tensor(b, device)).float()
         delta = (b @ a) * layer.scaling[adapter]
         merged = merged + (delta.T if layer.fan_in_fan_out else delta)
-    merged = merged.to(weight.dtype)
+    merged = merged.to(dtype)
     if not by_rows:
         return merged
     return DTensor.from_local(
