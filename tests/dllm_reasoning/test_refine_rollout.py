@@ -20,7 +20,7 @@ LIMIT = 20
 
 
 def rollout(cls, architecture="llama", **changes):
-    settings = {"mode": "sync", "prompt_length": 9, "response_length": LIMIT, "calculate_log_probs": True}
+    settings = {"mode": "sync", "seed": 51, "prompt_length": 9, "response_length": LIMIT, "calculate_log_probs": True}
     made = cls(RolloutConfig(**settings | {"name": "refine"} | changes), model_config=None, device_mesh=None)
     model = tiny(architecture, seed=1)
     model.config.update({WINDOW_KEY: 5, NOISE_KEY: 3})

@@ -194,5 +194,5 @@ def test_validation_rows_are_seen_once_and_filled_up_without_counting():
 
 def test_packing_refuses_a_model_whose_attention_stays(pairs, tiny_llama, monkeypatch):
     monkeypatch.setattr("verl.workers.policy.causal_lm.make_packable", lambda *_: False)
-    with pytest.raises(ValueError, match="data.packing=true: the attention of this model cannot be replaced"):
+    with pytest.raises(ValueError, match="data.packing=true: this model cannot compute batches without padding"):
         make_trainer(pairs, tiny_llama, data__packing="true")

@@ -41,6 +41,8 @@ from verl.workers import config as cfg
 from verl.workers.engine import build
 from verl.workers.engine.base import BaseEngine, EngineRegistry, StepResult
 
+FUSED = ("Adam", "AdamW")  # PyTorch's optimizers whose fused form takes sharded parameters
+
 
 @EngineRegistry.register("language_model", ["fsdp", "fsdp2"], ["cpu", "cuda"])
 class FSDPEngine(BaseEngine):
@@ -137,8 +139,8 @@ class FSDPEngine(BaseEngine):
         if self._trains:
             # torch's optimizers cannot update parameters on two meshes, those that are split and others, in one call.
             # On a CPU they make several passes over each tensor unless they are fused.
-            on_cpu = self.device_type == "cpu"
-            options = {"foreach": False} if splits_layers else {"fused": True} if on_cpu else {}
+            fuses = self.device_type == "cpu" and self.optimizer_config.optimizer in FUSED
+            options = {"foreach": False} if splits_layers else {"fused": True} if fuses else {}
             self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config, **options)
             self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
         tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
