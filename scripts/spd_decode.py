@@ -45,7 +45,7 @@ from scripts.spd_evaluation.worker import load_model  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
 from verl.utils.chat_template import render_chat  # noqa: E402
 from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
-from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
+from verl.utils.tokenizer import hf_tokenizer, stop_ids  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
 MARKERS = {FROM_TARGET: "{}", FROM_MATCH: "[={}=]", FROM_MISMATCH: "[~{}~]"}
@@ -98,8 +98,7 @@ class Session:
         check_tokenizers(self.tokenizer, hf_tokenizer(args.draft), f"--draft {args.draft}")
         self.target = load_model(args.target, args.device)
         self.draft = load_model(args.draft, args.device)
-        ends = self.target.generation_config.eos_token_id  # chat models have several
-        self.eos = self.tokenizer.eos_token_id if ends is None else ends
+        self.eos = stop_ids(self.tokenizer, args.target)
         self.judge = self._make_judge()
 
     def _make_judge(self) -> Judge:
