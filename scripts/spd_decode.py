@@ -46,7 +46,7 @@ from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_t
 from verl.utils.chat_template import render_chat  # noqa: E402
 from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
 from verl.utils.device import default_dtype  # noqa: E402
-from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
+from verl.utils.tokenizer import hf_tokenizer, stop_ids  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
 MARKERS = {FROM_TARGET: "{}", FROM_MATCH: "[={}=]", FROM_MISMATCH: "[~{}~]"}
@@ -99,8 +99,7 @@ class Session:
         check_tokenizers(self.tokenizer, hf_tokenizer(args.draft), f"--draft {args.draft}")
         self.target = load_model(args.target, args.device, args.dtype)
         self.draft = load_model(args.draft, args.device, args.dtype)
-        ends = self.target.generation_config.eos_token_id  # chat models have several
-        self.eos = self.tokenizer.eos_token_id if ends is None else ends
+        self.eos = stop_ids(self.tokenizer, args.target)
         self.judge = self._make_judge()
 
     def _make_judge(self) -> Judge:

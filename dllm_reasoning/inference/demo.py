@@ -19,7 +19,7 @@ from verl.utils.chat_template import render_chat
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
 from verl.utils.device import default_dtype
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -97,7 +97,7 @@ def answer(args: argparse.Namespace, prompts: list[str]) -> list[dict[str, Any]]
     rows = []
     for start in range(0, len(prompts), args.batch_size):
         part = slice(start, start + args.batch_size)
-        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
+        ends = (stop_ids(tokenizer), tokenizer.pad_token_id)
         result = iterative_generate(model, ids[part], *ends, first_row=start, return_details=True, **vars(settings))
         for prompt, tokens, forwards in zip(prompts[part], result.tokens, result.stats.forwards, strict=True):
             rows.append({

@@ -27,6 +27,7 @@ from verl.utils.distributed import host_barrier, initialize_global_process_group
 from verl.utils.fingerprint import model_dir_fingerprint
 from verl.utils.fs import copy_to_local
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
+from verl.utils.tokenizer import stop_ids
 
 FOLDER = "self_generated"
 KEY = "iterative.self_generate"
@@ -101,6 +102,7 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
     mode = {"add_eos_length": 0} if trained_window(model.config) is None else {"refine_iter": "slide"}
     generation = {**mode, "max_new_tokens": settings.max_new_tokens, "max_length": limit,
                   "use_cache": rolling_problem(model) is None}  # fmt: skip
+    ends = stop_ids(tokenizer, config.model.partial_pretrain)
     items = sorted(items, key=lambda item: len(dataset.instruction_ids(item)))
     function = ExternFunction(settings.reward_function.path, settings.reward_function.name)
     pool = GradingPool(function, 1, settings.item_timeout)
@@ -109,12 +111,11 @@ def _answer(config: DictConfig, dataset: IterativeSFTDataset, items: Sequence[in
         for start in range(0, len(items), settings.batch_size):
             batch = items[start : start + settings.batch_size]
             prompts = [dataset.instruction_ids(item) for item in batch]
-            ends = (tokenizer.eos_token_id, tokenizer.pad_token_id)
-            result = iterative_generate(model, prompts, *ends, return_details=True, **generation)
+            result = iterative_generate(model, prompts, ends, tokenizer.pad_token_id, return_details=True, **generation)
             answers = []
             for item, tokens in zip(batch, result.tokens, strict=True):
                 text = tokenizer.decode(tokens, skip_special_tokens=True)
-                if tokens[-1] != tokenizer.eos_token_id:
+                if tokens[-1] not in ends:
                     counts[f"without an end within {KEY}.max_new_tokens and data.max_length"] += 1
                 elif not text.strip():
                     counts["empty"] += 1

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from examples.spd_arithmetic.questions import Question
 from examples.spd_arithmetic.workers import Progress, Workers
 from recipe.spd.answers import is_correct
-from recipe.spd.decoder import check_tokenizers, end_ids
-from verl.utils.model import get_generation_config
+from recipe.spd.decoder import check_tokenizers
+from verl.utils.tokenizer import stop_ids
 
 EXACT, EVERYTHING = -math.inf, math.inf
 """Margins (scripts/spd_evaluation/rules.py) by which no mismatch is accepted, and every one."""
@@ -130,6 +130,5 @@ def open_pair(files: PairFiles, decode: Callable[[Sequence[int]], str], workers:
 
 @cache
 def end_tokens(folder: Path) -> frozenset[int]:
-    """The target's end tokens: those of its generation config, else of its tokenizer."""
-    given = end_ids(get_generation_config(str(folder / "target")).eos_token_id)
-    return given or end_ids(AutoTokenizer.from_pretrained(folder / "target").eos_token_id)
+    """The target's end tokens."""
+    return frozenset(stop_ids(AutoTokenizer.from_pretrained(folder / "target")))

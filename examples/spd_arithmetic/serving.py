@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from examples.spd_arithmetic.questions import Question
 from recipe.spd.answers import is_correct
-from recipe.spd.decoder import end_ids
+from verl.utils.tokenizer import stop_ids
 
 DROP_POINTS = 0.5  # of accuracy on validation questions that a chosen threshold may cost
 
@@ -39,5 +39,4 @@ def choose_threshold(exact: float, judged: Mapping[float, float], drop_points: f
 @cache
 def _texts_of(model: str):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ends = end_ids(GenerationConfig.from_pretrained(model).eos_token_id) or end_ids(tokenizer.eos_token_id)
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), frozenset(stop_ids(tokenizer))

@@ -23,6 +23,7 @@ from recipe.spd.dataset import (
     truth_error,
 )
 from verl.utils.dataset.rl_dataset import read_rows
+from verl.utils.tokenizer import stop_ids
 
 _OFFSETS = [(name, pa.int64()) for name in OFFSETS]
 _EXTRA = [
@@ -90,7 +91,7 @@ def _rows(
     backbone: str,
 ) -> Iterator[dict[str, Any] | None]:  # fmt: skip
     """The training row of each block; None for a block without a mismatch."""
-    sep, ends = resolve_sep_token_id(tokenizer, read=backbone == "own"), frozenset([tokenizer.eos_token_id])
+    sep, ends = resolve_sep_token_id(tokenizer, read=backbone == "own"), frozenset(stop_ids(tokenizer))
     kept = 0
     for number, block in enumerate(itertools.chain.from_iterable(row_batches(blocks_path))):
         where = f"{blocks_path}, row {number}"

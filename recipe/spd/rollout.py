@@ -18,7 +18,6 @@ from tensordict import TensorDict
 from recipe.spd.bernoulli_policy import MODEL_KEYS, fit_width
 from recipe.spd.client import SAMPLING, Completer, Request, VllmEngineServer, preferred_first, server_urls
 from recipe.spd.dataset import SPDInputData, resolve_sep_token_id
-from recipe.spd.decoder import end_ids
 from recipe.spd.hybrid import action_log_probs, sample_actions, uniform_draws
 from recipe.spd.rounds import FurtherRounds
 from recipe.spd.samples import (
@@ -37,7 +36,7 @@ from recipe.spd.store import CompletionStore
 from verl.protocol import DataProto
 from verl.trainer.run.ranks import gathered
 from verl.utils.fingerprint import model_dir_fingerprint
-from verl.utils.model import get_generation_config
+from verl.utils.tokenizer import stop_ids
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.rollout.base import BaseRollout, register_rollout
@@ -68,8 +67,7 @@ class SPDRollout(BaseRollout):
         self.policy: Any = None
         self.local_server: LocalVllmServer | None = None
         self._resources = ExitStack()
-        generation = get_generation_config(self.settings.target_path)
-        self.eos = end_ids(self.tokenizer.eos_token_id) | end_ids(generation.eos_token_id if generation else None)
+        self.eos = frozenset(stop_ids(self.tokenizer, self.settings.target_path, config.stop_token_ids))
         self._urls = server_urls(self.settings.rollout.servers)
         # Ray's ranks on GPUs all have LOCAL_RANK 0 where each sees its own GPU alone.
         place = os.environ.get("RAY_LOCAL_RANK") or os.environ.get("LOCAL_RANK", "0")

@@ -24,7 +24,7 @@ from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
 from verl.utils.model import torch_dtype_of
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 
 @dataclass
@@ -52,8 +52,7 @@ class Worker:
         check_tokenizers(self.tokenizer, hf_tokenizer(self.args.draft), f"--draft {self.args.draft}")
         self.target = load_model(self.args.target, self.args.device, self.args.dtype)
         self.draft = load_model(self.args.draft, self.args.device, self.args.dtype)
-        ends = self.target.generation_config.eos_token_id  # chat models have several
-        self.eos = self.tokenizer.eos_token_id if ends is None else ends
+        self.eos = stop_ids(self.tokenizer, self.args.target)
         self.scores = {name: self._scores(model) for name, model in self._load_scorers().items()}
         self.judges: dict[str, Callable[[float], Judge]] = {
             "exact": lambda _: rules.exact(),

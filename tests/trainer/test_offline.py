@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
@@ -85,6 +85,28 @@ def test_greedy_answers_are_those_of_plain_transformers(tiny_llama, prompts, tmp
             for _ in range(5):
                 ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
         assert row["responses"] == [tokenizer.decode(ids[0, asked:], skip_special_tokens=True)]
+
+
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=[pytest.mark.process, pytest.mark.slow])])
+def test_answers_end_where_generation_config_or_the_key_says(tiny_llama, prompts, tmp_path, name):
+    """`ends` is the second token of the first answer: named by generation_config.json, and not named by the key."""
+    settings = ("rollout.do_sample=false", "data.n_samples=1", "rollout.ignore_eos=false", f"rollout.name={name}")
+    tokenizer, model = make_tokenizer(), AutoModelForCausalLM.from_pretrained(tiny_llama)
+    free = generate(prompts, tiny_llama, tmp_path / "free.parquet", *CPU, "rollout.do_sample=false", "data.n_samples=1")
+    texts = [row["responses"][0].split() for row in free]
+    ends = tokenizer.convert_tokens_to_ids(texts[0][1])
+    model.generation_config = GenerationConfig(eos_token_id=[2, ends])
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    leave_group()
+    rows = generate(prompts, tmp_path / "model", tmp_path / "out.parquet", *settings)
+    stop = texts[0][1]
+    assert [row["responses"][0].split() for row in rows] == [
+        text[: text.index(stop) + 1] if stop in text else text for text in texts
+    ]
+    leave_group()
+    rows = generate(prompts, tmp_path / "model", tmp_path / "key.parquet", *settings, "rollout.stop_token_ids=[3]")
+    assert [row["responses"][0].split() for row in rows] == texts
 
 
 def test_samples_of_a_prompt_differ_and_are_the_same_in_the_next_run(tiny_llama, prompts, tmp_path):

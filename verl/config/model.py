@@ -102,7 +102,10 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
             self.local_hf_config_path, trust_remote_code=self.trust_remote_code, **self.override_config
         )
         self.architectures = self.hf_config.architectures
-        self.generation_config = GenerationConfig.from_model_config(self.hf_config)
+        try:
+            self.generation_config = GenerationConfig.from_pretrained(self.local_path)
+        except OSError:  # without generation_config.json
+            self.generation_config = GenerationConfig.from_model_config(self.hf_config)
         if self.load_tokenizer:
             from verl.utils.tokenizer import hf_tokenizer
 

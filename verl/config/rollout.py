@@ -200,6 +200,10 @@ class RolloutConfig(BaseConfig, section="rollout", mutable=("max_model_len", "lo
         0.5, "Share of the GPU's memory for vLLM's weights and KV cache.", above=0, high=1, unused=NO_ENGINE
     )
     ignore_eos: bool = setting(False, "Continue after the end-of-sequence token.")
+    stop_token_ids: list[int] | None = setting(
+        None,
+        "Ids that end an answer; null: the tokenizer's eos_token and every eos_token_id of generation_config.json.",
+    )
     enforce_eager: bool = setting(False, "Run without CUDA graphs, as vLLM on a CPU always does.", unused=NO_ENGINE)
     cudagraph_capture_sizes: list[int] | None = setting(
         None,

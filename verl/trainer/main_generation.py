@@ -33,6 +33,7 @@ from verl.utils.distributed import (
     shared_store,
 )
 from verl.utils.fsdp_utils import create_device_mesh
+from verl.utils.tokenizer import stop_ids
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy import get_policy
@@ -144,9 +145,8 @@ def shares(queue: dist.Store, count: int, size: int, together: int) -> Iterator[
 def answers(rollout: BaseRollout, rows: list[Any], data: GenerationDataConfig, tokenizer: Any) -> list[list[str]]:
     """data.n_samples texts for each prompt."""
     batch = DataProto.from_single_dict(collate_fn(rows))
-    batch.meta_info |= {
-        "n": data.n_samples, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id
-    }  # fmt: skip
+    ends = stop_ids(tokenizer, rollout.model_config.path, rollout.config.stop_token_ids)
+    batch.meta_info |= {"n": data.n_samples, "eos_token_id": ends, "pad_token_id": tokenizer.pad_token_id}
     outputs = rollout.generate_sequences(batch).batch
     kept = zip(outputs["responses"], outputs["response_mask"].bool(), strict=True)
     texts = tokenizer.batch_decode([ids[mask] for ids, mask in kept], skip_special_tokens=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,36 @@ def hf_tokenizer(
     if correct_pad_token:
         set_pad_token_id(tokenizer)
     return tokenizer
+
+
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase, model: str | None = None, given: Sequence[int] | None = None
+) -> list[int]:
+    """The ids that end an answer: `given` where it is not None, else the tokenizer's eos token and every eos_token_id
+    of the model's generation_config.json (of its config.json where there is none), as in vLLM.
+
+    `model`: folder, hub name or hdfs:// path; None takes that of the tokenizer.
+    """
+    if given is not None:
+        return list(given)
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    source = model or tokenizer.name_or_path
+    return list(dict.fromkeys([*own, *(_eos_ids(copy_to_local(source)) if source else ())]))
+
+
+@functools.lru_cache(maxsize=16)
+def _eos_ids(model: str) -> tuple[int, ...]:
+    from transformers import GenerationConfig, PretrainedConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        try:
+            config = PretrainedConfig.get_config_dict(model)[0]
+        except OSError:  # a folder with a tokenizer alone
+            return ()
+        ids = config.get("text_config", config).get("eos_token_id")
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:

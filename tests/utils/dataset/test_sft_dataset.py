@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import Dataset
 
+from tests.helpers.chat_templates import Format, byte_tokenizer
 from tests.helpers.models import make_tokenizer
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset, convert_nested_value_to_list_recursive
 from verl.utils.dataset.rl_dataset import DatasetError
@@ -15,6 +16,11 @@ from verl.utils.dataset.sft_dataset import SFTDataset, get_sft_dataset_class
 
 TOKENIZER = make_tokenizer()
 Q, A, COLON, PLUS, EOS = (*TOKENIZER.convert_tokens_to_ids(["q", "a", ":", "+"]), 2)
+IM_TOOLS = (
+    "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ONE, TWO, THREE = TOKENIZER.convert_tokens_to_ids(["1", "2", "3"])
 
 
@@ -145,6 +151,29 @@ def test_tools_and_thinking_reach_the_template(tmp_path):
         data[0]
     data.tokenizer.chat_template = template.replace("<eos>", "")
     assert kept(data[0])[0] == [t, x, ONE, TWO, EOS] and kept(data[1])[0] == [ONE, TWO, EOS]
+
+
+def test_parquet_teaches_what_json_teaches(tmp_path):
+    """Calls and schemas get the keys of all rows in a parquet file, with nulls."""
+    tokenizer = byte_tokenizer(Format(IM_TOOLS, "<|im_end|>", None, None))
+    tokenizer.pad_token = "<|im_end|>"
+    rows = []
+    for given in ({"a": 1}, {"b": {"c": 2}}):
+        call, kinds = {"function": {"name": "f", "arguments": given}}, {key: {"type": "integer"} for key in given}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        schema = {"function": {"name": "f", "parameters": {"properties": kinds}}}
+        rows.append({"messages": [{"role": "user", "content": "Sum?"}, answer], "tools": [schema]})
+    for name in ("rows.jsonl", "rows.parquet"):
+        settings = config(max_length=200, multiturn={"enable": True})
+        data = MultiTurnSFTDataset(rows_of(tmp_path, rows, name), tokenizer, settings)
+        for i, given in enumerate(('{"a": 1}', '{"b": {"c": 2}}')):
+            ids, mask = kept(data[i])
+            properties = '{"a": {"type": "integer"}}' if i == 0 else '{"b": {"type": "integer"}}'
+            schema = '[{"function": {"name": "f", "parameters": {"properties": ' + properties + "}}}]"
+            answer = '{"name": "f", "arguments": ' + given + "}<|im_end|>"
+            start = f"{schema}<|im_start|>user\nSum?<|im_end|>\n<|im_start|>assistant\n"
+            assert tokenizer.decode(ids) == f"{start}{answer}\n"
+            assert tokenizer.decode([token for token, counts in zip(ids, mask, strict=True) if counts]) == answer
 
 
 def test_rows_without_an_answer_or_without_messages_are_refused(tmp_path):

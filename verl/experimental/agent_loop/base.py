@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import rollout_trace_op
+from verl.utils.tokenizer import stop_ids
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.message_encoder import MessageEncoder
 from verl.workers.rollout.replica import (
@@ -179,7 +180,9 @@ class AgentLoopBase(ABC):
         self.dataset_cls, self.dataset_config = dataset_cls, dataset_config
         self.rollout_config = server_manager.rollout_config
         self.apply_chat_template_kwargs = dict(self.config.data.get("apply_chat_template_kwargs") or {})
-        self.encoder = MessageEncoder(tokenizer, stop_ids(tokenizer), **self.apply_chat_template_kwargs)
+        model, rollout = self.config.actor_rollout_ref.model.path, self.rollout_config
+        ends = stop_ids(tokenizer, model, rollout.stop_token_ids)
+        self.encoder = MessageEncoder(tokenizer, ends, **self.apply_chat_template_kwargs)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -209,11 +212,6 @@ class AgentLoopBase(ABC):
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Run one conversation."""
-
-
-def stop_ids(tokenizer: Any) -> list[int]:
-    """The ids that end a generated turn."""
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 # Loops by name: hydra's {_target_, arguments}.

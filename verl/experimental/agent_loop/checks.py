@@ -6,13 +6,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.experimental.agent_loop.base import _agent_loop_registry, stop_ids
+from verl.experimental.agent_loop.base import _agent_loop_registry
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.planning.problems import UNUSED, Problem, one_line, register_check, wrong
 from verl.tools.runner import ToolRunner
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
+from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.message_encoder import USER, MessageEncoder
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -64,7 +65,8 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
     parser = checked(f"{MULTI_TURN}.format", ToolParser.get_tool_parser, settings.format, findings.tokenizer)
     if findings.tokenizer is not None and (tools or interactions):
         kwargs = OmegaConf.to_container(config.data.apply_chat_template_kwargs, resolve=True) or {}
-        stops = stop_ids(findings.tokenizer) + (parser.stop_token_ids if parser else [])
+        stops = stop_ids(findings.tokenizer, config.actor_rollout_ref.model.path, rollout.stop_token_ids)
+        stops += parser.stop_token_ids if parser else []
         encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         schemas = tool_schemas(tools)

@@ -15,6 +15,7 @@ from verl.trainer.ppo.reward import compute_reward, drop_failed
 from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
 from verl.trainer.ppo.utils import serves_reward_model
 from verl.utils.rollout_skip import RolloutSkip
+from verl.utils.tokenizer import stop_ids
 from verl.workers.reward_manager.reward_rows import GRADED, place_scores
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -26,6 +27,8 @@ class RolloutPhase:
     rollout that has a server, agent loops hold the conversations; otherwise the ranks answer the prompts in batches.
     """
 
+    model_path: str | None = None  # whose stop tokens end an answer; None for that of the tokenizer
+
     def __init__(
         self, config: DictConfig, tokenizer: Any, actor_group: RayWorkerGroup, rm_group: RayWorkerGroup | None
     ) -> None:
@@ -35,7 +38,7 @@ class RolloutPhase:
             RolloutSkip(config, self.agent_loops or actor_group).wrap_generate_sequences()
         self.rollout_config = config.actor_rollout_ref.rollout
         self.streams_rewards = config.reward_model.use_reward_loop and not self.rollout_config.skip_rollout
-        self.tokenizer = tokenizer
+        self.tokenizer, self.model_path = tokenizer, config.actor_rollout_ref.model.path
         self.actor_group = actor_group
         self.rm_group = None if serves_reward_model(config) else rm_group  # a served one is asked over HTTP
 
@@ -61,7 +64,7 @@ class RolloutPhase:
             "n": sampling.n,
             "temperature": sampling.temperature,
             "do_sample": sampling.do_sample,
-            "eos_token_id": self.tokenizer.eos_token_id,
+            "eos_token_id": stop_ids(self.tokenizer, self.model_path, rollout.stop_token_ids),
             "pad_token_id": self.tokenizer.pad_token_id,
             "validate": validate,
             "recompute_log_prob": False,

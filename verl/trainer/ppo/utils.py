@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algos.names import reads_reference
 from verl.utils.registry import nearest
+from verl.utils.tokenizer import stop_ids
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -63,6 +64,16 @@ def need_critic(config: DictConfig) -> bool:
 def uses_kl(config: DictConfig) -> bool:
     """True when the loss, the reward or the estimator holds a KL term, so that a reference policy is needed."""
     return reads_reference(config)
+
+
+def version_notes(config: DictConfig, tokenizer: Any) -> dict[str, str]:
+    """What the run does differently from earlier versions, for `Starts`."""
+    model, given = config.actor_rollout_ref.model.path, config.actor_rollout_ref.rollout.stop_token_ids
+    ends = stop_ids(tokenizer, model, given)
+    if given is not None or len(ends) < 2:
+        return {}
+    how = f"actor_rollout_ref.rollout.stop_token_ids=[{tokenizer.eos_token_id}] restores the earlier rule"
+    return {"stop_token_ids": f"stop tokens: eos_token -> {ends}, those of generation_config.json too (applied; {how})"}
 
 
 def rollout_correction(config: DictConfig) -> DictConfig | None:

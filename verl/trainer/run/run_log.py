@@ -67,10 +67,12 @@ class RunLog:
 
     Files in `trainer.default_local_dir`: metrics.jsonl, samples.jsonl, run_config.yaml, versions.json, report.html.
     Used as a context manager, it opens the trackers (`trainer.logger`), closes them however the run ends, and makes
-    the report. With `writes=False` (ranks other than the first) nothing is written.
+    the report. With `writes=False` (ranks other than the first) nothing is written. `notes`: see Starts.
     """
 
-    def __init__(self, config: DictConfig, total_steps: int, writes: bool = True) -> None:
+    def __init__(
+        self, config: DictConfig, total_steps: int, writes: bool = True, notes: Mapping[str, str] | None = None
+    ) -> None:
         self.config = config
         self.writes = writes
         self.total_steps, self.last_step = total_steps, 0
@@ -81,7 +83,7 @@ class RunLog:
         self.timing: defaultdict[str, float] = defaultdict(float)
         self.longest_step_s = 0.0
         self.tracking: Tracking | None = None
-        self.starts = Starts(self.run_dir)
+        self.starts = Starts(self.run_dir, notes)
 
     def __enter__(self) -> RunLog:
         if self.writes:

@@ -38,8 +38,7 @@ class MultiTurnSFTDataset(SFTDataset):
         The text up to each turn must be a prefix of the full text. A template that renders a turn differently once
         others follow (some drop earlier thoughts) is refused.
         """
-        chat = self.chat(item, self.keys["messages_key"], "data.multiturn.messages_key")
-        messages = [_without_nulls(message) for message in chat]
+        messages = self.chat(item, self.keys["messages_key"], "data.multiturn.messages_key")
         settings = self._row_settings(item)
         full = self.render(item, messages, **settings)
         pieces: list[Segment] = []
@@ -66,13 +65,7 @@ class MultiTurnSFTDataset(SFTDataset):
         """Template settings of the row itself."""
         row, settings = self.rows[item], {}
         if (tools := row.get(self.keys["tools_key"])) is not None:
-            settings["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+            settings["tools"] = json.loads(tools) if isinstance(tools, str) else self.plain(item, tools)
         if (thinking := row.get(self.keys["enable_thinking_key"])) is not None:
             settings["enable_thinking"] = thinking
         return settings
-
-
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the nulls by which parquet fills keys that only other messages have."""
-    plain = convert_nested_value_to_list_recursive(message)
-    return {key: value for key, value in plain.items() if value is not None or key == "content"}

@@ -25,6 +25,7 @@ from verl.utils.jsonl import read_objects
 
 TOOLS = "pkg://verl.tools.utils.tool_registry"  # imported where there are tools
 TRUNCATIONS = ("error", "left", "right", "middle")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns that no model of ours reads
 
 
 class DatasetError(ValueError):
@@ -136,6 +137,10 @@ class FileRows(Dataset):
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
         for file in self.data_files:
             rows = self.read(copy_to_local(str(file), use_shm=use_shm))
+            for number, row in enumerate(rows) if isinstance(rows, list) else ():
+                if column := next((name for name in MEDIA if row.get(name)), None):
+                    what = f"{file}, row {number}: column '{column}' has images, videos or sounds; models read text"
+                    raise DatasetError(f"{what} only. Leave such rows out, or drop the column if the text is enough.")
             self.rows = self.rows + rows if self.origins else rows
             self.origins += [(str(file), number) for number in range(len(rows))]
         if not len(self.rows):
@@ -174,7 +179,7 @@ class FileRows(Dataset):
         return row[name]
 
     def chat(self, item: int, name: str, setting: str) -> list[dict[str, Any]]:
-        """A column that holds chat messages."""
+        """A column that holds chat messages, as text: without nulls (see `plain`), and text parts joined."""
         messages = self.column(item, name, setting)
         if not isinstance(messages, list) or not messages:
             what = f"column '{name}' is {_kind(messages)}; expected a list of {{role, content}}. "
@@ -182,7 +187,29 @@ class FileRows(Dataset):
         for number, message in enumerate(messages):
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                 raise self.error(item, f"column '{name}', message {number} is {message!r}; expected {{role, content}}.")
-        return messages
+        return [
+            {
+                key: self._text(item, value, f"column '{name}', message {number}") if key == "content"
+                else self.plain(item, value)
+                for key, value in message.items() if value is not None or key == "content"
+            }
+            for number, message in enumerate(messages)
+        ]  # fmt: skip
+
+    def plain(self, item: int, value: Any) -> Any:
+        """A value of a row without what parquet adds to it: null for each key that structs of other rows have."""
+        return _without_nulls(value) if str(self.origins[item][0]).endswith(".parquet") else value
+
+    def _text(self, item: int, content: Any, where: str) -> Any:
+        """The content of a message; a list of text parts is joined. DatasetError for a part of another type."""
+        if not isinstance(content, list):
+            return content
+        parts = [{"text": part} if isinstance(part, str) else part for part in content]
+        for part in parts:
+            kind = part.get("type") or "text" if isinstance(part, Mapping) else _kind(part)
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise self.error(item, f"{where} has a part of type {kind!r}; models read text only. Leave it out.")
+        return "".join(part["text"] for part in parts)
 
     def error(self, item: int, what: str) -> DatasetError:
         """An error about one row, with its file."""
@@ -277,7 +304,7 @@ class RLHFDataset(FileRows):
             raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
         input_ids, attention_mask, position_ids = left_pad(ids, self.max_prompt_length, pad_id)
         row = dict(self.rows[item])
-        messages = row.pop(self.prompt_key)
+        del row[self.prompt_key]
         extra = row["extra_info"] if isinstance(row.get("extra_info"), Mapping) else {}
         if self.return_full_prompt:
             row["full_prompts"] = self.prompt_text(item)
@@ -287,11 +314,11 @@ class RLHFDataset(FileRows):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "raw_prompt_ids": ids,
-            "raw_prompt": messages,
+            "raw_prompt": self.messages(item),
             "index": extra["index"] if extra.get("index") is not None else item,
             "sample_index": np.int64(item),
-            "tools_kwargs": extra.get("tools_kwargs") or {},
-            "interaction_kwargs": extra.get("interaction_kwargs") or {},
+            "tools_kwargs": self.plain(item, extra.get("tools_kwargs") or {}),
+            "interaction_kwargs": self.plain(item, extra.get("interaction_kwargs") or {}),
         }
 
     def resume_dataset_state(self) -> None:
@@ -323,6 +350,12 @@ def custom_dataset_class(data_config: DictConfig) -> type[Dataset] | None:
         what = f"data.custom_cls.name={custom['name']!r} in {custom['path']} is {loaded!r}"
         raise TypeError(f"{what}; a subclass of torch.utils.data.Dataset is needed.")
     return loaded
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _kind(value: Any) -> str:

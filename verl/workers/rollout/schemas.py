@@ -8,6 +8,7 @@ from loguru import logger
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 
 from verl.tools.schemas import OpenAIFunctionToolCall, OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.conversation import Conversation
 from verl.workers.rollout.message_encoder import SYSTEM, USER, MessageEncoder
 
@@ -125,8 +126,7 @@ class AsyncRolloutRequest(BaseModel):
             raise ValueError("multi_modal_* is set; conversations with images or videos are not supported")
         request = handler(given)
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
-        stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        encoder = request._encoder = MessageEncoder(tokenizer, stops)
+        encoder = request._encoder = MessageEncoder(tokenizer, stop_ids(tokenizer))
         bare = encoder.prompt(BASE_CHAT_HISTORY, request._tools, add_generation_prompt=False)
         prompted = encoder.prompt(BASE_CHAT_HISTORY, request._tools)
         request.base_conv_wo_gen_prompt_end_pos = len(bare)

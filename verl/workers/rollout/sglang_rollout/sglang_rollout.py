@@ -20,6 +20,7 @@ from loguru import logger
 from verl.planning.problems import Problem, absent, register_check
 from verl.protocol import DataProto
 from verl.utils.device import visible_device
+from verl.utils.tokenizer import stop_ids
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import (
@@ -66,6 +67,13 @@ class ServerAdapter(BaseRollout):
     def __init__(self, config: RolloutConfig, model_config: HFModelConfig, device_mesh: DeviceMesh | None) -> None:
         super().__init__(config, model_config, device_mesh)
         on_cuda = device_mesh is not None and device_mesh.device_type == "cuda"
+        if config.stop_token_ids is not None and not config.ignore_eos:
+            own = stop_ids(model_config.tokenizer, model_config.local_path)
+            if missing := sorted(set(own) - set(config.stop_token_ids)):
+                raise ValueError(
+                    f"{KEY}.stop_token_ids={list(config.stop_token_ids)} lacks {missing}: SGLang ends "
+                    "answers at every end token of the model. Add them, or use rollout.name=vllm."
+                )
         self.size = config.tensor_model_parallel_size
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if ranks % self.size:

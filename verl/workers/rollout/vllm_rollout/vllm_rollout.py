@@ -131,6 +131,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             _silence(*TIED_HEAD)
         random_states = get_rng_state()  # vLLM seeds all generators with its own seed, on every rank alike
         self.llm = start_engine(arguments, self.on_cuda)
+        if config.stop_token_ids is not None:  # vLLM also ends answers at the ids of generation_config.json
+            self.llm.llm_engine.input_processor.generation_config_fields["eos_token_id"] = list(config.stop_token_ids)
         if name := arguments.get("additional_config", {}).get("shared_memory_name"):
             dist.barrier()  # every rank has mapped the segments: without names they end with their processes
             for segment in Path("/dev/shm").glob(f"{name}-*"):
