@@ -1,6 +1,7 @@
 """Worker groups on a real Ray cluster: every dispatch mode, shared processes, detached groups, failures."""
 
 import os
+import signal
 import time
 
 import numpy as np
@@ -27,6 +28,7 @@ from verl.single_controller.ray.base import (
     merge_resource_pool,
     split_resource_pool,
 )
+from verl.single_controller.ray.watchdog import PhaseTimeout
 from verl.utils.tensordict_utils import get_tensordict
 
 
@@ -96,6 +98,26 @@ class Adder(Worker):
         if self.rank == rank:
             os._exit(3)
         time.sleep(60)
+
+
+class Stopping(Worker):
+    """Stops its second rank as a debugger or a swapping machine would, in whatever the group calls."""
+
+    def _stop(self):
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self):
+        """Returns once the process has started."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def rollout_mode(self):
+        self._stop()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def of_a_user(self):
+        self._stop()
 
 
 class Namer(Worker):
@@ -233,6 +255,17 @@ def test_a_workers_own_error_surfaces_at_once_with_its_type_and_a_dead_process_i
     assert "ray::Adder.fail()" in note and 'raise KeyError(f"nothing here' in note and "\x1b" not in note
     with pytest.raises(WorkerDiedError, match="rank 1 .* died while the group was in die"):
         wg.die(1)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("method", ["rollout_mode", "of_a_user"])
+def test_a_rank_that_stops_in_a_weight_sync_or_in_a_users_method_is_named_within_the_limit(pool, method):
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Stopping), time_limits={"init": None, "update": 1.0})
+    group.init_model()
+    message = rf"rank 1 .*\(stopped\) did not finish {method} within trainer.watchdog.update=1 s"
+    with pytest.raises(PhaseTimeout, match=message):
+        getattr(group, method)()
 
 
 @pytest.mark.process

@@ -136,9 +136,11 @@ class WatchdogConfig(BaseConfig, section="trainer.watchdog"):
     init: float | None = setting(1800.0, "Seconds for loading the models; null for no limit.", above=0)
     generate: float | None = setting(3600.0, "Seconds for one batch of generation; null for no limit.", above=0)
     log_prob: float | None = setting(
-        1800.0, "Seconds for log-probs or values of one batch; null for no limit.", above=0
+        1800.0, "Seconds for log-probs, values or reward scores of one batch; null for no limit.", above=0
     )
-    update: float | None = setting(3600.0, "Seconds for the updates of one step; null for no limit.", above=0)
+    update: float | None = setting(
+        3600.0, "Seconds for the updates of one step, a weight sync or any other call; null for no limit.", above=0
+    )
     save: float | None = setting(1800.0, "Seconds for writing or reading a checkpoint; null for no limit.", above=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -36,7 +37,7 @@ from verl.single_controller.ray.resource_pool import (
     sort_placement_group_by_node_ip,
     split_resource_pool,
 )  # fmt: skip
-from verl.single_controller.ray.watchdog import hanging
+from verl.single_controller.ray.watchdog import hanging, phase_of
 from verl.utils.device import threads_of_rank
 
 __all__ = [
@@ -64,11 +65,11 @@ class RayWorkerGroup(WorkerGroup):
         bin_pack: bool = True, name_prefix: str | None = None, detached: bool = False,
         worker_names: list[str] | None = None, worker_handles: list[ActorHandle] | None = None,
         ray_wait_register_center_timeout: int = 300, device_name: str = "cuda",
-        worker_env: dict[str, str] | None = None, time_limits: dict[str, float] | None = None,
+        worker_env: dict[str, str] | None = None, time_limits: Mapping[str, float | None] | None = None,
         nsight_options: dict[str, str] | None = None, **kwargs
     ) -> None:
         super().__init__(resource_pool=resource_pool, **kwargs)
-        self.time_limits = dict(time_limits or {})  # seconds by method name
+        self.time_limits = dict(time_limits or {})  # seconds by phase of the watchdog, None for no limit
         self.ray_cls_with_init = ray_cls_with_init
         self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
         self.resource_pool = resource_pool
@@ -158,7 +159,7 @@ class RayWorkerGroup(WorkerGroup):
         group.resource_pool = self.resource_pool
         group.master_address, group.master_port = self.master_address, self.master_port
         group.sub_cls_name, group.fused_worker_used = role, self.fused_worker_used
-        group.time_limits = {prefix + method: seconds for method, seconds in self.time_limits.items()}
+        group.time_limits = self.time_limits
         for name, attrs in registered_methods(roles[role]).items():
             group._bind_method(prefix + name, attrs, func_generator, as_name=name)
             group.method_names.append(name)
@@ -180,7 +181,7 @@ class RayWorkerGroup(WorkerGroup):
         many = refs if isinstance(refs, list) else [refs]
         what = f"role {self.sub_cls_name!r}" if self.sub_cls_name else "worker group"
         labels = [f"{what}, rank {rank} ({self._worker_names[rank]})" for rank in range(len(many))]
-        limit = self.time_limits.get(method_name)
+        limit = self.time_limits.get(phase_of(method_name))
         try:
             values = fetch(many, labels, method_name, limit)
         except GetTimeoutError:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Mapping
 
 import psutil
 import ray
@@ -13,13 +12,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.single_controller.base.worker import STACK_SIGNAL
 
 METHODS = {
-    "init": ("init_model",),
+    "init": ("init_model", "rollout_server", "server_address", "_query_dispatch_info", "query_collect_info"),
     "generate": ("generate_sequences",),
-    "log_prob": ("compute_log_prob", "compute_ref_log_prob", "compute_values"),
-    "update": ("update_actor", "update_critic"),
-    "save": ("save_checkpoint", "load_checkpoint"),
+    "log_prob": ("compute_log_prob", "compute_ref_log_prob", "compute_values", "compute_rm_score"),
+    "update": ("update_actor", "update_critic", "rollout_mode", "trainer_mode", "wake_up", "sleep", "close_rollout"),
+    "save": ("save_checkpoint", "load_checkpoint", "save_is_finished", "nodes_that_see"),
 }
-PHASE_OF = {method: phase for phase, methods in METHODS.items() for method in methods}
+OTHERS = "update"  # the phase of methods that are not listed, such as those of a user's own workers
 REMOTE_S = 60.0  # for the tasks on other nodes, which may have to start a process first
 STACKS_S = 3.0  # until those lines have come through Ray's log to the driver
 
@@ -28,9 +27,9 @@ class PhaseTimeout(RuntimeError):
     """A call on ranks took longer than trainer.watchdog allows."""
 
 
-def limits(watchdog: Mapping[str, float | None]) -> dict[str, float]:
-    """Seconds by method name, from seconds by phase (None: no limit)."""
-    return {method: seconds for method, phase in PHASE_OF.items() if (seconds := watchdog.get(phase)) is not None}
+def phase_of(method: str) -> str:
+    """The phase of a method, with or without the prefix of its role."""
+    return next((phase for phase, names in METHODS.items() if method.endswith(names)), OTHERS)
 
 
 def hanging(
@@ -46,10 +45,9 @@ def hanging(
     time.sleep(STACKS_S)
     stopped = [i for i in late if states[i].startswith(psutil.STATUS_STOPPED)]
     named = ", ".join(f"{labels[i]} ({states[i]})" for i in stopped or late)
-    phase = next((phase for name, phase in PHASE_OF.items() if method.endswith(name)), method)
     return PhaseTimeout(
-        f"{named} did not finish {method} within trainer.watchdog.{phase}={seconds:g} s; {len(late)} of {len(refs)} "
-        "ranks had not answered, and the available Python stacks are printed above. Raise the limit if "
+        f"{named} did not finish {method} within trainer.watchdog.{phase_of(method)}={seconds:g} s; {len(late)} of "
+        f"{len(refs)} ranks had not answered, and the available Python stacks are printed above. Raise the limit if "
         "the step is only slow."
     )
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from verl.algos.rollout_correction import apply_bypass_mode
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
-from verl.single_controller.ray.watchdog import limits
 from verl.trainer.ppo import batching, core_algos, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
@@ -107,7 +106,7 @@ class RayPPOTrainer:
         self.groups = WorkerGroups(
             pools, parts, self.ray_worker_group_cls, device_name=self.device_name,
             ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
-            time_limits=limits(self.config.trainer.watchdog), nsight_options=nsight_options(self.config),
+            time_limits=self.config.trainer.watchdog, nsight_options=nsight_options(self.config),
         )  # fmt: skip
         self.critic_wg, self.rm_wg = (self.groups.roles.get(role) for role in (Role.Critic, Role.RewardModel))
         self.actor_rollout_wg = self.groups.roles[actor_role(self.role_worker_mapping)]

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
@@ -71,8 +72,10 @@ def started_session(config: DictConfig) -> Iterator[bool]:
     run_dir = Path(config.trainer.default_local_dir).expanduser()
     stop_left_session(run_dir)
     remove_dead_sessions()
-    # A short path: Ray puts sockets below it, and those allow 107 bytes.
+    # Ray opens its own folder to all users, so it gets one within a folder that stays closed to them. A short path: Ray
+    # puts sockets below it, and those allow 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}-"))
+    keep_token_private()
     if settings.get("num_cpus") is None:
         settings["num_cpus"] = logical_cpus(config)
     record = run_dir / SESSION_FILE
@@ -88,7 +91,7 @@ def started_session(config: DictConfig) -> Iterator[bool]:
         # Ray warns that its token authentication is on, as it should be.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         with guarded(folder):
-            ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder)})
+            ray.init(**{"include_dashboard": False, **settings, "address": "local", "_temp_dir": str(folder / "r")})
             try:
                 yield True
             finally:
@@ -96,6 +99,18 @@ def started_session(config: DictConfig) -> Iterator[bool]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         record.unlink(missing_ok=True)
+
+
+def keep_token_private() -> None:
+    """Write the token of Ray's authentication, where Ray would, for this user alone; Ray's own file all could read."""
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError), open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+        new.write(secrets.token_hex(32))
+    if file.stat().st_uid == os.getuid():
+        file.chmod(0o600)
 
 
 @contextmanager

@@ -225,7 +225,7 @@ class RolloutReplica:
         device, part = "cuda" if on_ray and pool.use_gpu else "cpu", self.get_ray_class_with_init_args()
         part.kwargs["device_name"] = device
         group_class = RayWorkerGroup if on_ray else LocalWorkerGroup
-        limits = {"init_model": self.config.server.max_start_wait_time}
+        limits = {"init": self.config.server.max_start_wait_time}
         self.worker_group = group_class(pool, part, device_name=device, time_limits=limits)
 
     async def launch_servers(self) -> None:
