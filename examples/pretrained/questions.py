@@ -1,0 +1,96 @@
+"""Questions of reasoning-gym as chat messages, with worked examples, in the RL data format."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import reasoning_gym
+
+# Item i of seed s is drawn from Random(s + i): these stay apart as long as no set has more than a million items.
+TRAIN, EXAMPLES, VALIDATION = 1_000_000, 3_000_000, 5_000_000
+SEED_STEP = 10_000  # between the training sets of two seeds
+ANSWER = re.compile(r"(?:^|\n)Answer: *(\S.*?) *$")
+BRIEF = "Reply with one line: 'Answer: ' and the result."
+WORKED = "Work step by step. End with one line: 'Answer: ' and the result."
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a question is asked: the system message, the number of worked examples before it as earlier turns of the
+    conversation, and whether their answers show the steps."""
+
+    system: str
+    examples: int = 0
+    steps: bool = False
+
+
+PROMPTS = {
+    "instruction": Prompt(WORKED),
+    "2 answers": Prompt(BRIEF, 2),
+    "4 answers": Prompt(BRIEF, 4),
+    "2 solutions": Prompt(WORKED, 2, steps=True),
+    "4 solutions": Prompt(WORKED, 4, steps=True),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A dataset of reasoning-gym: its name and the parameters that differ from its defaults."""
+
+    dataset: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+    def items(self, seed: int, size: int) -> Any:
+        """The first `size` items that are drawn from `seed`."""
+        return reasoning_gym.create_dataset(self.dataset, seed=seed, size=size, **self.parameters)
+
+
+def messages(task: Task, prompt: Prompt, question: str) -> list[dict[str, str]]:
+    """The conversation up to the answer."""
+    turns = [{"role": "system", "content": prompt.system}]
+    for item in task.items(EXAMPLES, prompt.examples):
+        solution = steps_of(item["question"]) if prompt.steps else ""
+        turns += [{"role": "user", "content": item["question"].strip()},
+                  {"role": "assistant", "content": f"{solution}Answer: {item['answer']}"}]  # fmt: skip
+    return [*turns, {"role": "user", "content": question.strip()}]
+
+
+def steps_of(question: str) -> str:
+    """The sums and differences of a chain, from left to right, a line each."""
+    value, *rest = re.findall(r"(?:[+-] )?\d+", question)
+    lines, total = "", int(value)
+    for part in rest:
+        sign, operand = part.split()
+        before, total = total, total + int(sign + operand)
+        lines += f"{before} {sign} {operand} = {total}\n"
+    return lines
+
+
+def answer_of(text: str) -> str | None:
+    """What follows `Answer: ` in the last line, which must begin so."""
+    found = ANSWER.search(text.strip())
+    return found and found[1]
+
+
+TASK, PROMPT = Task("chain_sum", {"max_terms": 3, "max_digits": 2}), PROMPTS["2 solutions"]
+DATA_SOURCE = TASK.dataset
+TRAIN_SIZE, VALIDATION_SIZE = 2000, 256
+
+
+def write(folder: Path, seed: int, train: int = TRAIN_SIZE, validation: int = VALIDATION_SIZE) -> None:
+    """train.parquet of a seed and val.parquet, the same for all seeds; no question of validation is in train."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = list(TASK.items(VALIDATION, validation))
+    asked = {item["question"] for item in held_out}
+    drawn = [item for item in TASK.items(TRAIN + SEED_STEP * seed, train) if item["question"] not in asked]
+    for split, items in (("train", drawn), ("val", held_out)):
+        rows = [
+            {"data_source": DATA_SOURCE, "prompt": messages(TASK, PROMPT, item["question"]),
+             "reward_model": {"style": "rule", "ground_truth": str(item["answer"])},
+             "extra_info": {"index": i, "entry": json.dumps(item, default=str)}}
+            for i, item in enumerate(items)
+        ]  # fmt: skip
+        pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
