@@ -21,6 +21,7 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from recipe.spd.prepare import DataError, PreparedData, prepare_spd_data_from_real_source
+from verl.utils.device import default_dtype
 
 ROOT = Path(__file__).resolve().parent
 __all__ = ["DataError", "PreparedData", "main", "prepare_spd_data_from_real_source"]
@@ -88,7 +89,7 @@ def training_overrides(args: argparse.Namespace, train: PreparedData, val: Prepa
         "data.train_files": train.path, "data.val_files": (val or train).path,
         "data.max_prompt_length": max(p.longest_input for p in (train, val) if p),
         "data.max_response_length": max(p.gamma for p in (train, val) if p),
-        "actor_rollout_ref.actor.fsdp_config.dtype": "float32" if args.device == "cpu" else "bfloat16",
+        "actor_rollout_ref.actor.fsdp_config.dtype": default_dtype(args.device),
         "trainer.val_before_train": bool(val), "spd.rollout.servers": os.environ.get("SPD_VLLM_URLS") or None,
     }  # fmt: skip
     if (_given(args.overrides, "spd.backbone") or args.backbone) == "own" and args.device != "cpu":

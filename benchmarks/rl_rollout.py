@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,20 +45,20 @@ def engine_of(folder: Path) -> FSDPEngine:
     return engine
 
 
-def rollout_of(name: str, engine: FSDPEngine) -> object:
+def rollout_of(name: str, engine: FSDPEngine, **more: object) -> Any:
     """A rollout on the engine's weights."""
-    config = RolloutConfig(name=name, prompt_length=PROMPT, response_length=RESPONSE, dtype="float32", ignore_eos=True,
-                           max_num_seqs=PROMPTS * SAMPLES)
+    config = RolloutConfig(name=name, prompt_length=PROMPT, response_length=RESPONSE, dtype="float32",
+                           max_num_seqs=PROMPTS * SAMPLES, **{"ignore_eos": True} | more)
     made = get_rollout_class(name, "sync")(config, engine.model_config, engine.mesh)
     made.bind_actor(engine, get_policy("causal_lm"))
     return made
 
 
-def prompts(vocabulary: int) -> DataProto:
-    """8 prompts of 64 tokens, 8 samples each."""
+def prompts(vocabulary: int, ends: list[int] | None = None) -> DataProto:
+    """8 prompts of 64 tokens, 8 samples each, which end with a token of `ends`."""
     ids = torch.randint(5, vocabulary, (PROMPTS, PROMPT), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    meta = {"n": SAMPLES, "eos_token_id": None, "pad_token_id": 0, "do_sample": True, "temperature": 1.0,
+    meta = {"n": SAMPLES, "eos_token_id": ends, "pad_token_id": 0, "do_sample": True, "temperature": 1.0,
             "global_steps": 1}  # fmt: skip
     tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
     return DataProto.from_dict(tensors=tensors, meta_info=meta)
@@ -89,6 +90,20 @@ def generation(folder: Path, vocabulary: int) -> list[Row]:
             row("vllm_rollout", [tokens / s for s in seconds["vllm"]], "tokens / s")]
 
 
+def uneven(folder: Path, vocabulary: int) -> Row:
+    """8 x 8 answers, each token the last one with probability 1/16: rows that are done stay or leave."""
+    engine = engine_of(folder)
+    stays, leaves = (rollout_of("hf", engine, ignore_eos=False) for _ in range(2))
+    stays.drop_at = 0.0
+    asked = prompts(vocabulary, list(range(vocabulary // 16)))
+    lengths = leaves.generate_sequences(asked).batch["response_mask"].sum(1)
+    assert torch.equal(lengths, stays.generate_sequences(asked).batch["response_mask"].sum(1))
+    seconds = alternate({"stays": partial(stays.generate_sequences, asked),
+                         "leaves": partial(leaves.generate_sequences, asked)}, REPETITIONS)  # fmt: skip
+    unit = f"times, stay / leave, {lengths.float().mean():.0f} tokens on average, {lengths.max()} at most"
+    return row("hf_rollout_done_rows_leave", ratios(seconds["stays"], seconds["leaves"]), unit)
+
+
 @contextmanager
 def one_rank() -> Iterator[Path]:
     """A process group of this process alone; yields a temporary folder."""
@@ -110,4 +125,4 @@ def run() -> list[Row]:
         large, small = folder / "large", folder / "small"
         save_model(large, **LARGE)
         save_model(small, **SMALL)
-        return [sync(large), *generation(small, SMALL["vocabulary"])]
+        return [sync(large), uneven(small, SMALL["vocabulary"]), *generation(small, SMALL["vocabulary"])]

@@ -28,6 +28,7 @@ WANTED: dict[str, Bound] = {
     "ray_send_speedup": ("at least", 5),
     "dispatch_bytes_ratio": ("at most", 1.1),
     "validation_stats_seconds": ("under", 0.5),
+    "hf_rollout_done_rows_leave": ("at least", 1.3),
     "grpo_step_vs_trl_short": ("at least", 0.9),
     "grpo_step_vs_trl_long": ("at least", 2),
     "grpo_demo_learned": ("at least", 1),

@@ -18,7 +18,7 @@ import pandas as pd
 from benchmarks.harness import Row, say
 from examples.demo_runner import ROOT, run_logged
 from examples.spd_arithmetic.corpus import ITEMS
-from examples.spd_arithmetic.demo import LIMIT, MAX_VAL_DROP, STEPS, saved_scorer, training_command
+from examples.spd_arithmetic.demo import DTYPE, LIMIT, MAX_VAL_DROP, STEPS, saved_scorer, training_command
 from verl.utils.jsonl import read_objects
 
 BED = ROOT / "outputs" / "spd_arithmetic" / "testbed"
@@ -71,7 +71,7 @@ def evaluated(folder: Path, scorer: Path, side: str, validation: list[dict], tes
         "--scorer", str(scorer), "--questions", str(out / "test.jsonl"),
         "--val-questions", str(out / "validation.jsonl"), "--val-harm-labels", str(out / "labels.jsonl"),
         "--harm-labels", str(BED / "harm_labels.jsonl"), "--out", str(out),
-        "--max-new-tokens", str(LIMIT), "--max-val-drop", MAX_VAL_DROP, "--margins", "4",
+        "--max-new-tokens", str(LIMIT), "--dtype", DTYPE, "--max-val-drop", MAX_VAL_DROP, "--margins", "4",
         "--typicals", "0.045", "--harmless-shares", *SHARES,
     ], out / "evaluation.log")  # fmt: skip
     return {row["rule"]: row for row in json.loads((out / "evaluation.json").read_text())["rows"]}

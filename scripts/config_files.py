@@ -192,6 +192,7 @@ def files() -> dict[str, File]:
             f"${{oc.select:global_profiler.global_tool_config.torch_memory.{field.name},{memory[field.name]}}}"
         for field in dataclasses.fields(memory) if field.name not in ("name", "_target_")
     }  # fmt: skip
+    checkpointed = {"enable_gradient_checkpointing": "${verl.default:gradient_checkpointing}"}
     follows = inside | {name: f"${{..{name}}}" for name in entropy}
     dapo = dataclasses.replace(
         ppo,
@@ -213,6 +214,8 @@ def files() -> dict[str, File]:
                 "checkpoint.load_contents": "${.save_contents}",
                 **{f"fsdp_config.{name}": value for name, value in follows.items()},
                 "data_loader_seed": seed, "fsdp_config.seed": seed, **profiled,
+                "fsdp_config.dtype": "${verl.default:dtype}",
+                "share_prompt_forward": "${verl.default:share_prompt_forward}",
             },
             ("ppo_infer_micro_batch_size_per_gpu", "ppo_infer_max_token_len_per_gpu"),
         ),
@@ -237,7 +240,7 @@ def files() -> dict[str, File]:
                 "model.fsdp_config.dtype": f"${{{ACTOR}.fsdp_config.dtype}}",
                 "model.fsdp_config.ulysses_sequence_parallel_size": "${critic.ulysses_sequence_parallel_size}",
                 "optim.clip_grad": "${..grad_clip}", "data_loader_seed": seed, "model.fsdp_config.seed": seed,
-                **profiled,
+                **{f"model.{name}": value for name, value in checkpointed.items()}, **profiled,
             },
         ),
         "data/legacy_data": File(
@@ -250,7 +253,7 @@ def files() -> dict[str, File]:
             },
         ),
         "engine/fsdp": File("FSDP2 engine.", engine),
-        "model/hf_model": File("The model that is trained.", roles.model),
+        "model/hf_model": File("The model that is trained.", roles.model, values=checkpointed),
         "optim/fsdp": File("Optimizer and learning rate.", optim, values={"min_lr_ratio": 0.0}),
         "ref/dp_ref": File(
             "The reference policy, which only runs forward.", roles.ref, ("../engine@fsdp_config: fsdp",),
@@ -286,6 +289,7 @@ def files() -> dict[str, File]:
                 "response_length": "${oc.select:data.max_response_length,512}",
                 "log_prob_use_dynamic_bsz": f"${{{ACTOR}.use_dynamic_bsz}}",
                 "log_prob_max_token_len_per_gpu": f"${{{ACTOR}.ppo_max_token_len_per_gpu}}", **profiled,
+                "dtype": "${verl.default:dtype}",
             },
         ),
         "sandbox/local": File("The local sandbox; limits of one program on one test case.", sandbox),
@@ -318,6 +322,9 @@ def files() -> dict[str, File]:
             values={
                 f"trainer.{local_dir}": "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
                 "trainer.checkpoint.load_contents": "${trainer.checkpoint.save_contents}",
+                "model.fsdp_config.dtype": "${verl.default:dtype}",
+                "use_remove_padding": "${verl.default:remove_padding}",
+                **{f"model.{name}": value for name, value in checkpointed.items()},
             },
             tail=HYDRA,
         ),
@@ -350,6 +357,7 @@ def files() -> dict[str, File]:
         {
             "optim.lr_warmup_steps_ratio": "${optim.warmup_steps_ratio}",
             "trainer.save_freq": "${trainer.save_checkpoint_steps}", "iterative.noise_seed": "${trainer.seed}",
+            "use_remove_padding": False,
         },
         (f"trainer.{local_dir}",),
         head=SEARCHPATH,

@@ -27,6 +27,7 @@ from scripts.spd_evaluation import harm, measures  # noqa: E402
 from scripts.spd_evaluation.measures import EvaluationRow  # noqa: E402
 from scripts.spd_evaluation.plot import save_plot  # noqa: E402
 from scripts.spd_evaluation.pool import Harm, Job, Pool, Run, Scores, visible_gpus  # noqa: E402
+from verl.utils.device import default_dtype  # noqa: E402
 from verl.utils.jsonl import read_objects  # noqa: E402
 
 FIXED_RULES = (
@@ -230,7 +231,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--processes", type=int, help="processes, each with its own models, which share the questions of every run "
         "(default: one per core or GPU)")
     add("--device", default="cpu", help="cpu or cuda")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models (default: bfloat16 on cuda "
+        "and on CPUs with instructions for it, else float32)")
     args = parser.parse_args(argv)
+    args.dtype = args.dtype or default_dtype(args.device)
     if args.processes is None:
         args.processes = os.cpu_count() if args.device == "cpu" else max(1, len(visible_gpus()))
     args.scorers = {"scorer": args.scorer, **dict(pair.partition("=")[::2] for pair in args.compare)}
@@ -251,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> list[EvaluationRow]:
     columns = (TextColumn("  {task.description:<28}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         rows, validation, questions = evaluate(args, progress)
-    record = {"questions": questions, "rows": [asdict(row) for row in rows]}
+    record = {"questions": questions, "dtype": args.dtype, "rows": [asdict(row) for row in rows]}
     (args.out / "evaluation.json").write_text(json.dumps(record, indent=1) + "\n")
     chosen = next(row.threshold for row in rows if row.rule == "scorer")
     choice = {"rule": f"fastest with a drop of at most {args.max_val_drop} in its 95 % interval", "chosen": chosen,

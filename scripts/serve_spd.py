@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from recipe.spd.vllm_plugin.serving import WORKS, engine_options  # noqa: E402
+from verl.utils.device import default_dtype, get_device_name  # noqa: E402
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:
@@ -83,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def serve(options: dict[str, Any], rest: Sequence[str], *, only_print: bool) -> None:
     """Become vLLM's server with these engine arguments, and `rest` as it is; or print the command."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options), *rest]
+    # On a CPU vLLM would take bfloat16 even without instructions for it; of two --dtype the later one counts.
+    dtype = {} if get_device_name() == "cuda" else {"dtype": default_dtype("cpu")}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options | dtype), *rest]
     if only_print:
         print(shlex.join(command))
         return

@@ -45,6 +45,7 @@ from scripts.spd_evaluation.worker import load_model  # noqa: E402
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id  # noqa: E402
 from verl.utils.chat_template import render_chat  # noqa: E402
 from verl.utils.dataset.rl_dataset import read_rows  # noqa: E402
+from verl.utils.device import default_dtype  # noqa: E402
 from verl.utils.tokenizer import hf_tokenizer  # noqa: E402
 
 STYLES = {FROM_TARGET: "", FROM_MATCH: "green", FROM_MISMATCH: "bold yellow"}
@@ -96,8 +97,8 @@ class Session:
         self.args = args
         self.tokenizer = hf_tokenizer(args.target)
         check_tokenizers(self.tokenizer, hf_tokenizer(args.draft), f"--draft {args.draft}")
-        self.target = load_model(args.target, args.device)
-        self.draft = load_model(args.draft, args.device)
+        self.target = load_model(args.target, args.device, args.dtype)
+        self.draft = load_model(args.draft, args.device, args.dtype)
         ends = self.target.generation_config.eos_token_id  # chat models have several
         self.eos = self.tokenizer.eos_token_id if ends is None else ends
         self.judge = self._make_judge()
@@ -360,10 +361,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=256)
     add("--batch-size", type=int, default=64, help="prompts decoded at once")
     add("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of all models (default: bfloat16 on cuda "
+        "and on CPUs with instructions for it, else float32)")
     add("--chat-template", action="store_true", help="wrap each prompt as a user's message")
     add("--json", type=Path, metavar="FILE", help="write one record a prompt")
     add("--no-color", action="store_true", help="plain markers on a terminal too")
     args = parser.parse_args(argv)
+    args.dtype = args.dtype or default_dtype(args.device)
     args.rule = args.rule or ("scorer" if args.scorer else "exact")
     if (args.rule == "scorer") != (args.scorer is not None):
         parser.error(f"--rule {args.rule} with --scorer {args.scorer}: name a scorer for --rule scorer, and only then")

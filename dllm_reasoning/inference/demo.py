@@ -17,6 +17,7 @@ from dllm_reasoning.inference.generator import iterative_generate
 from dllm_reasoning.inference.settings import ADD_EOS_LENGTH, GenerationSettings
 from verl.utils.chat_template import render_chat
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
+from verl.utils.device import default_dtype
 from verl.utils.model import create_huggingface_actor, torch_dtype_of
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -48,10 +49,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--noise_token_id", type=int, help="token of the noise (default: the trained one, else EOS)")
     add("--no_cache", dest="use_cache", action="store_false", help="read the full text in each forward")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", default="float32", help="type of the weights: float32, bfloat16, ...")
+    add("--dtype", help="type of the weights: float32, bfloat16, ... (default: bfloat16 on cuda and on CPUs with "
+        "instructions for it, else float32)")  # fmt: skip
     add("--output_file", type=Path, default=Path("inference_results.jsonl"))
     add("--max_display", type=int, default=5, help="answers to print")
     args = parser.parse_args(argv)
+    args.dtype = args.dtype or default_dtype(torch.device(args.device).type)
     if args.batch_size < 1:
         parser.error(f"--batch_size {args.batch_size} is below 1")
     return args

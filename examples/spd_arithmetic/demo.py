@@ -25,6 +25,7 @@ LIMIT = 128  # tokens of an answer, in the test bed, in training and in the eval
 HARMLESS_SHARES = {"target": ("0.8", "0.75", "0.7"), "own": ("0.8", "0.7")}  # accepted above a threshold
 MAX_VAL_DROP = "0.02"  # the upper end of an interval, which 600 questions leave a point wide
 MARGINS, TYPICALS = ("3", "4", "5"), ("0.045", "0.03")
+DTYPE = "float32"  # the documented results; the models are too small for bfloat16 to be faster
 # By LoRA, with a head that reads what the target's head does: docs/experiments.md has the results of others.
 OWN_TRAINING = ("--backbone", "own", "--lora-rank", "16", "--lora-alpha", "32", "--head-inputs", "pair")
 
@@ -36,7 +37,9 @@ def training_command(testbed: Path, run: Path, store: Path, steps: int, seed: in
     command += ["--metadata", str(testbed / "metadata_train.parquet")]
     command += ["--store", str(store), "--steps", str(steps), "--seed", str(seed), "--save-freq", str(steps)]
     command += ["--device", "cpu", "--epochs", "1000", "--max-tokens", str(LIMIT)]
-    return [*command, "trainer.logger=[file]", "trainer.val_before_train=false"]
+    command += ["trainer.logger=[file]", "trainer.val_before_train=false"]
+    settings = {"actor_rollout_ref.actor.fsdp_config.dtype": DTYPE, "spd.rollout.server_args": f"[--dtype,{DTYPE}]"}
+    return [*command, *(f"{key}={value}" for key, value in settings.items())]
 
 
 def saved_scorer(run: Path, steps: int) -> Path:
@@ -48,14 +51,14 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """The command of each phase, as a user would type it."""
     python, testbed, run = sys.executable, args.out / "testbed", args.out / args.backbone / "run"
     make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(args.seed)]
-    make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
+    make += ["--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT), "--dtype", DTYPE]
     store = args.out / "completions.sqlite3"
     validation = ["--val-blocks", str(testbed / "blocks_val.parquet")]
     validation += ["--val-metadata", str(testbed / "metadata_val.parquet"), "trainer.logger=[file,tensorboard]"]
     train = [*training_command(testbed, run, store, args.steps, args.seed), *validation]
     if args.backbone == "own":
         train += OWN_TRAINING
-    evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone)]
+    evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(args.out / args.backbone), "--dtype", DTYPE]
     evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
     evaluate += ["--scorer", str(saved_scorer(run, args.steps))]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.demo_runner import ROOT, PhaseFailed, run_logged
-from examples.spd_arithmetic.demo import LIMIT, STEPS, saved_scorer, training_command
+from examples.spd_arithmetic.demo import DTYPE, LIMIT, STEPS, saved_scorer, training_command
 from scripts.spd_evaluation.measures import EvaluationRow
 from scripts.spd_evaluation.plot import CURVES, save_plot
 
@@ -83,7 +83,8 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     """Test bed, trainings and evaluation of one seed; the supervised one gets its budget when GRPO's is known."""
     python, testbed, run = sys.executable, out / "testbed", out / "run"
     make = [python, "-m", "examples.spd_arithmetic.prepare_blocks", "--out", str(testbed), "--seed", str(seed)]
-    make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT)]
+    make += ["--softness", str(softness), "--n-test-questions", str(args.questions), "--max-new-tokens", str(LIMIT),
+             "--dtype", DTYPE]
     make += ["--n-train-questions", str(args.train_questions), "--n-train-blocks", str(args.blocks)]
     store, labelled = out / "completions.sqlite3", out / "labelled"
     trainings = {name: training_command(testbed, place, store, args.steps, seed)
@@ -91,7 +92,7 @@ def commands(args: argparse.Namespace, seed: int, softness: float, out: Path) ->
     trainings["supervised"].insert(2, "--supervised")
     trainings["refined"][2:2] = ["--adapter", str(labelled / "supervised")]
     evaluate = [python, "scripts/eval_spd_scorer.py", "--out", str(out), "--all-rules", "--seed", str(seed)]
-    evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft")]
+    evaluate += ["--target", str(testbed / "target"), "--draft", str(testbed / "draft"), "--dtype", DTYPE]
     evaluate += ["--scorer", str(saved_scorer(run, args.steps)), "--compare", f"supervised={labelled / 'supervised'}"]
     evaluate += [f"refined={saved_scorer(out / 'refined', args.steps)}"]
     evaluate += ["--questions", str(testbed / "questions_test.jsonl")]

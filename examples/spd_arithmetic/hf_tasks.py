@@ -13,14 +13,15 @@ from examples.spd_arithmetic.pair import PairFiles, end_tokens
 from recipe.spd.dataset import cut_at_end
 from recipe.spd.decoder import Block, greedy_generate, speculative_generate
 from scripts.spd_evaluation.rules import margin as accept_within
+from verl.utils.model import torch_dtype_of
 
 
 @cache
 def _load(files: PairFiles) -> dict[str, nn.Module]:
-    """Both models on the device, once per process; float32 on a CPU, bfloat16 on a GPU."""
+    """Both models on the device, once per process."""
     torch.set_num_threads(files.threads)
     disable_progress_bar()  # its lines would cross those of the command
-    dtype = torch.float32 if files.device == "cpu" else torch.bfloat16
+    dtype = torch_dtype_of(files.dtype, "--dtype")
     return {name: AutoModelForCausalLM.from_pretrained(files.folder / name, dtype=dtype).to(files.device).eval()
             for name in ("target", "draft")}
 

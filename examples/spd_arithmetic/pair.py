@@ -38,6 +38,7 @@ class PairFiles:
     tensor_parallel: int = 1  # GPUs that share the target; for vllm
     kept: Path | None = None  # folder of finished parts, with which a killed run resumes
     memory_shares: tuple[float, float] = (0.6, 0.25)  # of each GPU, for target and draft; for vllm
+    dtype: str = "float32"  # of both models
 
 
 @dataclass

@@ -43,6 +43,7 @@ from examples.spd_arithmetic.questions import (
 from examples.spd_arithmetic.workers import RayWorkers, Workers
 from recipe.spd import decoder as decode
 from scripts.spd_evaluation import rules
+from verl.utils.device import default_dtype
 from verl.utils.fingerprint import model_dir_fingerprint
 
 HERE = Path(__file__).parent
@@ -154,6 +155,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--thinking", action=argparse.BooleanOptionalAction, help="the chat template's enable_thinking")
     add("--template-args", type=json.loads, default={}, help="further arguments of the chat template, as JSON")
     add("--device", default="cpu", help="cpu or cuda: where blocks are made")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="of both models (default: bfloat16 on cuda "
+        "and on CPUs with instructions for it, else float32)")
     add("--engine", choices=("hf", "vllm"), help="what generates: plain batches of transformers, or vLLM (default: "
         "vllm on cuda, hf on a CPU, where tiny models finish before vLLM has started)")
     add("--tensor-parallel", type=int, default=1, help="GPUs that share the target (vLLM)")
@@ -181,6 +184,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("processes", "tensor_parallel"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more")
+    args.dtype = args.dtype or default_dtype(args.device)
     args.engine = args.engine or ("vllm" if args.device == "cuda" else "hf")
     args.ray = args.device == "cuda" if args.ray is None else args.ray
     if args.device == "cuda" and not args.ray:
@@ -244,7 +248,7 @@ def build(args: argparse.Namespace, out: Path, workers: Workers, phases: Phases,
             write_questions(out / f"questions_{split}.jsonl", splits[split])
     longest = max(len(q.prompt_ids) for split in SPLITS for q in splits[split])
     files = PairFiles(out, args.device, args.threads, args.gamma, args.max_new_tokens, args.batch_size, args.engine,
-                      longest, args.tensor_parallel, out / KEPT, tuple(args.memory_shares))
+                      longest, args.tensor_parallel, out / KEPT, tuple(args.memory_shares), args.dtype)
     pair = open_pair(files, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), workers)
     paths, written, drifted = {}, {}, []
     for split, n_blocks in (("train", args.n_train_blocks), ("val", args.n_val_blocks)):

@@ -24,7 +24,7 @@ CPU_CACHE_BYTES = 256 << 20  # of each engine, which zeroes it when it starts
 
 @cache
 def _engines(files: PairFiles) -> dict[str, LLM]:
-    """The engines of target and draft, once per process; float32 on a CPU, bfloat16 on GPUs."""
+    """The engines of target and draft, once per process."""
     from verl.workers.rollout.vllm_rollout.vllm_rollout import start_engine
 
     on_cuda = files.device != "cpu"
@@ -34,13 +34,14 @@ def _engines(files: PairFiles) -> dict[str, LLM]:
     for role, share in zip(("target", "draft"), files.memory_shares, strict=True):
         limit = AutoConfig.from_pretrained(files.folder / role).get_text_config().max_position_embeddings
         arguments: dict[str, Any] = {
-            "model": str(files.folder / role), "skip_tokenizer_init": True, "seed": 0, "generation_config": "vllm",
-            "max_model_len": min(length, limit), "enable_prefix_caching": True, "disable_log_stats": True,
+            "model": str(files.folder / role), "dtype": files.dtype, "skip_tokenizer_init": True, "seed": 0,
+            "generation_config": "vllm", "max_model_len": min(length, limit), "enable_prefix_caching": True,
+            "disable_log_stats": True,
         }  # fmt: skip
         if on_cuda:
-            arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": share}
+            arguments |= {"gpu_memory_utilization": share}
         else:
-            arguments |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES,
                           "block_size": 32}  # the usual 128 tokens are more than a prefix to share
         if role == "target" and files.tensor_parallel > 1:
             arguments |= {"tensor_parallel_size": files.tensor_parallel, "distributed_executor_backend": "mp"}

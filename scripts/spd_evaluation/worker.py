@@ -23,6 +23,7 @@ from recipe.spd.decoder import (
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
+from verl.utils.model import torch_dtype_of
 from verl.utils.tokenizer import hf_tokenizer
 
 
@@ -49,8 +50,8 @@ class Worker:
         self.job, self.args = job, job.args
         self.tokenizer = hf_tokenizer(self.args.target)
         check_tokenizers(self.tokenizer, hf_tokenizer(self.args.draft), f"--draft {self.args.draft}")
-        self.target = load_model(self.args.target, self.args.device)
-        self.draft = load_model(self.args.draft, self.args.device)
+        self.target = load_model(self.args.target, self.args.device, self.args.dtype)
+        self.draft = load_model(self.args.draft, self.args.device, self.args.dtype)
         ends = self.target.generation_config.eos_token_id  # chat models have several
         self.eos = self.tokenizer.eos_token_id if ends is None else ends
         self.scores = {name: self._scores(model) for name, model in self._load_scorers().items()}
@@ -149,7 +150,7 @@ class Worker:
         return {n: m.to(self.args.device).eval() for n, m in {**models, "scorer_untrained": untrained}.items()}
 
 
-def load_model(directory: str, device: str) -> torch.nn.Module:
-    """A causal model in float32, or in its own type on a GPU."""
-    dtype = torch.float32 if device == "cpu" else "auto"
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+def load_model(directory: str, device: str, dtype: str) -> torch.nn.Module:
+    """A causal model for inference."""
+    kind = torch_dtype_of(dtype, "--dtype")
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=kind).to(device).eval()

@@ -96,7 +96,9 @@ def test_rollouts(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # run() sets it for good
     monkeypatch.setenv("MASTER_PORT", "0")
     rows = rows_of(rl_rollout, monkeypatch)
-    assert rows.keys() == {"weight_sync_seconds_per_gb", "vllm_vs_hf_rollout", "vllm_rollout"}
+    assert rows.keys() == {
+        "weight_sync_seconds_per_gb", "hf_rollout_done_rows_leave", "vllm_vs_hf_rollout", "vllm_rollout"
+    }  # fmt: skip
     assert not torch.distributed.is_initialized()
 
 

@@ -67,8 +67,8 @@ def test_options_reach_the_generator(model_path, tmp_path, options, settings):
 
 @pytest.mark.parametrize(
     ("options", "name", "expected"),
-    [([], "cache", True), (["--no_cache"], "cache", False), ([], "dtype", torch.float32),
-     (["--dtype", "bfloat16"], "dtype", torch.bfloat16), (["--device", "meta"], "device", "meta"),
+    [([], "cache", True), (["--no_cache"], "cache", False), (["--dtype", "float16"], "dtype", torch.float16),
+     ([], "dtype", torch.bfloat16), (["--device", "meta"], "device", "meta"),
      (["--device", "cpu"], "device", "cpu")],
 )  # fmt: skip
 def test_model_options_reach_the_model(model_path, tmp_path, monkeypatch, options, name, expected):
@@ -79,6 +79,7 @@ def test_model_options_reach_the_model(model_path, tmp_path, monkeypatch, option
         return GenerationResult([[5]], GenerationStats([1], [1], [[]], 1, 0.1))
 
     monkeypatch.setattr(demo, "iterative_generate", generate)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert run(model_path, tmp_path, "--prompt", PROMPTS[0], *options)[0] == 0 and seen[name] == expected
 
 

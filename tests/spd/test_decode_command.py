@@ -57,6 +57,15 @@ def next_word(model, ids: list[int]) -> int:
         return int(model(torch.tensor([ids])).logits[0, -1].argmax())
 
 
+def test_models_have_the_dtype_that_is_asked_for_or_the_cpus(house, monkeypatch):
+    folders = [f"--{name}={house / name}" for name in ("target", "draft")] + ["--device", "cpu"]
+    for capable, options, dtype in ((True, [], torch.bfloat16), (False, [], torch.float32),
+                                    (True, ["--dtype", "float32"], torch.float32)):  # fmt: skip
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capable=capable: {"avx512_bf16": capable})
+        session = command.Session(command.parse([*folders, *options]))
+        assert session.target.dtype == session.draft.dtype == dtype
+
+
 def test_exact_match_prints_the_targets_own_text(house, capsys):
     rows = run(house, "--rule", "exact", "--batch-size", "3", "--prompt", *PROMPTS)
     target, tokenizer = LlamaForCausalLM.from_pretrained(house / "target"), make_tokenizer()

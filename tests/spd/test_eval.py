@@ -14,10 +14,11 @@ import torch
 from recipe.spd.decoder import SpecResult
 from scripts.spd_evaluation import harm, measures, rules
 from scripts.spd_evaluation.measures import EvaluationRow
-from scripts.spd_evaluation.pool import Run
+from scripts.spd_evaluation.pool import Job, Run
 from scripts.spd_evaluation.worker import Worker, load_model
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig
 from tests.helpers.models import make_tokenizer, save_tiny_llama
+from verl.utils.device import default_dtype
 
 KEYS = [
     "rule", "threshold", "accuracy", "accuracy_se", "drop", "drop_se", "accepted_per_forward", "tokens_per_forward",
@@ -155,7 +156,7 @@ def load_script():
 
 
 def test_harm_shares_by_hand(house):
-    target, draft = (load_model(str(house / name), "cpu") for name in ("target", "draft"))
+    target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     blocks = harm.read_labels(house / "labels.jsonl")
     assert [block.harmful for block in blocks] == [{0: False, 2: True}, {1: True, 2: False}]
 
@@ -197,6 +198,20 @@ def run_script(house, scorer, out, *options):
     return tuple(json.loads((out / name).read_text()) for name in ("evaluation.json", "validation.json"))
 
 
+def test_all_models_have_the_dtype_that_is_asked_for_or_the_cpus(house, tmp_path, monkeypatch):
+    scorer = save_scorer(house, "target", tmp_path / "scorer")
+    folders = ["--target", str(house / "target"), "--draft", str(house / "draft"), "--scorer", str(scorer)]
+    files = ["--questions", "q", "--val-questions", "v", "--harm-labels", "h", "--out", "o"]
+    parse = load_script().parse
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
+    assert parse([*folders, *files]).dtype == "float32"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert parse([*folders, *files, "--dtype", "float32"]).dtype == "float32"
+    worker = Worker(Job(parse([*folders, *files]), {}, [], []), multiprocessing.Value("q", 0))
+    scorer = worker._load_scorers()["scorer"]  # its head stays in float32
+    assert [model.dtype for model in (worker.target, worker.draft, scorer.backbone)] == 3 * [torch.bfloat16]
+
+
 def save_scorer(house, backbone, path):
     config = ScoringModelConfig(base_model_path=str(house / "target"), backbone=backbone)
     AutoModelForSPDScoring.from_config(config).save_pretrained(path)
@@ -212,7 +227,7 @@ def test_the_command_writes_every_key_rule_and_picture(house, tmp_path, capsys):
     )  # fmt: skip
     shown = capsys.readouterr().out
     assert "twin: no threshold keeps the drop" in shown and "12 held-out questions" in shown
-    assert list(record) == ["questions", "rows"]
+    assert list(record) == ["questions", "dtype", "rows"] and record["dtype"] == default_dtype("cpu")
     assert record["questions"] == 12
     assert all(list(row) == KEYS for row in record["rows"])
     assert [row["rule"] for row in record["rows"]] == [
@@ -252,7 +267,7 @@ def test_labelled_validation_blocks_spread_and_choose_the_thresholds(house, tmp_
         "--processes", "1",
     ])  # fmt: skip
     rows = json.loads((tmp_path / "validation.json").read_text())["rows"]
-    target, draft = (load_model(str(house / name), "cpu") for name in ("target", "draft"))
+    target, draft = (load_model(str(house / name), "cpu", "float32") for name in ("target", "draft"))
     model = AutoModelForSPDScoring.from_pretrained(scorer, base_model=target)
     blocks = harm.read_labels(house / "labels.jsonl")
     labelled = harm.labelled_scores(rules.scores(model), target, draft, blocks, 2)

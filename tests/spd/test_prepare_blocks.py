@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 import torch
 
-from examples.spd_arithmetic import corpus, prepare_blocks, questions
+from examples.spd_arithmetic import corpus, hf_tasks, prepare_blocks, questions
 from examples.spd_arithmetic.model import Shape, SmallLlama, export
+from examples.spd_arithmetic.pair import PairFiles
 from examples.spd_arithmetic.questions import PromptStyle
 from examples.spd_arithmetic.tokenizer import Encoder, build_tokenizer
 from tests.helpers.models import make_tokenizer
@@ -158,6 +159,18 @@ def test_prompts_follow_template_system_shots_and_thinking(tmp_path):
     assert text(few_shot=shots, system="d") == "d <unk> 1 + 1 c <unk> b <unk> 2 <unk> 2 + 3 c <unk>"
     with pytest.raises(ValueError, match="has no chat template, which .'enable_thinking'. are for"):
         text(thinking=False)
+
+
+def test_both_models_have_the_dtype_that_is_asked_for_or_the_cpus(given, tmp_path, monkeypatch):
+    asked = ["--out", str(tmp_path)]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+    assert prepare_blocks.parse_arguments(asked).dtype == "bfloat16"
+    assert prepare_blocks.parse_arguments([*asked, "--dtype", "float32"]).dtype == "float32"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {})
+    assert prepare_blocks.parse_arguments(asked).dtype == "float32"
+    files = PairFiles(Path(given[1]).parent, "cpu", 1, 4, max_new_tokens=8, batch_size=2, dtype="bfloat16")
+    models = hf_tasks._load(files)
+    assert [models[name].dtype for name in ("target", "draft")] == [torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from recipe.spd.client import Completer
 from recipe.spd.store import Completion, CompletionStore
@@ -96,6 +97,16 @@ def test_another_process_gets_the_log_of_a_server_that_has_ended(tmp_path, reape
     with pytest.raises(LocalServerError, match="has ended.*Last lines of .*a log:\nunknown model"):
         RunningServer.from_handle(handle).wait_ready(60)
     process.wait(10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("capable", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_server_on_a_cpu_has_its_dtype_unless_an_argument_names_another(tmp_path, monkeypatch, capable, dtype):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": capable})
+    server = LocalVllmServer("model", tmp_path / "log", 64, ["--dtype", "float16"])
+    server.stop()
+    command = (tmp_path / "log").read_text().splitlines()[0].split()
+    assert [command[at + 1] for at, word in enumerate(command) if word == "--dtype"] == [dtype, "float16"]
 
 
 def test_the_start_timeout_counts_from_the_start_of_the_server(tmp_path):

@@ -6,6 +6,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -105,6 +106,8 @@ def test_options_and_environment_reach_the_config(tmp_path, monkeypatch):
     assert config.trainer.project_name == "mine" and config.actor_rollout_ref.actor.optim.lr == 1e-3
     assert config.spd.reward.penalty_break == -64 and config.spd.reward.useless == -2
     assert config.spd.rollout.servers == "http://a:1,http://b:2"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16" in entry.training_overrides(args, data, None)
     command = entry.build_training_command(args, data, None)
     assert command[command.index("--config-name") + 2 :] == entry.training_overrides(args, data, None)
     env = entry._create_training_env(args)

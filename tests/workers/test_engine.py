@@ -45,6 +45,28 @@ def test_activations_wait_on_the_cpu_where_asked_for(tiny_llama):
     assert results[0] == results[1]
 
 
+def test_layers_are_checkpointed_where_their_activations_would_not_fit(tiny_llama, monkeypatch):
+    # Per token 2 layers of 64 hidden units keep 34 values of 4 bytes a unit: 17,408 bytes.
+    engine = make_engine(tiny_llama, enable_gradient_checkpointing=None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("verl.workers.engine.fsdp.available_memory", lambda device: 2 * 2 * 10 * 17_408)
+    results = []
+    for tokens, checkpointed in ((10, False), (11, True), (10, False)):
+        with engine.train_mode(), engine.autocast(tokens):
+            assert engine.module.is_gradient_checkpointing == checkpointed
+            engine.optimizer_zero_grad()
+            loss = loss_of(engine)
+            engine.backward(loss, is_last_micro_batch=True)
+            results.append([loss.item(), *(p.grad.to_local().norm().item() for p in engine.module.parameters())])
+    assert results[0] == results[2] and results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_cpu_updates_by_fused_optimizers_unless_another_is_asked_for(tiny_llama):
+    assert make_engine(tiny_llama).optimizer.defaults["fused"]
+    plain = {"override_optimizer_config": {"fused": False}}
+    assert not make_engine(tiny_llama, optim=plain).optimizer.defaults["fused"]
+
+
 def test_steps_equal_plain_torch(tiny_llama):
     engine = make_engine(tiny_llama)
     plain = LlamaForCausalLM.from_pretrained(tiny_llama)

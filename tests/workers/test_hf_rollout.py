@@ -101,6 +101,28 @@ def test_a_sample_does_not_depend_on_the_other_rows(tiny_llama):
     assert torch.equal(small["responses"], together["responses"])
 
 
+def test_rows_that_are_done_leave_the_batch_and_change_no_answer(tiny_llama):
+    engine = FakeEngine(LlamaForCausalLM.from_pretrained(tiny_llama))
+    made = rollout(tiny_llama, engine, response_length=12, calculate_log_probs=True)
+    batch = prompts(n=8, eos_token_id=list(range(5, 20)))  # about every fourth token
+    sizes = []
+    hook = engine.module.register_forward_pre_hook(
+        lambda module, args, inputs: sizes.append(len(inputs["input_ids"])), with_kwargs=True
+    )
+    out = made.generate_sequences(batch).batch
+    hook.remove()
+    running = out["response_mask"].sum(0).tolist()  # at each token
+    assert sizes[0] == 3 and len(sizes) == sum(count > 0 for count in running)
+    for count, size in zip(running[1 : len(sizes)], sizes[1:], strict=True):
+        assert count <= size and (count > 0.75 * size or size == 1)
+    assert min(sizes[1:]) < 4 < 20 < max(sizes)
+    for i in range(3):
+        alone = made.generate_sequences(batch[i : i + 1]).batch
+        mine = slice(8 * i, 8 * i + 8)
+        assert torch.equal(alone["responses"], out["responses"][mine])
+        assert torch.allclose(alone["rollout_log_probs"], out["rollout_log_probs"][mine], atol=1e-5)
+
+
 def test_another_step_draws_other_samples(tiny_llama):
     made = rollout(tiny_llama)
     one, again, two = (made.generate_sequences(prompts(global_steps=step)).batch["responses"] for step in (1, 1, 2))

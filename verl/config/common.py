@@ -48,6 +48,15 @@ def fused_kernels() -> Any:
     return setting(False, "Compute log-probs without holding all logits.", always=always)
 
 
+def gradient_checkpointing() -> Any:
+    """The setting enable_gradient_checkpointing."""
+    return setting(
+        True,
+        "Recompute activations in the backward to save memory; null, the default on CPUs: only for micro-batches whose "
+        "activations would not fit in memory.",
+    )
+
+
 def use_liger() -> Any:
     """The setting use_liger."""
     return setting(False, "Let kernels of the package liger-kernel compute norms, rotations and MLPs; needs a GPU.")

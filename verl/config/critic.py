@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
 from verl.config.actor import LOSS_AGG_MODES, MUTABLE
-from verl.config.common import BaseModelConfig, CheckpointConfig, sequence_parallel_size
+from verl.config.common import BaseModelConfig, CheckpointConfig, gradient_checkpointing, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
@@ -22,7 +22,7 @@ class FSDPCriticModelCfg(BaseModelConfig, section="critic.model"):
     use_shm: bool = setting(False, "Copy weights to /dev/shm first, once for all ranks of a machine.")
     enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(False, "Remove padding before the forward.")
-    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
+    enable_gradient_checkpointing: bool | None = gradient_checkpointing()
     fsdp_config: FSDPEngineConfig = setting(FSDPEngineConfig, "The critic's engine.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)

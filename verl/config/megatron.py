@@ -57,7 +57,7 @@ class TransformerOverrides(BaseConfig, section="megatron.override_transformer_co
 def _check_recomputation(engine: Mapping[str, Any], model: Mapping[str, Any], keys: tuple[str, str]) -> None:
     """Raise ValueError where Megatron's key asks for another recomputation than the model's; `keys`: their sections."""
     asked = TransformerOverrides(**engine["override_transformer_config"]).recompute_granularity
-    if asked is not None and model["enable_gradient_checkpointing"] != (asked == "full"):
+    if asked is not None and model["enable_gradient_checkpointing"] not in (None, asked == "full"):
         rule = f"{keys[0]}.override_transformer_config.recompute_granularity={asked} contradicts"
         key, value = f"{keys[1]}.enable_gradient_checkpointing", model["enable_gradient_checkpointing"]
         raise ValueError(f"{rule} {key}={json.dumps(value)}. Set {key}={json.dumps(not value)}.")

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from verl.base_config import BaseConfig
-from verl.config.common import fused_kernels, use_liger
+from verl.config.common import fused_kernels, gradient_checkpointing, use_liger
 from verl.config.fields import setting
 
 FILLED = (
@@ -57,7 +57,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
         "may import others.",
     )
     override_config: dict[str, Any] = setting(dict, "Values that replace those of config.json; any key.")
-    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
+    enable_gradient_checkpointing: bool | None = gradient_checkpointing()
     enable_activation_offload: bool = setting(False, "Move activations to the CPU between forward and backward.")
     use_remove_padding: bool = setting(True, "Remove padding before the forward.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)

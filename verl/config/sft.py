@@ -8,6 +8,7 @@ from verl.config.common import (
     CheckpointConfig,
     ModuleConfig,
     RunConfig,
+    gradient_checkpointing,
     sequence_parallel,
     sequence_parallel_size,
     tensor_parallel_size,
@@ -101,7 +102,7 @@ class SFTModelConfig(BaseConfig, section="model"):
         "Dotted name of one module to import first, such as my_parts (no path; its folder on PYTHONPATH); it may "
         "import others.",
     )
-    enable_gradient_checkpointing: bool = setting(True, "Recompute activations in the backward to save memory.")
+    enable_gradient_checkpointing: bool | None = gradient_checkpointing()
     trust_remote_code: bool = setting(False, "Let the model run code that comes with it.")
     lora_rank: int = setting(0, "Rank of LoRA; 0 trains all weights.", low=0)
     lora_alpha: int = setting(16, "Alpha of LoRA: the update is scaled by alpha / rank.", above=0)

@@ -10,7 +10,17 @@ from verl.utils.registry import Registry
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "float": 4, "auto": 2}
 LOGITS_CHUNK = 896  # tokens whose logits the token policy holds at once, unless its chunk_tokens says otherwise
+IN_LAYER = 34  # values that a layer keeps of each token and hidden unit
 LOSS_COPIES = 3  # logits in the computation's type, in float32 and, with an entropy's gradient, their softmax
+
+
+def activation_bytes(hf_config: Any, itemsize: int) -> int:
+    """Bytes that the layers of a model keep of one token for the backward pass, without checkpointing.
+
+    About 34 values of `itemsize` bytes a hidden unit and layer (Korthikanti et al. 2022, arXiv 2205.05198).
+    """
+    text = hf_config.get_text_config()
+    return IN_LAYER * text.num_hidden_layers * text.hidden_size * itemsize
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Which accelerator this process has: CUDA, or none and then the CPU."""
 
 import os
+from pathlib import Path
 from types import ModuleType
 
+import psutil
 import torch
 
 is_cuda_available = torch.cuda.is_available()
@@ -29,6 +31,24 @@ def default_dtype(device_type: str) -> str:
         return "bfloat16"
     supported = torch.cpu.get_capabilities()
     return "bfloat16" if supported.get("avx512_bf16") or supported.get("amx_bf16") else "float32"
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes of a GPU; of the machine, within the limit of this process' control group, on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = psutil.virtual_memory().available
+    for group, limit, used in (("", "max", "current"), ("memory", "limit_in_bytes", "usage_in_bytes")):  # v2, v1
+        files = [Path("/sys/fs/cgroup", group, f"memory.{name}") for name in (limit, used)]
+        most, now = (file.read_text().strip() if file.is_file() else "max" for file in files)
+        if most != "max":
+            available = min(available, int(most) - int(now))
+    return available
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Threads of each of the `ranks` of this machine that compute on its CPUs at the same time."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def get_torch_device() -> ModuleType:

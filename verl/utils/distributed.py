@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from verl.utils.device import get_device_name, get_nccl_backend, rank_device_index
+from verl.utils.device import get_device_name, get_nccl_backend, rank_device_index, threads_of_rank
 
 HOST_TIMEOUT = timedelta(hours=10)  # of collectives on the host next to a group of GPUs
 
@@ -43,9 +43,11 @@ def _start(timeout_second: float | None) -> None:
 
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:
     """Join the torchrun job; returns (local rank, rank, world size) and selects this rank's GPU."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank, ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if get_device_name() == "cuda":
         torch.cuda.set_device(rank_device_index())
+    elif ranks > 1 and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
+        torch.set_num_threads(threads_of_rank(ranks))  # torchrun's own default for several ranks is one
     if not dist.is_initialized():
         _start(timeout_second)
     return local_rank, dist.get_rank(), dist.get_world_size()

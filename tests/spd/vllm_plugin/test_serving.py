@@ -14,6 +14,7 @@ from recipe.spd.scoring_config import CONFIG_FILE
 from recipe.spd.trained import HEAD_FILE
 from recipe.spd.vllm_plugin import engine_options
 from recipe.spd.vllm_plugin.serving import WORKER
+from scripts import serve_spd
 from scripts.serve_spd import given_values
 from tests.spd.vllm_plugin.pair import make_pair
 from verl.utils import fingerprint
@@ -127,6 +128,12 @@ def test_vllm_options_that_a_scorer_restricts_are_read_from_the_command_line():
         "enable_lora": True, "logprobs_mode": "raw_logits"
     }  # fmt: skip
     assert given_values(["--decode-context-parallel-size", "2"]) == {"decode_context_parallel_size": 2}
+
+
+def test_a_served_model_has_the_dtype_of_the_cpu_unless_a_later_option_names_another(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
+    serve_spd.serve({"model": "m"}, ["--dtype", "bfloat16"], only_print=True)
+    assert capsys.readouterr().out.endswith("--model m --dtype float32 --dtype bfloat16\n")
 
 
 @pytest.mark.process

@@ -11,6 +11,7 @@ from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.base_config import BaseConfig
 from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import default_dtype
 from verl.workers.config import (
     FSDPActorConfig,
     FSDPCriticConfig,
@@ -43,6 +44,37 @@ DIFFERENT = {
     "critic.profiler.save_path": "outputs/profile",
     "reward_model.profiler.save_path": "outputs/profile",
 }
+
+
+CPU = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=vllm",
+       "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.use_dynamic_bsz=true"]  # fmt: skip
+
+
+def test_a_cpu_has_defaults_of_its_own():
+    roles, on_gpu = compose_ppo(*CPU).actor_rollout_ref, compose_ppo(*CPU[1:]).actor_rollout_ref
+    shown = [(r.actor.share_prompt_forward, r.model.enable_gradient_checkpointing) for r in (roles, on_gpu)]
+    assert shown == [(True, None), (False, True)]
+    dtypes = [[r[role].fsdp_config.dtype for role in ("actor", "ref")] + [r.rollout.dtype] for r in (roles, on_gpu)]
+    assert dtypes == [[default_dtype("cpu")] * 3, ["bfloat16"] * 3]
+    sft = compose_ppo("trainer.device=cpu", config_name="sft_trainer")
+    assert (sft.use_remove_padding, sft.model.fsdp_config.dtype) == (True, default_dtype("cpu"))
+    assert not compose_ppo(config_name="sft_trainer").use_remove_padding
+
+
+@pytest.mark.parametrize(
+    "excludes",
+    ["actor_rollout_ref.rollout.n=1", "algorithm.use_pf_ppo=true", "actor_rollout_ref.actor.ppo_mini_batch_size=7",
+     "data.train_batch_size=33", "actor_rollout_ref.model.policy.name=bernoulli",
+     "actor_rollout_ref.model.use_remove_padding=false",
+     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false "
+     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+     "actor_rollout_ref.actor.use_dynamic_bsz=false actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+     "actor_rollout_ref.actor.use_dynamic_bsz=false actor_rollout_ref.actor.ppo_micro_batch_size=12"],
+)  # fmt: skip
+def test_shared_prompts_give_way_to_settings_that_exclude_them(excludes):
+    assert not compose_ppo(*CPU, *excludes.split()).actor_rollout_ref.actor.share_prompt_forward
+    forced = compose_ppo(*CPU, *excludes.split(), "actor_rollout_ref.actor.share_prompt_forward=true")
+    assert forced.actor_rollout_ref.actor.share_prompt_forward
 
 
 def leaves(node, prefix=""):

@@ -37,6 +37,7 @@ from verl.single_controller.ray.resource_pool import (
     split_resource_pool,
 )  # fmt: skip
 from verl.single_controller.ray.watchdog import hanging
+from verl.utils.device import threads_of_rank
 
 __all__ = [
     "RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "SubRayResourcePool", "WorkerDiedError",
@@ -112,7 +113,8 @@ class RayWorkerGroup(WorkerGroup):
             "RAY_LOCAL_WORLD_SIZE": str(local_world), "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port), "WG_PREFIX": self.name_prefix, "WG_BACKEND": "ray",
         }
-        if not self.resource_pool.use_gpu:  # CPU ranks use as many threads as the driver
+        if not self.resource_pool.use_gpu:  # Ray would give them one thread
+            env["OMP_NUM_THREADS"] = str(threads_of_rank(local_world))
             env.update({k: os.environ[k] for k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if k in os.environ})
             env["CUDA_VISIBLE_DEVICES"] = ""
         if taken := sorted(env.keys() & self.customized_worker_env.keys()):

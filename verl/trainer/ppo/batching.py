@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from loguru import logger
+from omegaconf import DictConfig
 
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
@@ -17,10 +19,12 @@ from verl.algos.rollout_correction import (
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.config.algorithm import RolloutCorrectionConfig
+from verl.planning.batch_arithmetic import prompts_a_step
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.groupwise import as_torch_index
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.reward_manager.reward_rows import LOST
 
 MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves
@@ -30,6 +34,21 @@ ROW = "sample_row"  # column with a sample's number in the step [B], while its s
 def compute_response_mask(data: DataProto) -> torch.Tensor:
     """The response part of attention_mask [B, P+R] -> [B, R]; 1 = a token of the response."""
     return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
+
+
+def needs_old_log_probs(config: DictConfig) -> bool:
+    """Whether a step computes old log-probs by a forward of their own.
+
+    One update on the full batch sees ratio 1: its own detached log-probs are the old ones.
+    """
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    return bool(
+        actor.ppo_epochs > 1
+        or prompts_a_step(config)[1] > actor.ppo_mini_batch_size
+        or algorithm.use_kl_in_reward
+        or config.actor_rollout_ref.rollout.calculate_log_probs
+        or "old_log_probs" in core_algos.inputs_of(algorithm.adv_estimator)
+    )
 
 
 @dataclass
@@ -142,6 +161,17 @@ def shareable(sizes: Sequence[int], n: int, ranks: int, whole_groups: bool) -> i
     return len(sizes) - len(sizes) % (ranks if indivisible else ranks // math.gcd(n, ranks))
 
 
+def prompt_groups(data: DataProto) -> torch.Tensor:
+    """Numbers int64 [B] of groups whose rows have one prompt: adjacent rows of equal `uid` and equal prompt tokens.
+
+    An agent loop may give the samples of a prompt different ones.
+    """
+    uid, split = data.non_tensor_batch["uid"], data.batch["responses"].shape[1]
+    prompts = torch.cat([data.batch[name][:, :-split] for name in ("input_ids", "attention_mask")], 1)
+    other = torch.from_numpy(uid[1:] != uid[:-1]) | (prompts[1:] != prompts[:-1]).any(1)
+    return torch.cat([torch.zeros(min(1, len(data)), dtype=torch.int64), other.cumsum(0)])
+
+
 def group_rows(data: DataProto) -> list[np.ndarray]:
     """Row numbers of each group (equal `uid`), groups in order of first appearance."""
     group = as_torch_index(data.non_tensor_batch["uid"]).numpy()
@@ -165,6 +195,26 @@ def fill_groups(data: DataProto, n: int) -> tuple[DataProto, np.ndarray]:
     mask[~torch.tensor(own)] = 0
     filled.batch["response_mask"] = mask
     return filled, np.asarray(own)
+
+
+def balance(
+    data: DataProto, n: int, ranks: int, mini_batch_prompts: int, whole_groups: bool, by_length: bool
+) -> dict[str, float]:
+    """Reorder the rows [B], in place, so that the ranks get about the same tokens of each mini-batch; metrics.
+
+    Adds the column group_index [B] and meta_info["global_token_num"]. Groups of fewer than n samples, and all groups
+    with `whole_groups`, stay on one rank; without `by_length` the ranks get rows in the data's order.
+    """
+    data.batch["group_index"] = prompt_groups(data)
+    tokens = data.batch["attention_mask"].sum(-1).tolist()  # [B]
+    weights = share_weights(data)
+    uneven = any(len(rows) < n for rows in weights)
+    partition = partial(get_seqlen_balanced_partitions, equal_size=True) if by_length else None
+    order = balanced_order(weights, ranks, mini_batch_prompts, partition, whole_groups=uneven or whole_groups)
+    data.reorder(torch.from_numpy(order))
+    data.meta_info["global_token_num"] = data.batch["attention_mask"].sum(-1).tolist()
+    shares = [] if uneven else [share.tolist() for share in np.split(order, ranks)]
+    return log_seqlen_unbalance(tokens, shares, prefix="global_seqlen") if shares else {}
 
 
 def balanced_order(

@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, Sampler
 from tqdm import tqdm
 
 from verl.algos.rollout_correction import apply_bypass_mode
-from verl.planning.batch_arithmetic import prompts_a_step
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.watchdog import limits
@@ -22,6 +21,7 @@ from verl.trainer.ppo import batching, core_algos, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
 from verl.trainer.ppo.reward import load_served_reward
+from verl.trainer.ppo.rollout_check import PROBE_TOKENS, RolloutCheck
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes, nsight_options
@@ -30,8 +30,6 @@ from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
 from verl.trainer.run.validator import Validator
-from verl.utils.groupwise import as_torch_index
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 __all__ += ["compute_response_mask"]
@@ -85,15 +83,9 @@ class RayPPOTrainer:
         self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
         self.correction = utils.rollout_correction(config)
         self.keeps_groups_whole = bool(actor.share_prompt_forward)
-        # One update on the full batch sees ratio 1: its own detached log-probs are the old ones.
-        self.needs_old_log_probs = bool(
-            actor.ppo_epochs > 1
-            or prompts_a_step(config)[1] > actor.ppo_mini_batch_size
-            or config.algorithm.use_kl_in_reward
-            or rollout.calculate_log_probs
-            or "old_log_probs" in core_algos.inputs_of(config.algorithm.adv_estimator)
-        )
+        self.needs_old_log_probs = batching.needs_old_log_probs(config)
         self.scorer = ThreadPoolExecutor(1) if config.reward_model.launch_reward_fn_async else None
+        self.rollout_check, self.early_syncs = RolloutCheck(config), 0  # syncs before the first step or validation
         self.pending_scores: Future | None = None  # of the step's samples, from `_gather_batch` to `_await_scores`
         self.needs_greedy_baseline = "reward_baselines" in core_algos.inputs_of(config.algorithm.adv_estimator)
         self.global_steps = self.resumed_step = 0
@@ -151,6 +143,7 @@ class RayPPOTrainer:
         """Train until the last step, or until a stop is requested, then leave checkpoint, metrics and report."""
         with self.run_log:
             self._load_checkpoint()
+            self._check_rollout()
             self._validate_before_training()
             for self.global_steps in self._remaining_steps():  # noqa: B020
                 with self._timed("step"), self._profiled():
@@ -253,12 +246,27 @@ class RayPPOTrainer:
             raise RuntimeError(f"one batch holds samples of several weights versions: {versions}")
         return samples, metrics | {"training/weights_version": int(versions[0])}
 
+    @step("check_rollout")
+    def _check_rollout(self) -> None:
+        """End the run if the log-probs of the rollout's first weights are not the trainer's."""
+        if not self.rollout_check.applies:
+            return
+        prompts = self.rollout_check.prompts(self.train_dataloader, self.ranks)
+        with self._rollout_awake() as metrics:
+            samples = self.rollout.probe(prompts, self.n, PROBE_TOKENS)
+        self.early_syncs = metrics[WEIGHT_SYNCS]
+        samples.batch["group_index"] = batching.prompt_groups(samples)
+        output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, samples)
+        samples.batch["old_log_probs"] = output.batch["old_log_probs"]
+        self.rollout_check.first(samples)
+
     @contextmanager
     def _rollout_awake(self) -> Iterator[Metrics]:
         """The rollout holds the actor's newest weights within the block and sleeps after it; yields metrics."""
         with self._timed("update_weights"):
             sent = self.actor_rollout_wg.rollout_mode()
-        yield {WEIGHT_SYNCS: int(any(sent))}
+        yield {WEIGHT_SYNCS: int(any(sent)) + self.early_syncs}
+        self.early_syncs = 0
         self.actor_rollout_wg.trainer_mode()  # after an error the run ends: the rollout is left as it is
 
     @step("reward")
@@ -295,21 +303,10 @@ class RayPPOTrainer:
     @step("balance")
     def _balance_batch(self, batch: DataProto) -> Metrics:
         """Reorder rows, in place, so that every rank gets about the same tokens of each mini-batch."""
-        batch.batch["group_index"] = as_torch_index(batch.non_tensor_batch["uid"])
-        tokens = batch.batch["attention_mask"].sum(-1).tolist()  # [B]
-        weights = batching.share_weights(batch)
-        uneven = any(len(rows) < self.n for rows in weights)
-        order = batching.balanced_order(
-            weights,
-            self.ranks,
-            self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
-            partial(get_seqlen_balanced_partitions, equal_size=True) if self.config.trainer.balance_batch else None,
-            whole_groups=uneven or self.keeps_groups_whole,
-        )
-        batch.reorder(torch.from_numpy(order))
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
-        shares = [] if uneven else [share.tolist() for share in np.split(order, self.ranks)]
-        return log_seqlen_unbalance(tokens, shares, prefix="global_seqlen") if shares else {}
+        return batching.balance(
+            batch, self.n, self.ranks, self.config.actor_rollout_ref.actor.ppo_mini_batch_size, self.keeps_groups_whole,
+            by_length=self.config.trainer.balance_batch,
+        )  # fmt: skip
 
     @step("old_log_prob")
     def _compute_old_log_prob(self, batch: DataProto) -> Metrics:
@@ -365,6 +362,8 @@ class RayPPOTrainer:
         """Compare the rollout's log-probs with the trained model's, if both are given; weight or reject samples."""
         if "rollout_log_probs" not in batch.batch or "old_log_probs" not in batch.batch:
             return {}
+        if self.correction is None or not self.correction.bypass_mode:
+            self.rollout_check.watch(batch)
         return batching.correct_rollout(batch, self.correction)
 
     @step("adv")

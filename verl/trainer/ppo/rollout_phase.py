@@ -112,6 +112,21 @@ class RolloutPhase:
             metrics |= stream.finish(samples)
         return samples, metrics
 
+    def probe(self, prompts: DataProto, n: int, tokens: int) -> DataProto:
+        """n samples [B * n, T] of at most `tokens` tokens, drawn by the engines at temperature 1 without filters.
+
+        With rollout_log_probs [B * n, tokens], unless a rollout of the user's own does not return them.
+        """
+        ends = {name: getattr(self.tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+        meta = {**ends, "n": n, "probe_tokens": tokens, "validate": True, "global_steps": 0}
+        asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)
+        output = self.actor_group.generate_sequences(asked)
+        samples = DataProto(None, {"uid": prompts.non_tensor_batch["uid"]}, {}).repeat(n, interleave=True)
+        samples.union(DataProto(output.batch, {}, {"temperature": 1.0}))
+        if "response_mask" not in samples.batch:
+            samples.batch["response_mask"] = compute_response_mask(samples)
+        return samples
+
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None
     ) -> tuple[DataProto, dict[str, float]]:

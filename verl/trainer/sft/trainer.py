@@ -78,8 +78,11 @@ class FSDPSFTTrainer:
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
         with self.engine.eval_mode():  # there it is known whether ranks share sequences
             self.policy.bind(self.engine.module)
+            self.policy.compare_layouts(self.engine.module)
         if config.data.packing and not self.policy.remove_padding:
-            raise ValueError("data.packing=true: the attention of this model cannot be replaced. Set it to false.")
+            raise ValueError(
+                "data.packing=true: this model cannot compute batches without padding (see above). Set it to false."
+            )
         config.data.micro_batch_size_per_gpu = samples_per_forward(config.data, self.engine.get_data_parallel_size())
         ranks, workers = self.engine.world_size, config.data.dataloader_num_workers
         if size % ranks:
@@ -309,7 +312,7 @@ class FSDPSFTTrainer:
     def summed_loss(self, micro: TensorDict) -> torch.Tensor:
         """Sum of the negative log-probs of a micro-batch's learned tokens, [b, T] -> []; position t predicts t + 1."""
         batch = next_token_batch(micro)
-        with self.engine.autocast():
+        with self.engine.autocast(self.policy.forward_tokens(batch) if torch.is_grad_enabled() else 0):
             log_probs, _ = self.policy.log_probs(self.engine.module, batch, temperature=1.0, with_entropy=False)
         return -log_probs.sum()
 

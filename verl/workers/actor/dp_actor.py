@@ -39,6 +39,7 @@ class DataParallelPPOActor(BasePPOActor):
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         with engine.eval_mode():  # there it is known whether ranks share sequences
             policy.bind(engine.module)
+            policy.compare_layouts(engine.module)
         self.auxiliary_losses = auxiliary_losses(config, engine)
 
     def compute_log_prob(
@@ -132,7 +133,7 @@ class DataParallelPPOActor(BasePPOActor):
         additive = {name: value for auxiliary in self.auxiliary_losses if auxiliary is not caching
                     for name, value in auxiliary.backward(batch).items()}  # fmt: skip
         options = {} if caching is None else {"cache": caching.new_cache()}
-        with self.engine.autocast():
+        with self.engine.autocast(self.policy.forward_tokens(batch)):
             log_prob, entropy = self.policy.log_probs(
                 self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy, **options
             )

@@ -62,7 +62,8 @@ class DataParallelPPOCritic(BasePPOCritic):
         """[B, R] float32; the value in front of a response token stands one position to its left."""
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
         length = batch["responses"].shape[1]
-        with self.engine.autocast():
+        tokens = inputs["attention_mask"].numel() if torch.is_grad_enabled() else 0
+        with self.engine.autocast(tokens):
             if not self.packs:
                 logits = self.engine.module(**inputs, use_cache=False).logits  # [B, P+R, 1]
                 return logits[:, -length - 1 : -1, 0].float()

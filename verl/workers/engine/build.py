@@ -39,9 +39,7 @@ def build_module(
             apply_liger_kernel(m, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     module = add_adapters(module, model_config, trains=trains)
     if trains and model_config.enable_gradient_checkpointing:
-        for m in _outermost_pretrained(module):
-            if m.supports_gradient_checkpointing and any(p.requires_grad for p in m.parameters()):
-                m.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(module, True)
     # FSDP shards one dtype per group; an adapter that peft made in float32 on a bfloat16 base follows the base. A part
     # that stays frozen next to trained ones keeps the type in which its loader holds it. Buffers keep theirs: rotary
     # frequencies in bfloat16 would be wrong by whole turns at a position of some thousands.
@@ -90,6 +88,17 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
             bias="none",
         ),
     )
+
+
+def checkpoint_layers(module: nn.Module, enable: bool) -> None:
+    """Let trained transformers models in the module recompute the activations of their layers in the backward pass."""
+    for model in _outermost_pretrained(module):
+        if not model.supports_gradient_checkpointing or not any(p.requires_grad for p in model.parameters()):
+            continue
+        if enable:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        elif model.is_gradient_checkpointing:
+            model.gradient_checkpointing_disable()
 
 
 def _outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:

@@ -16,9 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from verl.planning.memory_estimate import activation_bytes
 from verl.protocol import DataProto
 from verl.utils import fsdp_utils
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.utils.device import available_memory
 from verl.utils.distributed import ensure_process_group
 from verl.utils.model import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import (
@@ -134,7 +136,9 @@ class FSDPEngine(BaseEngine):
         self.module.eval()
         if self._trains:
             # torch's optimizers cannot update parameters on two meshes, those that are split and others, in one call.
-            options = {"foreach": False} if splits_layers else {}
+            # On a CPU they make several passes over each tensor unless they are fused.
+            on_cpu = self.device_type == "cpu"
+            options = {"foreach": False} if splits_layers else {"fused": True} if on_cpu else {}
             self.optimizer = cfg.build_optimizer(self.module.named_parameters(), self.optimizer_config, **options)
             self.lr_scheduler = build.build_lr_scheduler(self.optimizer, self.optimizer_config)
         tokenizer, contents = self.model_config.tokenizer, self.checkpoint_config
@@ -237,8 +241,16 @@ class FSDPEngine(BaseEngine):
                 self.to("cpu", model=True, optimizer=False)
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """For forwards: autocast to `fsdp_config.dtype`, and activations to the CPU with enable_activation_offload."""
+    def autocast(self, tokens: int = 0) -> Iterator[None]:
+        """For forwards: autocast to `fsdp_config.dtype`, and activations to the CPU with enable_activation_offload.
+
+        `tokens` of a forward with a backward pass decide whether its layers are checkpointed, where
+        enable_gradient_checkpointing is null: if their activations would take more than half of the free memory.
+        """
+        if tokens and self.model_config.enable_gradient_checkpointing is None:
+            needed = tokens * activation_bytes(without_adapters(self.module).config, self.compute_dtype.itemsize)
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device_type == "cpu" else 1
+            build.checkpoint_layers(self.module, needed > available_memory(self.device) / 2 / ranks)
         lower = self.compute_dtype != torch.float32
         offload = fsdp_utils.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
         with torch.autocast(self.device_type, dtype=self.compute_dtype) if lower else nullcontext(), offload:

@@ -31,6 +31,13 @@ class Policy(ABC):
     def bind(self, model: nn.Module) -> None:  # noqa: B027
         """Called once with the model, sharded or not, before its first use."""
 
+    def compare_layouts(self, model: nn.Module) -> None:  # noqa: B027
+        """Called once on all ranks, after `bind`: keep the padding of a model that computes something else without."""
+
+    def forward_tokens(self, micro_batch: TensorDict) -> int:
+        """Tokens that the forward of `log_probs` computes."""
+        return micro_batch["attention_mask"].numel()
+
     @abstractmethod
     def log_probs(
         self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool

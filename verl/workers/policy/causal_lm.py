@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from loguru import logger
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -16,7 +17,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
-from verl.workers.policy.packing import Packing, pack_batch
+from verl.workers.policy.packing import Packing, on_host, pack_batch
 
 
 @register_policy("causal_lm")
@@ -32,6 +33,7 @@ class CausalLMPolicy(Policy):
             raise ValueError(f"policy.kwargs.chunk_tokens={chunk_tokens} must be at least 1")
         self.chunk_tokens = chunk_tokens
         self.remove_padding = self.share_prompt = False
+        self.forward: Callable = response_log_probs
 
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
         self.remove_padding, self.share_prompt = remove_padding, share_prompt
@@ -43,6 +45,41 @@ class CausalLMPolicy(Policy):
         shared = get_ulysses_sequence_parallel_world_size() > 1
         if (self.remove_padding or self.share_prompt or shared) and not make_packable(causal_model(model), shared):
             self.remove_padding = self.share_prompt = False
+
+    def compare_layouts(self, model: nn.Module) -> None:
+        """Keep padding, or do not share prompts, where the log-probs of two short rows differ too much without.
+
+        Raises ValueError where ranks share sequences, which needs a flat row.
+        """
+        from verl.workers.policy.layout_probe import layout_difference  # imports this module
+
+        shared = get_ulysses_sequence_parallel_world_size() > 1
+        if not (self.remove_padding or self.share_prompt or shared):
+            return
+        name, agrees, shown = type(causal_model(model)).__name__, {}, []
+        for layout in ("without padding", "with shared prompts")[: 1 + self.share_prompt]:
+            difference, limit = layout_difference(self, model, share_prompt=layout == "with shared prompts")
+            agrees[layout] = difference <= limit
+            shown.append(f"{layout} they differ by {difference:.2g} (limit {limit})")
+        what = f"log-probs of {name} for two short rows, against those with padding: {', '.join(shown)}"
+        if all(agrees.values()):
+            return logger.debug(what)
+        if shared:
+            raise ValueError(f"{what}. ulysses_sequence_parallel_size above 1 needs rows without padding: set it to 1.")
+        self.remove_padding, self.share_prompt = agrees["without padding"], False
+        kept = "Prompts are not shared" if self.remove_padding else "Batches keep their padding, prompts are not shared"
+        logger.warning(f"{what}. {kept}.")
+
+    def forward_tokens(self, micro_batch: TensorDict) -> int:
+        mask = on_host(micro_batch)["attention_mask"]
+        if not (self.remove_padding or self.share_prompt):
+            return mask.numel()
+        if not self.share_prompt:
+            return int(mask.sum())
+        responses, groups = micro_batch["responses"].shape[1], on_host(micro_batch)["group_index"]
+        first = groups != groups.roll(1)
+        first[0] = True
+        return int(mask[:, -responses:].sum() + mask[first, :-responses].sum())
 
     def log_probs(
         self, model: nn.Module, micro_batch: TensorDict, *, temperature: float, with_entropy: bool,
@@ -62,7 +99,7 @@ class CausalLMPolicy(Policy):
         inputs["counted"] = micro_batch["counted"] if "counted" in micro_batch.keys() else None
         inputs |= {"temperature": check_temperature(temperature), "with_entropy": with_entropy}
         inputs["compiled"] = self.compiled
-        log_probs, entropy = call_as_forward(model, response_log_probs, **inputs, chunk_tokens=self.chunk_tokens)
+        log_probs, entropy = call_as_forward(model, self.forward, **inputs, chunk_tokens=self.chunk_tokens)
         return log_probs, (entropy if with_entropy else None)
 
 

@@ -17,9 +17,13 @@ class HFRollout(BaseRollout):
 
     A sample depends on the step, its prompt and its number among the prompt's samples, not on the other rows of the
     batch or the rank. All ranks step together until the last row of the last rank is done, since a sharded module's
-    forward is a collective call. Weights are gathered once per call, not once per token.
+    forward is a collective call; but rows that are done leave the batch. Weights are gathered once per call, not once
+    per token.
     """
 
+    # Rows leave when at most this share of the batch is not done. That copies the cache of the others, as every token
+    # does: together these copies cost at most those of four tokens of the full batch.
+    drop_at = 0.75
     engine: Any = None
     keeps_weights = True  # they are the actor's own
 
@@ -51,17 +55,18 @@ class HFRollout(BaseRollout):
         if n > 1:
             cache.batch_repeat_interleave(n)
         _, attention_mask, positions = (tensor.repeat_interleave(n, 0) for tensor in inputs)
-        responses = torch.full((len(attention_mask), limit), pad, device=device)
+        rows = torch.arange(len(positions), device=device)  # those in the batch
+        responses = torch.full((len(rows), limit), pad, device=device)
         response_mask = torch.zeros_like(responses)
         log_probs = torch.zeros_like(responses, dtype=torch.float32)
         done = torch.zeros(len(responses), dtype=torch.bool, device=device)
         for t in range(limit):
-            token, log_prob = choose(logits.float(), uniforms[:, t], request.sampling, filtered=True)
-            responses[:, t] = torch.where(done, pad, token)
-            log_probs[:, t] = torch.where(done, 0.0, log_prob)
-            response_mask[:, t] = (~done).long()
+            token, log_prob = choose(logits.float(), uniforms[rows, t], request.sampling, filtered=True)
+            responses[rows, t] = torch.where(done[rows], pad, token)
+            log_probs[rows, t] = torch.where(done[rows], 0.0, log_prob)
+            response_mask[rows, t] = (~done[rows]).long()
             if not self.config.ignore_eos:
-                done = done | torch.isin(token, eos)
+                done[rows] |= torch.isin(token, eos)
             if t + 1 == limit:
                 break
             left = (~done).any().long()
@@ -69,9 +74,15 @@ class HFRollout(BaseRollout):
                 dist.all_reduce(left, op=dist.ReduceOp.MAX)
             if not left:  # every row of every rank is done
                 break
-            attention_mask = torch.cat([attention_mask, response_mask[:, t : t + 1]], 1)
-            position = positions[:, -1:] + t + 1
-            logits = self._forward(responses[:, t : t + 1], attention_mask, position, cache)
+            running = (~done[rows]).nonzero().squeeze(1)
+            if len(running) == 0:  # other ranks have rows: one takes part in their forwards
+                running = rows.new_zeros(1)
+            if len(running) <= self.drop_at * len(rows):
+                rows = rows[running]
+                cache.batch_select_indices(running)
+            seen = torch.cat([attention_mask[rows], response_mask[rows, : t + 1]], 1)
+            position = positions[rows, -1:] + t + 1
+            logits = self._forward(responses[rows, t : t + 1], seen, position, cache)
         kept = log_probs if self.config.calculate_log_probs else None
         return answered(prompts, n, responses, response_mask, kept)
 

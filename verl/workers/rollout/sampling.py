@@ -25,7 +25,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """n samples of each prompt; a sample ends with a token of `eos_ids` or at the response length.
+    """n samples of each prompt; a sample ends with a token of `eos_ids` or after `limit` tokens.
 
     `seeds[i][k]` is the seed, below 2**56, of sample k of prompt i: it depends on the global step, the prompt and k
     only, not on the batch or the rank.
@@ -37,13 +37,17 @@ class GenerationRequest:
     eos_ids: tuple[int, ...]
     pad_id: int
     seeds: list[list[int]]
+    limit: int
+    log_probs: bool  # whether the samples come with the engine's log-probs
+    repetition_penalty: float
 
     @classmethod
     def from_batch(cls, prompts: DataProto, config: RolloutConfig) -> GenerationRequest:
         """The request of left-padded prompts [B, P]; meta_info overrides the rollout's settings.
 
         Reads meta_info n, eos_token_id (an id, several, or None), pad_token_id, temperature, do_sample, validate and
-        global_steps. Validation uses `config.val_kwargs`.
+        global_steps. Validation uses `config.val_kwargs`. With meta_info["probe_tokens"] samples have at most so many
+        tokens, drawn from the model's own distribution (temperature 1, no filter, no penalty), with log-probs.
         """
         meta, columns = prompts.meta_info, prompts.non_tensor_batch
         validate = bool(meta.get("validate"))
@@ -51,6 +55,9 @@ class GenerationRequest:
         temperature = base.temperature if validate else meta.get("temperature", base.temperature)
         greedy = not meta.get("do_sample", base.do_sample) or temperature == 0
         sampling = Sampling(greedy, 1.0 if temperature == 0 else temperature, base.top_k, base.top_p)
+        limit, log_probs, penalty = config.response_length, config.calculate_log_probs, config.repetition_penalty
+        if probe := meta.get("probe_tokens"):
+            sampling, limit, log_probs, penalty = Sampling(False, 1.0, -1, 1.0), min(limit, probe), True, 1.0
         rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"].bool(), strict=True)
         prompt_ids = [ids[attended].tolist() for ids, attended in rows]
         n, step = meta.get("n", 1), meta.get("global_steps", 0)
@@ -62,7 +69,7 @@ class GenerationRequest:
             seeds.append([int.from_bytes(digest.digest(), "big") for digest in digests])
         eos = meta["eos_token_id"]
         eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds)
+        return cls(prompt_ids, n, sampling, eos_ids, meta["pad_token_id"], seeds, limit, log_probs, penalty)
 
 
 def right_padded(rows: Sequence[Sequence], length: int, value: float, dtype: torch.dtype) -> torch.Tensor:

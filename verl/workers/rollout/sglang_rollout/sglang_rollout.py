@@ -194,15 +194,15 @@ class ServerAdapter(BaseRollout):
                 "update_weights before generate_sequences."
             )
         config, request = self.config, GenerationRequest.from_batch(prompts, self.config)
-        sampling, limit = request.sampling, config.response_length
+        sampling, limit = request.sampling, request.limit
         params: dict[str, Any] = {"temperature": 0.0} if sampling.greedy else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
         }  # fmt: skip
-        params |= {"max_new_tokens": limit, "repetition_penalty": config.repetition_penalty}
+        params |= {"max_new_tokens": limit, "repetition_penalty": request.repetition_penalty}
         params |= {"stop_token_ids": list(request.eos_ids), "ignore_eos": config.ignore_eos}
         async with self._client() as client:
             requests = [
-                self._answer(client, ids, params | {"sampling_seed": seeds[0] + k})
+                self._answer(client, ids, params | {"sampling_seed": seeds[0] + k}, request.log_probs)
                 for ids, seeds in zip(request.prompt_ids, request.seeds, strict=True)
                 for k in range(request.n)
             ]
@@ -210,15 +210,17 @@ class ServerAdapter(BaseRollout):
         responses = right_padded([row.token_ids for row in rows], limit, request.pad_id, torch.int64)
         mask = right_padded([[1] * len(row.token_ids) for row in rows], limit, 0, torch.int64)
         log_probs = None
-        if config.calculate_log_probs:
+        if request.log_probs:
             log_probs = right_padded([row.log_probs for row in rows], limit, 0.0, torch.float32)
         return DataProto.from_dict(answered(prompts, request.n, responses, mask, log_probs))
 
-    async def _answer(self, client: ServerClient, ids: list[int], params: dict[str, Any]) -> TokenOutput:
+    async def _answer(
+        self, client: ServerClient, ids: list[int], params: dict[str, Any], log_probs: bool
+    ) -> TokenOutput:  # fmt: skip
         """The answer to one prompt, requested rollout.server.max_attempts times at most."""
         for attempts_left in reversed(range(self.config.server.max_attempts)):
             try:
-                return await client.generate(uuid.uuid4().hex, ids, params, self.config.calculate_log_probs)
+                return await client.generate(uuid.uuid4().hex, ids, params, log_probs)
             except ServerUnreachable:
                 if self.server is not None:
                     self.server.seconds_up()  # raises, with its log, if it has ended

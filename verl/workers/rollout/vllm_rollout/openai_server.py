@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from verl.utils.device import default_dtype
 from verl.utils.ports import free_port
 from verl.workers.rollout.server_process import OwnedServer
 
@@ -37,7 +38,8 @@ class LocalVllmServer(OwnedServer):
             command += ["--max-model-len", str(max_model_len)]
         environment: dict[str, str | None] = {"VLLM_NO_USAGE_STATS": "1"}
         if not torch.cuda.is_available():
-            command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]
+            command += ["--dtype", default_dtype("cpu"), "--enforce-eager"]
+            command += ["--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)]
             # A worker in the engine's process saves one Python start. Its number of threads is then set here; with more
             # threads than free cores a batch costs several times the CPU time.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -144,7 +144,8 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.drafter = Drafter(config.speculative.draft_path, config.speculative.refresh_lr, device)
         # The first batch of an engine takes seconds more than the next ones; better here than in a step.
         logger.debug("vLLM answers one prompt to warm up")
-        params = self._params(Sampling(True, 1.0, -1, 1.0), 1, 0, (), limit=2)
+        warm_up = GenerationRequest([[0]], 1, Sampling(True, 1.0, -1, 1.0), (), 0, [[0]], 2, True, 1.0)
+        params = self._params(warm_up, 0)
         self.llm.generate([{"prompt_token_ids": [0]}], params, use_tqdm=False)
         load_rng_state(random_states)
         self.llm.reset_prefix_cache()
@@ -322,13 +323,13 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             metrics = {"rollout/draft_acceptance": [accepted / max(1, drafted)],
                        "rollout/tokens_per_forward": [made / max(1, made - accepted)]}  # fmt: skip
         owned = gathered
-        rows, log_probs = self._rows(answers, request.pad_id)
+        rows, log_probs = self._rows(answers, request)
         if self.queue is not None:
             owned = prompts
             rows, log_probs = self.queue.give_back(rows, log_probs, len(prompts) * request.n)
         lengths, responses = rows[:, 1:2], rows[:, 2:].long()
         mask = (torch.arange(responses.shape[1]) < lengths).long()
-        if not self.config.calculate_log_probs:
+        if not request.log_probs:
             log_probs = None
         meta = {"metrics": metrics} if metrics else {}
         samples = DataProto.from_dict(answered(owned, request.n, responses, mask, log_probs), meta_info=meta)
@@ -339,14 +340,16 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
         first = dist.get_rank(self.tp_group) * len(prompts) * request.n
         return samples[first : first + len(prompts) * request.n]
 
-    def _rows(self, answers: list[tuple[int, Any]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(
+        self, answers: list[tuple[int, Any]], request: GenerationRequest
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Of pairs (number of the sample, vLLM's completion), in their order: rows [N, 2 + R] int32 of number, length
-        and tokens, padded with `pad_id`, and log-probs [N, R] float32, or [N, 0] without `calculate_log_probs`.
+        and tokens, padded with `request.pad_id`, and log-probs [N, R] float32, or [N, 0] without `request.log_probs`.
         """
-        tokens, length = [list(answer.token_ids) for _, answer in answers], self.config.response_length
+        tokens, length = [list(answer.token_ids) for _, answer in answers], request.limit
         heads = torch.tensor([[number, len(row)] for (number, _), row in zip(answers, tokens, strict=True)])
-        rows = torch.cat([heads.reshape(-1, 2).int(), right_padded(tokens, length, pad_id, torch.int32)], dim=1)
-        if not self.config.calculate_log_probs:
+        rows = torch.cat([heads.reshape(-1, 2).int(), right_padded(tokens, length, request.pad_id, torch.int32)], dim=1)
+        if not request.log_probs:
             return rows, torch.empty(len(rows), 0)
         # flat: one log-prob for each sampled token, without other entries
         if any(answer.logprobs.token_ids != row for (_, answer), row in zip(answers, tokens, strict=True)):
@@ -360,8 +363,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             # vLLM seeds sample k of a prompt with seed + k
             return {
                 "prompts": [{"prompt_token_ids": request.prompt_ids[i]} for i in numbers],
-                "sampling_params": [self._params(request.sampling, request.n, request.seeds[i][0], request.eos_ids)
-                                    for i in numbers],
+                "sampling_params": [self._params(request, request.seeds[i][0]) for i in numbers],
                 "lora_request": self.adapter, "use_tqdm": False,
             }  # fmt: skip
 
@@ -388,20 +390,19 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
                     finished[running.pop(output.request_id)] = output
         return finished
 
-    def _params(
-        self, sampling: Sampling, n: int, seed: int, eos_ids: tuple[int, ...], limit: int | None = None
-    ) -> SamplingParams:
+    def _params(self, request: GenerationRequest, seed: int) -> SamplingParams:
         from vllm import SamplingParams
 
-        stops = [] if self.config.ignore_eos else list(eos_ids)  # vLLM's own ignore_eos does not apply to stop ids
+        # vLLM's own ignore_eos does not apply to stop ids.
+        sampling, stops = request.sampling, [] if self.config.ignore_eos else list(request.eos_ids)
         drawn = {"temperature": 0.0} if sampling.greedy else {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "seed": seed,
         }  # fmt: skip
         return SamplingParams(
-            n=n, max_tokens=limit or self.config.response_length, stop_token_ids=stops,
+            n=request.n, max_tokens=request.limit, stop_token_ids=stops,
             ignore_eos=self.config.ignore_eos, detokenize=False,
-            logprobs=0 if self.config.calculate_log_probs else None, flat_logprobs=True,
-            repetition_penalty=self.config.repetition_penalty, **drawn,
+            logprobs=0 if request.log_probs else None, flat_logprobs=True,
+            repetition_penalty=request.repetition_penalty, **drawn,
         )  # fmt: skip
 
 

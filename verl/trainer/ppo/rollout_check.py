@@ -1,0 +1,90 @@
+"""Whether the rollout's engine computes the log-probs of the trained model."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from loguru import logger
+from omegaconf import DictConfig
+
+from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.protocol import DataProto
+
+PROBE_TOKENS, PROBE_SAMPLES = 16, 8  # of a sample; samples at least
+LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # largest difference in float32; mean difference in half precision
+PATIENCE = 3  # steps
+NAME = "actor_rollout_ref.rollout.name"
+REASONS = (
+    "Likely reasons: the engine did not take all weights (look for its warnings about layers that it did not load); "
+    "actor_rollout_ref.model.override_config, rope scaling or a tied output matrix that only one of the two has; "
+    "actor_rollout_ref.rollout.quantization or engine_kwargs; an architecture that one of the two computes differently "
+    "(compare with rollout.name=hf, and with model.use_remove_padding=false actor.share_prompt_forward=false)."
+)
+
+
+class RolloutCheck:
+    """Compares the two models once before the first step, and watches the steps whose samples have log-probs.
+
+    In float32 no log-prob may differ by more than LIMIT. Where one of the two computes in half precision, the mean of
+    the differences may be LIMIT_OF_HALF.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        roles = config.actor_rollout_ref
+        self.rollout, types = roles.rollout, (roles.rollout.dtype, roles.actor.fsdp_config.dtype)
+        self.exact = all(dtype in ("fp32", "float32") for dtype in types)
+        self.types = f"rollout {types[0]}, trainer {types[1]}"
+        self.disagreed = 0  # steps in a row
+
+    @property
+    def applies(self) -> bool:
+        """Whether an engine has weights of its own and returns log-probs that can be compared."""
+        own_engine = self.rollout.name not in ROLLOUTS_OF_THE_ACTOR
+        return own_engine and not self.rollout.skip_rollout and "logits" not in (self.rollout.logprobs_mode or "")
+
+    def prompts(self, loader: Any, ranks: int) -> DataProto:
+        """The first prompts [B, P] of the training data, equally many for each rank."""
+        count = ranks * -(-PROBE_SAMPLES // (ranks * self.rollout.n))
+        rows = [loader.dataset[i % len(loader.dataset)] for i in range(count)]
+        prompts = DataProto.from_single_dict(loader.collate_fn(rows))
+        prompts.non_tensor_batch["uid"] = np.array([str(i) for i in range(count)], dtype=object)
+        return prompts
+
+    def first(self, samples: DataProto) -> None:
+        """Raise RuntimeError if rollout_log_probs and old_log_probs [B, R] of the first samples disagree.
+
+        A quantized engine only gets a warning. A rollout of the user's own may return no rollout_log_probs.
+        """
+        if "rollout_log_probs" not in samples.batch:
+            return logger.info(f"{NAME}={self.rollout.name} returns no log-probs: they are not compared")
+        mean, largest, tokens = self._differences(samples)
+        shown = f"mean {mean:.2g}, largest {largest:.2g} ({tokens} tokens; {self.types})"
+        if (largest if self.exact else mean) <= (LIMIT if self.exact else LIMIT_OF_HALF):
+            return logger.info(f"log-probs of rollout and trainer agree: {shown}")
+        limit = f"at most {LIMIT}" if self.exact else f"a mean of at most {LIMIT_OF_HALF}"
+        what = (
+            f"{NAME}={self.rollout.name}: the first weights that it received do not give the trainer's log-probs. They "
+            f"differ by {shown}; {limit} is expected. {REASONS}"
+        )
+        if self.rollout.quantization is None:
+            raise RuntimeError(what)
+        logger.warning(what)
+
+    def watch(self, samples: DataProto) -> None:
+        """Warn where the samples of PATIENCE steps in a row have other log-probs than the trainer's."""
+        mean, _, _ = self._differences(samples)
+        self.disagreed = self.disagreed + 1 if mean > (LIMIT if self.exact else LIMIT_OF_HALF) else 0
+        if self.disagreed == PATIENCE:
+            logger.warning(
+                f"log-probs of rollout and trainer have differed for {PATIENCE} steps, now by {mean:.2g} on average "
+                f"({self.types}). {REASONS} With top_k, top_p or a repetition penalty the rollout's log-probs are "
+                "those of another distribution by design."
+            )
+
+    @staticmethod
+    def _differences(samples: DataProto) -> tuple[float, float, int]:
+        """Mean and largest |rollout_log_probs - old_log_probs| over response_mask [B, R], and its number of tokens."""
+        columns: Any = samples.batch
+        mask = columns["response_mask"].bool()
+        gaps = (columns["rollout_log_probs"] - columns["old_log_probs"]).abs()[mask].nan_to_num(torch.inf)
+        return gaps.mean().item(), gaps.max().item(), int(mask.sum())
