@@ -13,26 +13,25 @@ import reasoning_gym
 TRAIN, EXAMPLES, VALIDATION = 1_000_000, 3_000_000, 5_000_000
 SEED_STEP = 10_000  # between the training sets of two seeds
 ANSWER = re.compile(r"(?:^|\n)Answer: *(\S.*?) *$")
-BRIEF = "Reply with one line: 'Answer: ' and the result."
-WORKED = "Work step by step. End with one line: 'Answer: ' and the result."
+ASKED = "Reply with one line: 'Answer: ' and the result."
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a question is asked: the system message, the number of worked examples before it as earlier turns of the
-    conversation, and whether their answers show the steps."""
+    """How a question is asked: the system message ("": the chat template's own), and the number of worked examples
+    before it, as earlier turns of the conversation or in the one message."""
 
-    system: str
+    system: str = ASKED
     examples: int = 0
-    steps: bool = False
+    turns: bool = True
 
 
 PROMPTS = {
-    "instruction": Prompt(WORKED),
-    "2 answers": Prompt(BRIEF, 2),
-    "4 answers": Prompt(BRIEF, 4),
-    "2 solutions": Prompt(WORKED, 2, steps=True),
-    "4 solutions": Prompt(WORKED, 4, steps=True),
+    "instruction": Prompt(),
+    "2 turns": Prompt(examples=2),
+    "4 turns": Prompt(examples=4),
+    "4 turns, no instruction": Prompt("", 4),
+    "4 in one message": Prompt(examples=4, turns=False),
 }
 
 
@@ -50,23 +49,14 @@ class Task:
 
 def messages(task: Task, prompt: Prompt, question: str) -> list[dict[str, str]]:
     """The conversation up to the answer."""
-    turns = [{"role": "system", "content": prompt.system}]
-    for item in task.items(EXAMPLES, prompt.examples):
-        solution = steps_of(item["question"]) if prompt.steps else ""
-        turns += [{"role": "user", "content": item["question"].strip()},
-                  {"role": "assistant", "content": f"{solution}Answer: {item['answer']}"}]  # fmt: skip
-    return [*turns, {"role": "user", "content": question.strip()}]
-
-
-def steps_of(question: str) -> str:
-    """The sums and differences of a chain, from left to right, a line each."""
-    value, *rest = re.findall(r"(?:[+-] )?\d+", question)
-    lines, total = "", int(value)
-    for part in rest:
-        sign, operand = part.split()
-        before, total = total, total + int(sign + operand)
-        lines += f"{before} {sign} {operand} = {total}\n"
-    return lines
+    worked = [(item["question"].strip(), f"Answer: {item['answer']}") for item in task.items(EXAMPLES, prompt.examples)]
+    system = [("system", prompt.system)] if prompt.system else []
+    if prompt.turns:
+        texts = [text for pair in worked for text in zip(("user", "assistant"), pair, strict=True)]
+        asked = [*texts, ("user", question.strip())]
+    else:
+        asked = [("user", "\n\n".join([*("\n".join(pair) for pair in worked), question.strip()]))]
+    return [{"role": role, "content": text} for role, text in [*system, *asked]]
 
 
 def answer_of(text: str) -> str | None:
@@ -75,7 +65,10 @@ def answer_of(text: str) -> str | None:
     return found and found[1]
 
 
-TASK, PROMPT = Task("chain_sum", {"max_terms": 3, "max_digits": 2}), PROMPTS["2 solutions"]
+TASK = Task(
+    "number_filtering", {"min_numbers": 2, "max_numbers": 3, "max_decimals": 0, "min_value": 0.0, "max_value": 100.0}
+)
+PROMPT = PROMPTS["4 turns, no instruction"]
 DATA_SOURCE = TASK.dataset
 TRAIN_SIZE, VALIDATION_SIZE = 2000, 256
 
