@@ -3,6 +3,7 @@
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
 #   make demo-serve               the demo's scorer in a vLLM server: accuracy and speed over HTTP (after make demo)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
+#   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -14,6 +15,7 @@
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
+#   make bench BENCH=pretrained   the pretrained model: three seeds, TRL, former defaults (hours; resumes), only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
@@ -36,7 +38,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-v2 test-sglang \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-v2 test-sglang \
   bench chaos gpu-check audit docs lint clean
 
 env:
@@ -50,6 +52,13 @@ demo-serve: env
 
 demo-grpo: env
 	@$(PY) -m examples.grpo_arithmetic.demo
+
+# What examples/pretrained needs, next to the environment.
+PRETRAINED = $(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/pretrained.txt
+
+demo-pretrained: env
+	@$(PRETRAINED)
+	@$(PY) -m examples.pretrained.demo $(if $(MODEL),--model $(MODEL))
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo
@@ -95,6 +104,7 @@ test-sglang: sglang-env
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
+	@$(if $(filter pretrained,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env
