@@ -22,6 +22,7 @@
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
 #   make gpu-check                CUDA paths against a CPU or one GPU, throughput, MFU and memory; a list without a GPU
+#   make gpu-check MODEL=DIR      with the demo of a pretrained model too
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
@@ -114,7 +115,8 @@ chaos: env
 
 gpu-check: env
 	@mkdir -p outputs
-	@$(PY) -m scripts.gpu_check --json outputs/gpu_check.json
+	@$(if $(MODEL),$(PRETRAINED))
+	@$(PY) -m scripts.gpu_check --json outputs/gpu_check.json $(if $(MODEL),--model $(MODEL))
 
 audit: env
 	@mkdir -p outputs/audit

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 
+import torch
 from rich.table import Table
 
 from examples.demo_runner import (
@@ -46,7 +47,8 @@ HERE = "examples/pretrained"
 def training_command(
     model: Path, data: Path, run: Path, steps: int, seed: int, *more: str, lr: float = LR
 ) -> list[str]:
-    """GRPO as a user would type it."""
+    """GRPO as a user would type it, on one GPU or on the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = {
         "algorithm.adv_estimator": "grpo", "data.train_files": data / "train.parquet",
         "data.val_files": data / "val.parquet", "data.train_batch_size": PROMPTS, "data.seed": seed,
@@ -54,7 +56,7 @@ def training_command(
         "custom_reward_function.path": f"{HERE}/reward.py", "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.n": SAMPLES,
         "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS, "actor_rollout_ref.actor.use_dynamic_bsz": "true",
-        "actor_rollout_ref.actor.optim.lr": lr, "trainer.device": "cpu", "trainer.n_gpus_per_node": 1,
+        "actor_rollout_ref.actor.optim.lr": lr, "trainer.device": device, "trainer.n_gpus_per_node": 1,
         "trainer.total_epochs": 1000, "trainer.total_training_steps": steps,
         "trainer.test_freq": max(1, steps // VALIDATIONS), "trainer.save_freq": min(SAVE_EVERY, steps),
         "trainer.max_actor_ckpt_to_keep": 1, "trainer.default_local_dir": run, "trainer.logger": "[tensorboard]",

@@ -74,7 +74,7 @@ def convert(weights: Path, folder: Path) -> None:
     try:
         import gguf  # noqa: F401  transformers reads the file with it
     except ImportError as error:
-        raise SystemExit("the package gguf is missing: pip install -e '.[pretrained]'") from error
+        raise SystemExit(f"{error}: install requirements/pretrained.txt, as make demo-pretrained does") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print(f"converting {weights.name}", flush=True)

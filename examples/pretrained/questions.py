@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import reasoning_gym
 
 # Item i of seed s is drawn from Random(s + i): these stay apart as long as no set has more than a million items.
 TRAIN, EXAMPLES, VALIDATION = 1_000_000, 3_000_000, 5_000_000
@@ -43,7 +42,11 @@ class Task:
     parameters: dict[str, Any] = field(default_factory=dict)
 
     def items(self, seed: int, size: int) -> Any:
-        """The first `size` items that are drawn from `seed`."""
+        """The first `size` items that are drawn from `seed`; SystemExit without the package."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise SystemExit(f"{error}: install requirements/pretrained.txt, as make demo-pretrained does") from error
         return reasoning_gym.create_dataset(self.dataset, seed=seed, size=size, **self.parameters)
 
 
