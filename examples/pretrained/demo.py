@@ -1,6 +1,6 @@
 """GRPO of a pretrained model on questions of reasoning-gym, with vLLM, and a control.
 
-    python -m examples.pretrained.demo [--model DIR] [--seeds 0 1 2] [--steps N] [--lr 4e-5] [--out DIR]
+    python -m examples.pretrained.demo [--model DIR] [--seeds 0 1 2] [--steps N] [--lr 2e-5] [--out DIR]
 
 The model is SmolLM2-135M-Instruct (examples.pretrained.fetch) or any Hugging Face folder with a chat template. Task and
 prompt were chosen before any training (selection.json). Ends with the accuracies on held-out questions, the acceptance
@@ -38,7 +38,7 @@ from examples.pretrained import fetch
 from examples.pretrained.questions import DATA_SOURCE, VALIDATION_SIZE, write
 
 STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 40, 4, 2, 10
-PROMPTS, SAMPLES, LR = 8, 16, 4e-5
+PROMPTS, SAMPLES, LR = 16, 8, 2e-5
 GAIN_POINTS, FORMAT, TIME_S = 10.0, 90.0, 1500.0  # points, % of the answers, seconds
 ACCURACY, ANSWERED = f"val-core/{DATA_SOURCE}/acc/mean@1", f"val-aux/{DATA_SOURCE}/answered/mean@1"
 HERE = "examples/pretrained"
@@ -52,7 +52,7 @@ def training_command(
     settings = {
         "algorithm.adv_estimator": "grpo", "data.train_files": data / "train.parquet",
         "data.val_files": data / "val.parquet", "data.train_batch_size": PROMPTS, "data.seed": seed,
-        "data.max_prompt_length": 320, "data.max_response_length": 32,
+        "data.max_prompt_length": 160, "data.max_response_length": 32,
         "custom_reward_function.path": f"{HERE}/reward.py", "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.n": SAMPLES,
         "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS, "actor_rollout_ref.actor.use_dynamic_bsz": "true",

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,19 @@ ASKED = "Reply with one line: 'Answer: ' and the result."
 
 @dataclass(frozen=True)
 class Prompt:
-    """How a question is asked: the system message ("": the chat template's own), and the number of worked examples
-    before it, as earlier turns of the conversation or in the one message."""
+    """How a question is asked: the system message ("": the chat template's own), and the number of worked examples,
+    which are earlier turns of the conversation."""
 
     system: str = ASKED
     examples: int = 0
-    turns: bool = True
 
 
 PROMPTS = {
     "instruction": Prompt(),
     "2 turns": Prompt(examples=2),
     "4 turns": Prompt(examples=4),
+    "2 turns, no instruction": Prompt("", 2),
     "4 turns, no instruction": Prompt("", 4),
-    "4 in one message": Prompt(examples=4, turns=False),
 }
 
 
@@ -52,13 +52,11 @@ class Task:
 
 def messages(task: Task, prompt: Prompt, question: str) -> list[dict[str, str]]:
     """The conversation up to the answer."""
-    worked = [(item["question"].strip(), f"Answer: {item['answer']}") for item in task.items(EXAMPLES, prompt.examples)]
+    worked = [(item["question"].strip(), f"Answer: {item['answer']}")
+              for item in islice(task.items(EXAMPLES, prompt.examples + 1), prompt.examples)]  # fmt: skip
     system = [("system", prompt.system)] if prompt.system else []
-    if prompt.turns:
-        texts = [text for pair in worked for text in zip(("user", "assistant"), pair, strict=True)]
-        asked = [*texts, ("user", question.strip())]
-    else:
-        asked = [("user", "\n\n".join([*("\n".join(pair) for pair in worked), question.strip()]))]
+    turns = [text for pair in worked for text in zip(("user", "assistant"), pair, strict=True)]
+    asked = [*turns, ("user", question.strip())]
     return [{"role": role, "content": text} for role, text in [*system, *asked]]
 
 
@@ -68,19 +66,16 @@ def answer_of(text: str) -> str | None:
     return found and found[1]
 
 
-TASK = Task(
-    "number_filtering", {"min_numbers": 2, "max_numbers": 3, "max_decimals": 0, "min_value": 0.0, "max_value": 100.0}
-)
-PROMPT = PROMPTS["4 turns, no instruction"]
+TASK, PROMPT = Task("chain_sum", {"max_terms": 2, "max_digits": 2}), PROMPTS["2 turns"]
 DATA_SOURCE = TASK.dataset
 TRAIN_SIZE, VALIDATION_SIZE = 2000, 256
 
 
 def write(folder: Path, seed: int, train: int = TRAIN_SIZE, validation: int = VALIDATION_SIZE) -> None:
-    """train.parquet of a seed and val.parquet, the same for all seeds; no question of validation is in train."""
+    """train.parquet of a seed, and val.parquet of different questions, none of which is in train, for all seeds."""
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = list(TASK.items(VALIDATION, validation))
-    asked = {item["question"] for item in held_out}
+    asked = {item["question"]: item for item in TASK.items(VALIDATION, 2 * validation)}
+    held_out = list(asked.values())[:validation]
     drawn = [item for item in TASK.items(TRAIN + SEED_STEP * seed, train) if item["question"] not in asked]
     for split, items in (("train", drawn), ("val", held_out)):
         rows = [

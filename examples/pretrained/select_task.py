@@ -22,9 +22,12 @@ from examples.pretrained.questions import PROMPTS, TASK, TRAIN, Prompt, Task, an
 FILE = Path(__file__).with_name("selection.json")
 TEMPERATURE, SAMPLES, LIMIT = 0.8, 4, 48
 CANDIDATES = {
-    "number_filtering, 2 or 3 integers": TASK,
+    "chain_sum, 2 terms of 1 or 2 digits": TASK,
+    "chain_sum, 2 or 3 terms of 1 digit": Task("chain_sum", {"max_terms": 3, "max_digits": 1}),
+    "number_filtering, 2 or 3 integers": Task("number_filtering", {
+        "min_numbers": 2, "max_numbers": 3, "max_decimals": 0, "min_value": 0.0, "max_value": 100.0,
+    }),
     "number_filtering, 3 to 5 integers": Task("number_filtering", {"max_numbers": 5, "max_decimals": 0}),
-    "chain_sum, 2 or 3 digits": Task("chain_sum", {"max_terms": 3, "max_digits": 1}),
     "simple_equations, 2 terms": Task("simple_equations", {"max_terms": 2, "max_value": 20}),
     "number_format, 2 or 3 numbers": Task("number_format", {"max_num_candidates": 3, "max_n": 10000}),
     "letter_counting, 3 to 8 words": Task("letter_counting", {"min_words": 3, "max_words": 8}),
