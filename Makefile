@@ -3,6 +3,7 @@
 #   make demo SPD_BACKBONE=own    the same with a scorer that reads the text itself (LoRA or full backbone)
 #   make demo-serve               the demo's scorer in a vLLM server: accuracy and speed over HTTP (after make demo)
 #   make demo-grpo                runs GRPO on a small language model, with vLLM in the ranks' processes
+#   make demo-pretrained          GRPO of SmolLM2-135M-Instruct, which a Python package carries, or of MODEL=DIR (under half an hour)
 #   make demo-dllm                iterative refinement and a plain SFT twin; generation in blocks
 #   make demo-tools               GRPO with a calculator as a tool, next to GRPO without it
 #   make demo-refine-rl           GRPO of a refined model that drafts for itself; on-policy distillation (after make demo-dllm)
@@ -14,12 +15,14 @@
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
 #   make bench BENCH=grpo_demo    the GRPO demo on three seeds, only by name
+#   make bench BENCH=pretrained   the pretrained model: three seeds, TRL, former defaults (hours; resumes), only by name
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
 #   make gpu-check                CUDA paths against a CPU or one GPU, throughput, MFU and memory; a list without a GPU
+#   make gpu-check MODEL=DIR      with the demo of a pretrained model too
 #   make audit                    public names, keys and metrics against upstream's 0.7.0 wheel, which pip fetches
 #   make docs                     the documentation site in outputs/site (mkdocs in an environment of its own)
 #   make lint                     ruff; yaml files and tables of the docs are those of the code
@@ -36,7 +39,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-v2 test-sglang \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-v2 test-sglang \
   bench chaos gpu-check audit docs lint clean
 
 env:
@@ -50,6 +53,13 @@ demo-serve: env
 
 demo-grpo: env
 	@$(PY) -m examples.grpo_arithmetic.demo
+
+# What examples/pretrained needs, next to the environment.
+PRETRAINED = $(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/pretrained.txt
+
+demo-pretrained: env
+	@$(PRETRAINED)
+	@$(PY) -m examples.pretrained.demo $(if $(MODEL),--model $(MODEL))
 
 demo-dllm: env
 	@$(PY) -m examples.dllm_arithmetic.demo
@@ -95,6 +105,7 @@ test-sglang: sglang-env
 
 bench: env
 	@$(PY) -m pip --disable-pip-version-check -q install --no-deps -r requirements/bench.txt
+	@$(if $(filter pretrained,$(BENCH)),$(PRETRAINED))
 	@$(PY) -m benchmarks.run $(BENCH)
 
 chaos: env
@@ -104,7 +115,8 @@ chaos: env
 
 gpu-check: env
 	@mkdir -p outputs
-	@$(PY) -m scripts.gpu_check --json outputs/gpu_check.json
+	@$(if $(MODEL),$(PRETRAINED))
+	@$(PY) -m scripts.gpu_check --json outputs/gpu_check.json $(if $(MODEL),--model $(MODEL))
 
 audit: env
 	@mkdir -p outputs/audit

@@ -1,4 +1,4 @@
-"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, liger, wandb, debug, mcp, test."""
+"""Packaging: `pip install -e .`; extras cuda, sglang, flash-attn, liger, wandb, debug, mcp, pretrained, test."""
 
 import re
 from pathlib import Path
@@ -35,6 +35,7 @@ setup(
         "wandb": ["wandb"],
         "debug": ["debugpy"],
         "mcp": ["mcp>=2"],
+        "pretrained": requirements("pretrained"),
         "test": requirements("test"),
     },
 )

@@ -5,12 +5,13 @@ import sys
 
 from benchmarks.harness import Bound, save
 from examples.dllm_arithmetic.acceptance import MINIMUM
+from examples.pretrained import demo as pretrained_demo
 from examples.refine_rl_arithmetic.results import GAIN_POINTS, RATIO_END, RATIO_START, WALL
 
 NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale")
 # Take long: by name only.
 LONG = (
-    "grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served", "speculative", "time_to_reward",
+    "grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served", "speculative", "time_to_reward", "pretrained",
 )  # fmt: skip
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -80,6 +81,15 @@ WANTED: dict[str, Bound] = {
     "p_value_lenient": ("under", 0.001),
     "opd_gain_points": ("at least", GAIN_POINTS),
     "time_to_reward_vs_trl": ("at least", 2),
+    "grpo_gain_points": ("at least", pretrained_demo.GAIN_POINTS),
+    "grpo_gain_seconds": ("at most", pretrained_demo.TIME_S),
+    "grpo_gain_control": ("at most", 0),
+    "grpo_step_vs_trl": ("at least", 5),
+    "grpo_step_over_parts": ("at most", 1.3),
+    "defaults_speedup": ("at least", 8),
+    "first_step_kl_bfloat16": ("at most", 0.01),
+    "first_step_pearson_bfloat16": ("at least", 0.995),
+    "first_step_kl_float32": ("at most", 1e-5),
     **{f"dllm_demo_{name}": ("at least", least) for name, (least, _) in MINIMUM.items()},
 }  # fmt: skip
 

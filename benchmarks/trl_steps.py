@@ -75,6 +75,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("steps", "prompts", "samples", "limit"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--to-the-limit", action="store_true")
+    parser.add_argument("--chat", action="store_true", help="prompts are conversations for the model's chat template")
+    parser.add_argument("--rows", type=int, help="samples that are forwarded at a time; default: all of a step")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--validate-every", type=int, default=0)
@@ -93,11 +96,16 @@ def main() -> None:
     if args.validate_every:
         questions = pd.read_parquet(args.folder / "val.parquet")
         validation = Validation(questions, score, args.validate_every, args.limit)
+    if args.chat:
+        prompts = [list(prompt) for prompt in pd.read_parquet(args.folder / "prompts.parquet")["prompt"]]
+    rows = args.rows or args.prompts * args.samples
     config = GRPOConfig(
-        output_dir=str(args.out.with_suffix("")), per_device_train_batch_size=args.prompts * args.samples,
+        output_dir=str(args.out.with_suffix("")), per_device_train_batch_size=rows,
+        gradient_accumulation_steps=args.prompts * args.samples // rows,
         num_generations=args.samples, max_completion_length=args.limit, max_steps=args.steps, learning_rate=args.lr,
         lr_scheduler_type="constant", seed=args.seed,
-        beta=0.0, temperature=1.0, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        beta=0.0, temperature=1.0, use_cpu=True, bf16=False,
+        model_init_kwargs={"dtype": args.dtype}, gradient_checkpointing=False, report_to="none",
         save_strategy="no", logging_steps=1, disable_tqdm=True,
         generation_kwargs={"min_new_tokens": args.limit} if args.to_the_limit else None,
     )  # fmt: skip
@@ -107,7 +115,8 @@ def main() -> None:
         train_dataset=Dataset.from_dict({"prompt": prompts, "truth": truths}),
         callbacks=[clock, *([validation] if validation else [])],
         reward_funcs=lambda completions, truth, **kwargs: [
-            score("", *pair) for pair in zip(completions, truth, strict=True)
+            score("", answer if isinstance(answer, str) else answer[0]["content"], right)
+            for answer, right in zip(completions, truth, strict=True)
         ],
     )  # fmt: skip
     trainer.train()

@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
 
-from scripts.gpu_runs import LIMIT_S, RUNS, Result, described, left_out, run_row
+from scripts.gpu_runs import LIMIT_S, PRETRAINED, RUNS, Result, described, left_out, run_pretrained, run_row
 from scripts.loss_compare import ROOT, run
 from verl.utils.distributed import ensure_process_group, host_barrier, initialize_global_process_group
 from verl.utils.flops_counter import FlopsCounter
@@ -264,8 +264,11 @@ def print_results(results: Sequence[Result], console: Console, title: str) -> No
             console.print(f"{result.name} failed: {result.message}", markup=False, highlight=False)
 
 
-def check_all(gpus: int, device: torch.device, console: Console) -> Iterator[Result]:
-    """Checks, trainings and measurements of a machine with `gpus` GPUs, each whatever happened to the others."""
+def check_all(gpus: int, device: torch.device, console: Console, model: Path | None) -> Iterator[Result]:
+    """Checks, trainings and measurements of a machine with `gpus` GPUs, each whatever happened to the others.
+
+    `model`: that of the demo examples/pretrained, which is left out without one.
+    """
     for check in CHECKS:
         yield from attempt(check.__name__, lambda check=check: check(device))
     work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
@@ -275,6 +278,10 @@ def check_all(gpus: int, device: torch.device, console: Console) -> Iterator[Res
             continue
         console.print(f"{name} ...", highlight=False)
         yield from attempt(name, lambda name=name: run_row(name, work, gpus))
+    if model is None:
+        console.print(f"{PRETRAINED} left out: name a model with --model (make gpu-check MODEL=DIR)", highlight=False)
+    else:
+        yield from attempt(PRETRAINED, lambda: run_pretrained(model, work))
     memory = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
     for shape, ranks in timings(gpus):
@@ -296,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run and print; 1 if a check failed or a bound is not kept, or if PyTorch cannot use this machine's GPUs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder for the demo examples/pretrained")
     parser.add_argument("--measure", choices=SHAPES, help="time this shape alone, on the ranks of torchrun")
     arguments = parser.parse_args(argv)
     console = Console()
@@ -307,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print("No GPU is here. On a machine with GPUs this command would run:")
         names = [check.__doc__.splitlines()[0] for check in CHECKS] + list(described(RUNS))
         timed = (f"Timing: training steps of a {shape} model, {LENGTH} tokens a GPU." for shape in SHAPES)
-        for name in [*names, *timed]:
+        for name in [*names, f"Training: {PRETRAINED} (with --model).", *timed]:
             console.print(f"  - {name}", highlight=False)
         return 0
     if arguments.measure:
@@ -316,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device, gpus = torch.device("cuda", 0), torch.cuda.device_count()
     results: list[Result] = []
     try:
-        for result in check_all(gpus, device, console):
+        for result in check_all(gpus, device, console, arguments.model):
             results.append(result)
             if arguments.json is not None:
                 write_json(results, arguments.json)

@@ -6,6 +6,7 @@ GRPO bound the distance between the rollout's probabilities and the actor's in t
 the last one too. SFT and refinement are compared with the same training on the CPU.
 """
 
+import json
 import math
 import shutil
 import sys
@@ -23,6 +24,7 @@ RANKS = "trainer.n_gpus_per_node"
 LIMIT_S = 1800  # of a command; collectives that do not match would hang for hours
 REFERENCE = "GRPO, reference update (stores the samples)"
 STEPS = 3  # of GRPO
+PRETRAINED = "GRPO of a pretrained model"
 BFLOAT16 = (f"{ENGINE}.dtype=bfloat16", f"{ROLLOUT}.dtype=bfloat16")
 #: dtype of the update -> largest differences from REFERENCE: gradient norm (relative), loss (absolute)
 TOLERANCES = {"float32": (1e-2, 1e-3), "bfloat16": (5e-2, 1e-2)}
@@ -244,6 +246,16 @@ def judged(
 def _at(metrics: Mapping[tuple[int, str], float], step: int, name: str) -> float:
     """A metric; NaN, which misses every bound, where the run did not report it."""
     return metrics.get((step, name), math.nan)
+
+
+def run_pretrained(model: Path, work: Path) -> Iterator[Result]:
+    """The demo examples/pretrained with a model of the user; a failure for each of its criteria that is missed."""
+    out = work / "pretrained"
+    command = [sys.executable, "-m", "examples.pretrained.demo", "--model", str(model), "--out", str(out)]
+    run(command, ROOT, work / "pretrained.log", LIMIT_S)
+    for criterion in json.loads((out / "result.json").read_text())["criteria"].values():
+        name = f"{PRETRAINED}: {criterion['what']}: {criterion['value']}"
+        yield Result(name, float(not criterion["met"]), "failures", 0)
 
 
 def described(rows: Sequence[str]) -> Iterator[str]:

@@ -196,6 +196,7 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             given |= self._speculative_arguments(given)
         if not self.on_cuda:
             given["kv_cache_memory_bytes"], given["worker_cls"] = CPU_CACHE_BYTES, WORKER
+            given["block_size"] = 32  # only full blocks of a prompt are shared, and the usual 128 tokens are long
             given["enable_chunked_prefill"] = False  # it rewinds the seeds of requests, which CPU generators cannot do
             if config.tensor_model_parallel_size > 1:
                 name = [f"verl-{uuid.uuid4().hex}"]

