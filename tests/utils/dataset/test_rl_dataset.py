@@ -162,6 +162,25 @@ def test_columns_of_images_are_refused_by_name(tmp_path, column):
     assert len(RLHFDataset(write(tmp_path / "d.jsonl", rows[:1]), TOKENIZER, config())) == 1  # empty everywhere
 
 
+def test_files_with_other_columns_train_together(tmp_path):
+    first, second = row(ability="math"), row(level=2)
+    del second["extra_info"]
+    files = [write(tmp_path / "a.parquet", [first]), write(tmp_path / "b.jsonl", [second, {**second, "more": 1}])]
+    dataset = RLHFDataset(files, TOKENIZER, config())
+    batch = collate_fn([dataset[i] for i in range(3)])
+    assert batch["ability"].tolist() == ["math", None, None]
+    assert batch["level"].tolist() == [None, 2, 2] and batch["more"].tolist() == [None, None, 1]
+    assert batch["extra_info"].tolist() == [{"index": 5, "split": "train"}, None, None]
+    assert batch["index"].tolist() == [5, 1, 2]
+
+
+def test_a_file_without_prompts_is_named(tmp_path):
+    other = {name: value for name, value in row().items() if name != "prompt"}
+    files = [write(tmp_path / "a.jsonl", [row()]), write(tmp_path / "b.jsonl", [other])]
+    with pytest.raises(DatasetError, match=r"b.jsonl, row 0: there is no column 'prompt'"):
+        RLHFDataset(files, TOKENIZER, config())[1]
+
+
 def test_truncation_is_applied_to_samples(tmp_path):
     file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5")])
     full = RLHFDataset(file, TOKENIZER, config(max_prompt_length=50))[0]["raw_prompt_ids"]
