@@ -104,7 +104,7 @@ def checked_prompts(config: DictConfig, tokenizer: Any) -> RLHFDataset:
     prompts = read_prompts(config, tokenizer)
     try:
         write_table(prompts.rows, [[""]] * len(prompts), io.BytesIO())
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeError) as error:
         text = "its columns cannot be written as parquet next to the answers"
         raise DatasetError(f"{config.data.path}: {text}: {one_line(error)}") from error
     return prompts

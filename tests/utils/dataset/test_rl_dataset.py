@@ -181,6 +181,16 @@ def test_a_file_without_prompts_is_named(tmp_path):
         RLHFDataset(files, TOKENIZER, config())[1]
 
 
+def test_a_prompt_that_cannot_be_encoded_is_refused_with_file_and_row(tmp_path):
+    file = write(tmp_path / "d.jsonl", [row("1 \ud83d\ude00 2"), row("1 \ud83c 2")])  # a whole pair, half a pair
+    dataset = RLHFDataset(file, TOKENIZER, config(max_prompt_length=9))
+    assert dataset[0]["raw_prompt"][0]["content"] == "1 \U0001f600 2"
+    with pytest.raises(DatasetError, match=r"d.jsonl, row 1: its text has half a surrogate pair \('\\ud83c'\)"):
+        dataset[1]
+    with pytest.raises(DatasetError, match="d.jsonl, row 1: its text has half"):
+        RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))
+
+
 def test_truncation_is_applied_to_samples(tmp_path):
     file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5")])
     full = RLHFDataset(file, TOKENIZER, config(max_prompt_length=50))[0]["raw_prompt_ids"]

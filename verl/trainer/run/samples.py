@@ -93,11 +93,11 @@ def pick_samples(rows: Sequence[dict[str, Any]], seed: int) -> list[dict[str, An
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the file by these rows, atomically."""
+    """Replace the file by these rows, atomically. Half a surrogate pair is written as JSON's escape of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".tmp")
     text = "".join(json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows)
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 

@@ -216,6 +216,16 @@ class FileRows(Dataset):
                 raise self.error(item, f"{where} has a part of type {kind!r}; models read text only. Leave it out.")
         return "".join(part["text"] for part in parts)
 
+    def encodable(self, item: int, text: str) -> str:
+        """The text; DatasetError where it has half a surrogate pair, which no tokenizer takes."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half, around = ascii(text[error.start]), ascii(text[max(0, error.start - 20) : error.start + 20])
+            what = f"its text has half a surrogate pair ({half}), which cannot be encoded, in {around}. Correct it."
+            raise self.error(item, what) from error
+        return text
+
     def error(self, item: int, what: str) -> DatasetError:
         """An error about one row, with its file."""
         file, number = self.origins[item]
@@ -285,9 +295,10 @@ class RLHFDataset(FileRows):
         if not self.tokenizer.chat_template:
             raise DatasetError(no_chat_template(self.tokenizer))
         try:
-            return render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
+            text = render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
         except ChatTemplateError as error:
             raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
+        return self.encodable(item, text)
 
     def prompt_ids(self, item: int) -> list[int]:
         """The ids of that text, neither truncated nor padded."""
