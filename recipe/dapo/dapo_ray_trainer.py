@@ -13,6 +13,7 @@ from verl.trainer.ppo.batching import DropCounts
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.groupwise import as_torch_index
+from verl.workers.reward_manager.reward_rows import reward_extras
 
 SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples", "reward/errors",
           "reward/timeouts")  # fmt: skip
@@ -99,18 +100,19 @@ class RayDAPOTrainer(RayPPOTrainer):
 
     def _differing(self, samples: DataProto) -> np.ndarray:
         """Row numbers of the groups in which the metric differs between samples, in the batch's order."""
-        name, columns = self.filter.metric, samples.non_tensor_batch
+        name, extras = self.filter.metric, reward_extras(samples)
         tensors = {"seq_reward": "token_level_scores", FINAL_REWARD: "token_level_rewards"}
-        if name == "score" and name not in columns:
+        if name == "score" and name not in extras:
             tensors["score"] = "token_level_scores"
-        if name not in tensors and name not in columns:
-            known = ["seq_reward", FINAL_REWARD, *samples.meta_info["reward_extra_keys"]]
+        if name not in tensors and name not in extras:
+            known = ["seq_reward", FINAL_REWARD, *extras]
             raise ValueError(
                 f"algorithm.filter_groups.metric={name!r} is unknown: the reward returns {', '.join(known)}."
             )
-        values = samples.batch[tensors[name]].sum(-1).numpy() if name in tensors else columns[name].astype(float)  # [B]
+        values = np.array(extras[name], float) if name not in tensors else samples.batch[tensors[name]].sum(-1).numpy()
         groups = batching.group_rows(samples)
-        chosen = [rows for rows in groups if len(rows) == 1 or np.ptp(values[rows]) > 0]
+        known = ~np.isnan(values)  # [B]; a row may lack the extra
+        chosen = [rows for rows in groups if len(rows) == 1 or len(np.unique(values[rows][known[rows]])) > 1]
         if not chosen:
             logger.warning(
                 f"step {self.global_steps}: none of {len(groups)} groups has samples that differ in "

@@ -16,6 +16,14 @@ def encoder_of(format) -> tuple[MessageEncoder, PreTrainedTokenizerBase]:
     return MessageEncoder(tokenizer, stops), tokenizer
 
 
+def test_half_a_surrogate_pair_is_replaced():
+    """A model may write one into the arguments of a call; tokenizers refuse it."""
+    encoder, tokenizer = encoder_of(FORMATS["qwen3"])
+    half, whole = ([{"role": "user", "content": f"a{text}b"}] for text in ("\ud83c", "?"))
+    assert encoder.prompt(half) == encoder.prompt(whole)
+    assert encoder.added(half) == encoder.added(whole)
+
+
 def test_there_are_at_least_twenty_formats():
     assert len({format.template for format in FORMATS.values()}) >= 20
 

@@ -215,11 +215,13 @@ def check_splits(
 def row_problems(
     dataset: Any, key: str, rows: int, lacks: Callable[[Mapping[str, Any]], str | None]
 ) -> Iterator[Problem]:
-    """Problems of the first `rows` samples of the data set of `key`; `lacks` as for check_splits."""
+    """Problems of the first `rows` samples of the data set of `key`, and of the first of each file; `lacks` as for
+    check_splits."""
     from verl.utils.dataset.rl_dataset import MissingColumn
 
     broken = 0
-    for i in range(min(len(dataset), rows)):
+    firsts = {file: i for i, (file, _) in reversed(list(enumerate(getattr(dataset, "origins", ()))))}
+    for i in dict.fromkeys([*range(min(len(dataset), rows)), *sorted(firsts.values())]):
         try:
             row = dataset[i]
         except Exception as e:  # a user's class may raise anything; its text is the problem

@@ -168,7 +168,7 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     )
     out = run_dir / "report.html"
     partial = out.with_suffix(".html.tmp")
-    partial.write_text(page, encoding="utf-8")
+    partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # texts may have half a surrogate pair
     return partial.replace(out)
 
 

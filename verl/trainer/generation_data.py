@@ -57,7 +57,7 @@ class GenerationPrompts(RLHFDataset):
             raise DatasetError(no_chat_template(tokenizer))
         try:
             write_table(self.rows, [[""]] * len(self), io.BytesIO())
-        except pa.ArrowException as error:
+        except (pa.ArrowException, UnicodeError) as error:
             text = "its columns cannot be written as parquet next to the answers"
             raise DatasetError(f"{config.data.path}: {text}: {one_line(error)}") from error
 

@@ -302,7 +302,8 @@ class ValidationGenerationsLogger:
     def log_generations_to_file(self, samples: list[list[Any]], step: int) -> None:
         """JSON lines next to the metrics' file: <experiment>.generations.jsonl."""
         metrics_file = FileLogger(self.project_name, self.experiment_name).path
-        with metrics_file.with_suffix(".generations.jsonl").open("a", encoding="utf-8") as file:
+        target = metrics_file.with_suffix(".generations.jsonl")
+        with target.open("a", encoding="utf-8", errors="backslashreplace") as file:
             for prompt, answer, score, *_ in samples:
                 entry = {"step": step, "input": prompt, "output": answer, "score": plain_number(score)}
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")

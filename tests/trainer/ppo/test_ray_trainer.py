@@ -48,6 +48,45 @@ def test_grpo_advantages_reach_the_rows_they_belong_to(tmp_path):
     assert torch.allclose(batch["advantages"][:, 0], (numbers - 3.5) / 6, atol=1e-6)
 
 
+CLASHING = '''
+import numpy as np
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    words = solution_str.split()
+    score = sum(w.isdigit() for w in words) / 6
+    extras = {"uid": "same", "reward_model": 2 * score, "reward": 7, "responses": 1, "input": "x", "step": None}
+    extras |= {"steps": [1.0] * (1 + int(6 * score) % 3), "pred": np.str_("p"), "right": np.bool_(score > 0.5)}
+    return {"score": np.float32(score), **extras, **({"fmt": 3.0} if score < 0.4 else {})}
+'''
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("launched", ["false", "true"])
+def test_extras_of_rewards_have_any_name_and_shape(tmp_path, launched):
+    """Names of the batch's columns, lists of several lengths, and names that only some rows have."""
+    (tmp_path / "clashing.py").write_text(CLASHING)
+    config = compose_run(
+        tmp_path, "unused", trainer__total_training_steps=1, trainer__val_before_train="true",
+        trainer__rollout_data_dir=tmp_path / "d", trainer__validation_data_dir=tmp_path / "v",
+        custom_reward_function__path=tmp_path / "clashing.py", reward_model__launch_reward_fn_async=launched,
+    )  # fmt: skip
+    trainer = fake_trainer(config)
+    trainer.fit()
+    before, row = metrics_rows(tmp_path)
+    assert before["val-core/letters/reward/mean@1"] == pytest.approx(2 / 6)
+    assert before["val-aux/letters/reward_extra/mean@1"] == 7 and before["val-aux/letters/fmt/mean@1"] == 3
+    assert row["reward/reward_model/mean"] == pytest.approx(2 * 3.5 / 6) and row["reward/right/mean"] == 0.5
+    assert row["reward/fmt/mean"] == 3  # of the rows that have it
+    assert not {"reward/steps/mean", "reward/pred/mean", "reward/uid/mean", "reward/step/mean"} & set(row)
+    sent = trainer.actor_rollout_wg.updates[0]
+    assert len(set(sent.batch["group_index"].tolist())) == 8  # groups by the run's uid
+    first, *_ = [json.loads(line) for line in (tmp_path / "d" / "1.jsonl").read_text().splitlines()]
+    assert first["input_extra"] == "x" and first["uid"] == "same" and first["step"] == 1
+    assert first["steps"] == [1.0] * (1 + round(6 * first["score"]) % 3)
+    first, *_ = [json.loads(line) for line in (tmp_path / "v" / "0.jsonl").read_text().splitlines()]
+    assert first["reward"] == first["score"] == pytest.approx(2 / 6) and first["reward_extra"] == 7
+
+
 class Losing(FakeGroup):
     lost_rows = (0, 1, 2, 5)  # prompt 0 keeps one of four samples, prompt 1 three
 

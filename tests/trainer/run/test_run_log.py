@@ -89,6 +89,14 @@ def test_jsonl_takes_numpy_values(tmp_path):
     assert json.loads((tmp_path / "new" / "1.jsonl").read_text()) == {"a": 3, "b": [0, 1], "c": "{1}"}
 
 
+def test_half_a_surrogate_pair_is_written_without_loss(tmp_path):
+    row = {"pred": "a \ud83c b", "\ude00": ["\U0001f600 é"]}
+    write_jsonl(tmp_path / "1.jsonl", [row, row])
+    assert [json.loads(line) for line in (tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()] == [row, row]
+    JsonlLog(tmp_path / "2.jsonl").append([row])
+    assert json.loads((tmp_path / "2.jsonl").read_text(encoding="utf-8")) == row
+
+
 def test_conversations_have_segments_of_generated_and_given_text():
     tokenizer = make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids(["a", "b", "7", "c", "<eos>", "<pad>"])

@@ -95,6 +95,102 @@ def test_truncation(how, expected):
     assert truncate_ids([1, 2, 3], 3, how) == [1, 2, 3]
 
 
+CALL_TEMPLATE = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def call(name, **arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+
+
+def texts_of(rows, tmp_path, *suffixes):
+    """(prompts, samples) of the rows, written in each format."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALL_TEMPLATE
+    for suffix in suffixes:
+        dataset = RLHFDataset(write(tmp_path / f"d{suffix}", rows), tokenizer, config(max_prompt_length=64))
+        yield [dataset.prompt_text(i) for i in range(len(dataset))], [dataset[i] for i in range(len(dataset))]
+
+
+def test_parquet_renders_what_json_renders(tmp_path):
+    """Parquet gives every struct the keys of all rows: nulls at any depth that nobody wrote."""
+    first = [{"role": "user", "content": "1"}, call("add", a={"x": [1]}), {"role": "tool", "content": "2"}]
+    rows = [row(prompt=first), row(prompt=[{"role": "user", "content": "3"}, call("sub", a={"y": ["u", "v"]}, b=2)])]
+    (parquet, samples), (lines, plain) = texts_of(rows, tmp_path, ".parquet", ".jsonl")
+    assert parquet == lines == [
+        '<user>1<assistant>{"name": "add", "arguments": {"a": {"x": [1]}}}<tool>2',
+        '<user>3<assistant>{"name": "sub", "arguments": {"a": {"y": ["u", "v"]}, "b": 2}}',
+    ]
+    assert [sample["raw_prompt"] for sample in samples] == [sample["raw_prompt"] for sample in plain]
+    assert samples[0]["raw_prompt"][1]["content"] is None  # a turn of calls alone, as json has it
+
+
+def test_nulls_that_the_user_wrote_stay_in_arguments_of_json(tmp_path):
+    rows = [row(prompt=[{"role": "user", "content": "1", "name": None}, call("add", a=None)])]
+    ((texts, samples),) = texts_of(rows, tmp_path, ".jsonl")
+    assert texts == ['<user>1<assistant>{"name": "add", "arguments": {"a": null}}']
+    assert samples[0]["raw_prompt"][0] == {"role": "user", "content": "1"}
+
+
+def test_kwargs_of_tools_and_interactions_have_no_nulls_of_parquet(tmp_path):
+    kwargs = [{"add": {"create_kwargs": {"x": 1}}}, {"sub": {"create_kwargs": {"y": [None, 2]}}}]
+    rows = [row(extra_info={"tools_kwargs": each, "interaction_kwargs": {f"k{i}": i}}) for i, each in enumerate(kwargs)]
+    ((_, samples),) = texts_of(rows, tmp_path, ".parquet")
+    assert [sample["tools_kwargs"] for sample in samples] == kwargs
+    assert [sample["interaction_kwargs"] for sample in samples] == [{"k0": 0}, {"k1": 1}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_text_parts_are_joined_and_other_parts_refused(tmp_path, suffix):
+    parts = [{"type": "text", "text": "1 "}, {"type": "text", "text": "+ 2"}]
+    ((texts, samples),) = texts_of([row(prompt=[{"role": "user", "content": parts}])], tmp_path, suffix)
+    assert texts == ["<user>1 + 2"] and samples[0]["raw_prompt"][0]["content"] == "1 + 2"
+    parts[1] = {"type": "image_url", "image_url": {"url": "a.png"}}
+    file = write(tmp_path / f"image{suffix}", [row(prompt=[{"role": "user", "content": parts}])])
+    with pytest.raises(DatasetError, match=r"row 0: column 'prompt', message 0 has a part of type 'image_url'"):
+        RLHFDataset(file, TOKENIZER, config())[0]
+
+
+@pytest.mark.parametrize("column", ["images", "image", "videos", "audio"])
+def test_columns_of_images_are_refused_by_name(tmp_path, column):
+    rows = [row(**{column: []}), row(**{column: [{"bytes": "x"}]})]
+    with pytest.raises(DatasetError, match=rf"d.jsonl, row 1: column '{column}' has images"):
+        RLHFDataset(write(tmp_path / "d.jsonl", rows), TOKENIZER, config())
+    assert len(RLHFDataset(write(tmp_path / "d.jsonl", rows[:1]), TOKENIZER, config())) == 1  # empty everywhere
+
+
+def test_files_with_other_columns_train_together(tmp_path):
+    first, second = row(ability="math"), row(level=2)
+    del second["extra_info"]
+    files = [write(tmp_path / "a.parquet", [first]), write(tmp_path / "b.jsonl", [second, {**second, "more": 1}])]
+    dataset = RLHFDataset(files, TOKENIZER, config())
+    batch = collate_fn([dataset[i] for i in range(3)])
+    assert batch["ability"].tolist() == ["math", None, None]
+    assert batch["level"].tolist() == [None, 2, 2] and batch["more"].tolist() == [None, None, 1]
+    assert batch["extra_info"].tolist() == [{"index": 5, "split": "train"}, None, None]
+    assert batch["index"].tolist() == [5, 1, 2]
+
+
+def test_a_file_without_prompts_is_named(tmp_path):
+    other = {name: value for name, value in row().items() if name != "prompt"}
+    files = [write(tmp_path / "a.jsonl", [row()]), write(tmp_path / "b.jsonl", [other])]
+    with pytest.raises(DatasetError, match=r"b.jsonl, row 0: there is no column 'prompt'"):
+        RLHFDataset(files, TOKENIZER, config())[1]
+
+
+def test_a_prompt_that_cannot_be_encoded_is_refused_with_file_and_row(tmp_path):
+    file = write(tmp_path / "d.jsonl", [row("1 \ud83d\ude00 2"), row("1 \ud83c 2")])  # a whole pair, half a pair
+    dataset = RLHFDataset(file, TOKENIZER, config(max_prompt_length=9))
+    assert dataset[0]["raw_prompt"][0]["content"] == "1 \U0001f600 2"
+    with pytest.raises(DatasetError, match=r"d.jsonl, row 1: its text has half a surrogate pair \('\\ud83c'\)"):
+        dataset[1]
+    with pytest.raises(DatasetError, match="d.jsonl, row 1: its text has half"):
+        RLHFDataset(file, TOKENIZER, config(filter_overlong_prompts=True))
+
+
 def test_truncation_is_applied_to_samples(tmp_path):
     file = write(tmp_path / "d.jsonl", [row("1 + 2 + 3 + 4 + 5")])
     full = RLHFDataset(file, TOKENIZER, config(max_prompt_length=50))[0]["raw_prompt_ids"]

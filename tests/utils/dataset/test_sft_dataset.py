@@ -79,6 +79,13 @@ def test_an_overlong_row_is_named(tmp_path):
         SFTDataset(file, make_tokenizer(), config(max_length=6))[1]
 
 
+def test_half_a_surrogate_pair_is_refused_with_file_and_row(tmp_path):
+    rows = [{"question": "1", "answer": "2"}, {"question": "1", "answer": "2 \ude00"}]
+    data = SFTDataset(rows_of(tmp_path, rows), make_tokenizer(), config())
+    with pytest.raises(DatasetError, match="rows.jsonl, row 1: its text has half a surrogate pair"):
+        data[1]
+
+
 def test_the_first_rows_are_kept(tmp_path):
     file = rows_of(tmp_path, [{"question": "1", "answer": str(i)} for i in range(5)])
     data = SFTDataset(file, make_tokenizer(), config(), max_samples=2)

@@ -59,6 +59,7 @@ class DynamicGenDataset(RLHFDataset):
         """Add rows; those with a prompt that is too long are filtered by data.filter_overlong_prompts."""
         rows = list(map(dict, new_dataframe))
         first = len(self.generated)
+        self.columns |= dict.fromkeys(name for row in rows for name in row)
         self.rows, self.generated = [*self.rows, *rows], self.generated + rows
         self.origins += [(f"data.datagen.name={self.config.datagen.name}", first + i) for i in range(len(rows))]
         if rows:

@@ -25,7 +25,7 @@ from verl.trainer.ppo import core_algos
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.groupwise import as_torch_index
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.workers.reward_manager.reward_rows import LOST
+from verl.workers.reward_manager.reward_rows import EXTRAS, LOST
 
 MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves
 ROW = "sample_row"  # column with a sample's number in the step [B], while its score is computed elsewhere
@@ -96,7 +96,7 @@ class DropCounts:
 
 
 def with_scores(batch: DataProto, scored: DataProto) -> DataProto:
-    """The rows of `batch` that `scored` has, in their order, with token_level_scores [B', R] and the reward's columns.
+    """The rows of `batch` that `scored` has, in their order, with token_level_scores [B', R] and the reward's extras.
 
     Rows are matched by the column ROW, which is taken away.
     """
@@ -105,9 +105,7 @@ def with_scores(batch: DataProto, scored: DataProto) -> DataProto:
     kept = batch.select_idxs([i for i, row in enumerate(rows) if row in place])
     own = [place[row] for row in rows if row in place]
     kept.batch["token_level_scores"] = scored.batch["token_level_scores"][own]
-    for key in (keys := scored.meta_info["reward_extra_keys"]):
-        kept.non_tensor_batch[key] = scored.non_tensor_batch[key][own]
-    kept.meta_info["reward_extra_keys"] = keys
+    kept.non_tensor_batch[EXTRAS] = scored.non_tensor_batch[EXTRAS][own]
     return kept
 
 

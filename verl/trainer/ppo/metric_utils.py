@@ -1,6 +1,7 @@
 """Metrics of a step, by the names that dashboards know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         if column in batch.non_tensor_batch:
             counts = batch.non_tensor_batch[column].astype(float)
             metrics |= {f"{name}/{how}": float(fn(counts)) for how, fn in _EXTREMES.items()}
+    return metrics
+
+
+def mean_extras(extras: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """reward/<name>/mean of the reward's extras over the rows that have a number; <name> itself where it has a slash.
+
+    The score, and what is no number in any row (texts, lists), are no metrics, as in validation.
+    """
+    metrics = {}
+    for name, values in extras.items():
+        numbers = [float(value) for value in values if isinstance(value, Number | np.bool_)]
+        if numbers and name != "score":
+            metrics[name if "/" in name else f"reward/{name}/mean"] = float(np.mean(numbers))
     return metrics
 
 

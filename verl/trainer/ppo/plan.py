@@ -121,7 +121,7 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
     def lacks(row: Mapping[str, Any]) -> str | None:
         contents = {data.reward_fn_key: "the name of its reward",
                     "reward_model": "{'ground_truth': ...}, which the reward function gets"}  # fmt: skip
-        missing = {name: content for name, content in contents.items() if name not in row}
+        missing = {name: content for name, content in contents.items() if row.get(name) is None}
         if by_rule and not missing and not has_rule(source := row[data.reward_fn_key]):
             return unknown_source(source)
         hint = ", or set data.reward_fn_key" if data.reward_fn_key in missing else ""

@@ -29,6 +29,7 @@ from verl.trainer.run.nonfinite import count_skipped
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.run.timing import step
 from verl.trainer.run.validator import Validator
+from verl.workers.reward_manager.reward_rows import EXTRAS, extras_column
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 __all__ += ["compute_response_mask"]
@@ -270,19 +271,15 @@ class RayPPOTrainer:
 
     @step("reward")
     def _score(self, samples: DataProto, counts: DropCounts) -> tuple[DataProto, DropCounts, Metrics]:
-        """The samples with token_level_scores [B, R] and the reward's extra columns, whose means become metrics.
+        """The samples with token_level_scores [B, R] and the reward's extras, whose means become metrics.
 
         Without the samples whose reward failed (reward_model.error=drop) and those that cannot be trained on then.
         """
         samples, scores, extras, failed = self.rollout.score(samples, self.reward_fn)
         metrics: Metrics = {"reward/errors": failed["error"], "reward/timeouts": failed["timeout"]}
         samples.batch["token_level_scores"] = scores
-        samples.meta_info["reward_extra_keys"] = sorted(extras)
-        for key, values in extras.items():
-            samples.non_tensor_batch[key] = np.array(values)
-            if key != "score" and samples.non_tensor_batch[key].dtype.kind in "bif" and len(samples):
-                name = key if "/" in key else f"reward/{key}/mean"
-                metrics[name] = float(samples.non_tensor_batch[key].mean())
+        samples.non_tensor_batch[EXTRAS] = extras_column(extras, len(samples))
+        metrics |= metric_utils.mean_extras(extras)
         if failed:
             samples, later = self._drop_lost(samples)
             counts = counts.after_rewards(failed.total(), later)

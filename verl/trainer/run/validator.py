@@ -58,6 +58,7 @@ class Validator:
                 continue
             samples.meta_info["validate"] = True
             samples, token_scores, extras, _ = self.score(samples)
+            extras = {"reward_extra" if key == "reward" else key: column for key, column in extras.items()}
             scores = token_scores.sum(-1).tolist()
             values["reward"] += scores
             for key, column in extras.items():

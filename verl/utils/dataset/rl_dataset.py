@@ -135,16 +135,23 @@ class FileRows(Dataset):
         self.data_files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self.rows: Sequence[dict[str, Any]] = []
         self.origins: list[tuple[str, int]] = []  # file and row (from 0) of each sample
+        self.columns: dict[str, None] = {}  # of any file
+        columns_of: dict[str, dict[str, None]] = {}
         for file in self.data_files:
             rows = self.read(copy_to_local(str(file), use_shm=use_shm))
             for number, row in enumerate(rows) if isinstance(rows, list) else ():
                 if column := next((name for name in MEDIA if row.get(name)), None):
                     what = f"{file}, row {number}: column '{column}' has images, videos or sounds; models read text"
                     raise DatasetError(f"{what} only. Leave such rows out, or drop the column if the text is enough.")
+            columns_of[file] = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
+            self.columns |= columns_of[file]
             self.rows = self.rows + rows if self.origins else rows
             self.origins += [(str(file), number) for number in range(len(rows))]
         if not len(self.rows):
             raise DatasetError(f"{', '.join(map(str, self.data_files))}: no rows.")
+        for file, columns in columns_of.items():
+            if columns and (missing := [name for name in self.columns if name not in columns]):
+                logger.info("{} has no column {}, which other files have: None in its rows", file, ", ".join(missing))
 
     @staticmethod
     def read(path: str | Path) -> Sequence[dict[str, Any]]:
@@ -211,6 +218,16 @@ class FileRows(Dataset):
                 raise self.error(item, f"{where} has a part of type {kind!r}; models read text only. Leave it out.")
         return "".join(part["text"] for part in parts)
 
+    def encodable(self, item: int, text: str) -> str:
+        """The text; DatasetError where it has half a surrogate pair, which no tokenizer takes."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half, around = ascii(text[error.start]), ascii(text[max(0, error.start - 20) : error.start + 20])
+            what = f"its text has half a surrogate pair ({half}), which cannot be encoded, in {around}. Correct it."
+            raise self.error(item, what) from error
+        return text
+
     def error(self, item: int, what: str) -> DatasetError:
         """An error about one row, with its file."""
         file, number = self.origins[item]
@@ -222,7 +239,8 @@ class FileRows(Dataset):
 
 class RLHFDataset(FileRows):
     """One sample per prompt: input_ids, attention_mask, position_ids [P] int64 (left-padded to data.max_prompt_length),
-    raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column.
+    raw_prompt_ids (list, cut but not padded), raw_prompt (messages), index, sample_index, every other column of the
+    files, None where a row lacks it.
 
     Settings are those of the `data` section: prompt_key, max_prompt_length, truncation, filter_overlong_prompts,
     apply_chat_template_kwargs, shuffle, seed. `max_samples` keeps that many rows, drawn by data.seed with data.shuffle,
@@ -283,9 +301,10 @@ class RLHFDataset(FileRows):
         if not self.tokenizer.chat_template:
             raise DatasetError(no_chat_template(self.tokenizer))
         try:
-            return render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
+            text = render_chat(self.tokenizer, messages, **{"add_generation_prompt": True, **self.template_kwargs})
         except ChatTemplateError as error:
             raise self.error(item, f"the chat template failed on column '{self.prompt_key}': {error}") from error
+        return self.encodable(item, text)
 
     def prompt_ids(self, item: int) -> list[int]:
         """The ids of that text, neither truncated nor padded."""
@@ -303,8 +322,7 @@ class RLHFDataset(FileRows):
         if pad_id is None:
             raise ValueError("the tokenizer has no pad token; set one (tokenizer.pad_token = tokenizer.eos_token).")
         input_ids, attention_mask, position_ids = left_pad(ids, self.max_prompt_length, pad_id)
-        row = dict(self.rows[item])
-        del row[self.prompt_key]
+        row = {name: self.rows[item].get(name) for name in self.columns if name != self.prompt_key}
         extra = row["extra_info"] if isinstance(row.get("extra_info"), Mapping) else {}
         if self.return_full_prompt:
             row["full_prompts"] = self.prompt_text(item)

@@ -96,7 +96,8 @@ class SFTDataset(FileRows):
 
     def encode(self, item: int) -> tuple[list[int], list[int]]:
         """(ids, learned) of a row, each of at most max_length; raises DatasetError where truncation is `error`."""
-        ids, learned = encode_segments(self.tokenizer, self.segments(item))
+        segments = [(self.encodable(item, text), counts) for text, counts in self.segments(item)]
+        ids, learned = encode_segments(self.tokenizer, segments)
         if len(ids) > self.max_length and self.truncation == "error":
             what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
             raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
 from loguru import logger
 
@@ -16,6 +17,8 @@ from verl.utils.user_code import defined_at
 
 # Column that marks rows without a usable sample: set by a rollout, or by a reward (with the kind of failure).
 LOST = "__lost__"
+# Column of what the reward returned besides the scores: a dict for each row.
+EXTRAS = "__extras__"
 # Column of results of the reward function that are known already.
 GRADED = "__graded__"
 
@@ -98,7 +101,7 @@ def parse_results(
 
 def split(result: Any) -> tuple[float, dict[str, Any]] | Failure:
     """(score, extras) of a reward function's result, or why it is not a score."""
-    extras = dict(result) if isinstance(result, dict) else {"score": result}
+    extras = {str(name): value for name, value in result.items()} if isinstance(result, dict) else {"score": result}
     if "score" not in extras:
         return Failure("error", f"returned a dict without 'score': {sorted(result)}")
     try:
@@ -145,6 +148,19 @@ def place_results(data: DataProto, results: list[tuple[float, dict[str, Any]] | 
     if any(isinstance(result, Failure) for result in results):
         columns[LOST] = [result.kind if isinstance(result, Failure) else "" for result in results]
     return {"reward_tensor": place_scores(data, [score for score, _ in pairs]), "reward_extra_info": columns}
+
+
+def extras_column(extras: dict[str, Any], size: int) -> np.ndarray:
+    """The column EXTRAS [size] of extras by name, each with `size` values."""
+    column = np.empty(size, dtype=object)
+    column[:] = [{name: values[i] for name, values in extras.items()} for i in range(size)]
+    return column
+
+
+def reward_extras(data: DataProto) -> dict[str, list[Any]]:
+    """The reward's extras in the column EXTRAS by name: B values each, None where a row lacks the name."""
+    rows = data.non_tensor_batch.get(EXTRAS, ())
+    return {name: [row.get(name) for row in rows] for name in sorted({name for row in rows for name in row})}
 
 
 def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examine: int) -> None:

@@ -134,4 +134,5 @@ class MessageEncoder:
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
         text = render_chat(self.tokenizer, messages, tools=tools or None, **settings, **self.kwargs)
+        text = text.encode("utf-8", "replace").decode()  # arguments of calls may have half a surrogate pair
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
