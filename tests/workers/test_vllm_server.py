@@ -106,8 +106,10 @@ def test_a_stop_token_ends_the_answer_and_counts(served):
         ({"input_ids": [7] * 64}, "max_model_len=64 leaves no room"),
         ({"input_ids": [7], "sampling_params": {"top_q": 1}}, "sampling_params has top_q; known are: temperature"),
         ({"input_ids": [7], "sampling_params": {"top_p": 2.0}}, "top_p"),
+        *(({"input_ids": [7], "sampling_params": {"sampling_seed": seed}}, "sampling_seed=.* must be an integer")
+          for seed in ("x", 1.5, True, 2**70)),
     ],
-)
+)  # fmt: skip
 def test_what_the_engine_cannot_take_is_refused_and_it_lives_on(served, body, message):
     rollout, _ = served
     with pytest.raises(ServerError, match=message) as refused:

@@ -86,6 +86,13 @@ ATTEMPTS = {
     "bpf": ("syscall(321, 0, 0, 0)", False),
     "personality": ("syscall(135, 0xFFFFFFFF)", True),
     "descriptor tables": ("syscall(154, 0, 0, 0)", True),
+    "large socket buffers": ("socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)", True),
+    "filter of a socket": (
+        "import struct\n"
+        "code = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 0xFFFF), 8)\n"
+        "socket.socketpair()[0].setsockopt(1, 26, struct.pack('HxxxxxxQ', 1, ctypes.addressof(code)))", True,
+    ),
+    "timers": ("number = ctypes.create_string_buffer(8)\nsyscall(222, 0, 0, ctypes.addressof(number))", True),
     "handle of a process": ("os.pidfd_open(os.getpid())", True),
     "message queue": ("syscall(68, 0, 0o1600)", False),
     "semaphores": ("syscall(64, 0, 1, 0o1600)", False),

@@ -47,10 +47,14 @@ class Outcome:
 def run_python(program: str, stdin: bytes = b"", limits: SandboxConfig | None = None) -> Outcome:
     """Run the source of a Python program on `stdin`; it can import the standard library only.
 
-    It is killed after `limits.seconds`, or when it wrote more than `limits.output_kb` to stdout. Raises
-    SandboxUnavailable when the kernel refuses a layer of the confinement and `limits.unconfined` is false.
+    It is killed after `limits.seconds`, or when it wrote more than `limits.output_kb` to stdout; one larger than
+    `limits.disk_mb` fails with exit code 1. Raises SandboxUnavailable when the kernel refuses a layer of the
+    confinement and `limits.unconfined` is false.
     """
     limits = limits or SandboxConfig()
+    size, room = len(program.encode("utf-8", "surrogatepass")), limits.disk_mb << 20
+    if size > room:  # the machine can confine it; its file does not fit
+        return Outcome(b"", f"the program has {size} bytes, sandbox.disk_mb allows {room}".encode(), 1, None, 0.0)
     folder = tempfile.mkdtemp(prefix="verl-sandbox-") if limits.unconfined else None
     request = {name: limits[name] for name in limits if name != "_target_"}
     request |= {"program": program, "python": _PYTHON, "visible": list(_VISIBLE), "folder": folder}

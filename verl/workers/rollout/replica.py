@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -77,7 +78,7 @@ def check_token_ids(ids: Any, vocab_size: int) -> None:
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             known = f"0..{vocab_size - 1}"
-            raise ValueError(f"input_ids[{position}]={token!r} is not a token id of the model ({known})")
+            raise ValueError(f"input_ids[{position}]={reprlib.repr(token)} is not a token id of the model ({known})")
 
 
 def host_to_bind() -> str:

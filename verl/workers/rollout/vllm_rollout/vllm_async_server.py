@@ -30,14 +30,9 @@ from verl.workers.rollout.replica import (
     host_to_bind,
     token_output,
 )
+from verl.workers.rollout.vllm_rollout.request_checks import SAMPLING, TAGS, checked_body, sampling_arguments
 from verl.workers.rollout.vllm_rollout.vllm_rollout import vLLMRollout
 
-# Names of a request's sampling parameters: SGLang's, which the server takes, and vLLM's.
-SAMPLING = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_token_ids": "stop_token_ids",
-    "sampling_seed": "seed",
-}  # fmt: skip
 START_TIMEOUT_S = 60.0
 
 
@@ -86,7 +81,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         self.requests: dict[str, _Request] = {}
         self.error: RuntimeError | None = None  # what requests get once the engine has failed or the server is closed
         self.is_paused = False
-        self._held: list[_Request] = []  # arrived while generation is paused or the engine sleeps
+        self._held: dict[str, _Request] = {}  # arrived while generation is paused or the engine sleeps
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         stream = None if device is None else torch.cuda.current_stream(device)
@@ -137,8 +132,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _fail(self, error: Exception) -> None:
         """Answer all requests with an error, and refuse later ones: the engine's state is unknown."""
         logger.opt(exception=error).error("vLLM's engine failed")
-        self.error, held, self._held = RuntimeError(f"the engine failed before: {error}"), self._held, []
-        for request in [*self.requests.values(), *held]:
+        self.error, held, self._held = RuntimeError(f"the engine failed before: {error}"), self._held, {}
+        for request in [*self.requests.values(), *held.values()]:
             self._finish(request, error)
 
     def _step(self) -> None:
@@ -171,12 +166,13 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _add(self, request: _Request) -> None:
         if self.error is not None:
             return request.finish(self.error)
-        if request.rid in self.requests:
-            return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs"))
+        if request.rid in self.requests or request.rid in self._held:
+            return request.finish(ValueError(f"rid={request.rid!r} is taken by a request that runs or waits"))
         if not self._serves():
             if not self._held and not self.is_paused:
                 logger.warning(f"{self.address}: requests wait until the engine is awake and has its weights")
-            return self._held.append(request)
+            self._held[request.rid] = request
+            return None
         try:
             prompt, adapter = {"prompt_token_ids": request.input_ids}, self.rollout.adapter
             self.engine.add_request(request.rid, prompt, request.params, lora_request=adapter)
@@ -187,16 +183,20 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
     def _abort(self, rids: Iterable[str]) -> list[str]:
         """Finish requests, running or held, with what they have generated; their ids."""
         rids = set(rids)
-        held = [request for request in self._held if request.rid in rids]
-        self._held = [request for request in self._held if request.rid not in rids]
-        running = [self.requests[rid] for rid in rids if rid in self.requests]
+        held = [self._held.pop(rid) for rid in rids & self._held.keys()]
+        running = [self.requests[rid] for rid in rids & self.requests.keys()]
         self.engine.abort_request([request.rid for request in running], internal=False)
         for request in held + running:
             self._finish(request, self._reply(request, {"type": "abort", "message": "aborted"}))
         return [request.rid for request in held + running]
 
     def _abort_all(self) -> list[str]:
-        return self._abort([*self.requests, *(request.rid for request in self._held)])
+        return self._abort([*self.requests, *self._held])
+
+    def _leave(self, request: _Request) -> None:
+        """The client of a request is gone; a request of the same id that was accepted before it goes on."""
+        if request in (self.requests.get(request.rid), self._held.get(request.rid)):
+            self._abort([request.rid])
 
     def _pause(self, mode: str) -> None:
         self.is_paused = True
@@ -212,8 +212,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def _add_held(self) -> None:
         if self._serves():
-            held, self._held = self._held, []
-            for request in held:
+            held, self._held = self._held, {}
+            for request in held.values():
                 self._add(request)
 
     def abort_all_requests(self, reset_prefix_cache: bool = True) -> dict[str, Any]:
@@ -243,10 +243,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         """The answer to one prompt. `sampling_params`: names of vLLM or of POST /generate, and logprobs (bool)."""
         if image_data or video_data:
             raise ValueError("image_data and video_data: rollout servers take token ids only")
-        given, ours = dict(sampling_params), {theirs: name for name, theirs in SAMPLING.items()}
+        given, ours = dict(sampling_params), {vllm_name: name for name, (vllm_name, *_) in SAMPLING.items()}
         log_probs = bool(given.pop("logprobs", False))
         body = {"sampling_params": {ours.get(name, name): value for name, value in given.items()}}
-        params = self._params(prompt_ids, body | {"return_logprob": log_probs})
+        params = self._params(prompt_ids, body["sampling_params"], log_probs)
         return token_output(await self._answer(request_id, prompt_ids, params), log_probs, self.address)
 
     async def wake_up(self) -> None:
@@ -280,7 +280,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             "continue_generation": lambda b: self._continue(),
             "flush_cache": lambda b: self._idle(self.rollout.forget_prefixes),
             "release_memory_occupation": lambda b: self._idle(self.rollout.free),
-            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or ["weights", "kv_cache"]),
+            "resume_memory_occupation": lambda b: self.rollout.wake(b.get("tags") or list(TAGS)),
             "update_weights_from_disk": self._update_from_disk,
         }
         for name, function in posts.items():
@@ -293,8 +293,9 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     @web.middleware
     async def _checked(self, request: web.Request, handler: Callable) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if request.path not in ("/health", "/metrics") and not hmac.compare_digest(given, f"Bearer {self.token}"):
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        wanted = f"Bearer {self.token}".encode()
+        if request.path not in ("/health", "/metrics") and not hmac.compare_digest(given, wanted):
             return _error(401, "the header Authorization: Bearer <token> of this run is missing or wrong")
         try:
             return await handler(request)
@@ -319,7 +320,7 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     def _posted(self, function: Callable[[dict[str, Any]], Any]) -> Callable:
         async def handler(request: web.Request) -> web.Response:
-            body = await request.json() if request.can_read_body else {}
+            body = checked_body(await request.read())
             result = await asyncio.to_thread(self.call, function, body)
             return web.json_response(result if isinstance(result, dict | list) else None)
 
@@ -341,10 +342,10 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         return {"success": True, "message": "", "num_paused_requests": 0}
 
     async def _generate(self, http: web.Request) -> web.Response:
-        body = await http.json()
-        ids = body.get("input_ids")
-        rid = str(body.get("rid") or secrets.token_hex(16))
-        return web.json_response(await self._answer(rid, ids, self._params(ids, body)))
+        body = checked_body(await http.read())
+        ids, rid = body.get("input_ids"), body.get("rid") or secrets.token_hex(16)
+        params = self._params(ids, body.get("sampling_params", {}), body.get("return_logprob", False))
+        return web.json_response(await self._answer(rid, ids, params))
 
     async def _answer(self, rid: str, ids: list[int], params: Any) -> dict[str, Any]:
         """The reply to a request; raises what the engine raised. A request whose task is cancelled is aborted."""
@@ -355,17 +356,18 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
             with suppress(RuntimeError):  # the caller's loop is closed: nobody waits for this request
                 loop.call_soon_threadsafe(_resolve, answered, result)
 
-        self._inbox.put(lambda: self._add(_Request(rid, ids, params, finish)))
+        request = _Request(rid, ids, params, finish)
+        self._inbox.put(lambda: self._add(request))
         try:
             result = await answered
         except asyncio.CancelledError:  # the client is gone
-            self._inbox.put(lambda: self._abort([rid]))
+            self._inbox.put(lambda: self._leave(request))
             raise
         if isinstance(result, BaseException):
             raise result
         return result
 
-    def _params(self, ids: Any, body: dict[str, Any]) -> Any:
+    def _params(self, ids: Any, sampling: dict[str, Any], log_probs: bool) -> Any:
         """vLLM's parameters of a request; ValueError for what the engine cannot take."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -375,18 +377,11 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         if room < 1:
             limit = f"rollout.max_model_len={self.max_model_len}"
             raise ValueError(f"input_ids has {len(ids)} tokens; {limit} leaves no room for an answer")
-        given = dict(body.get("sampling_params") or {})
-        ignore_eos = bool(given.pop("ignore_eos", False))
-        if unknown := sorted(set(given) - set(SAMPLING)):
-            raise ValueError(f"sampling_params has {', '.join(unknown)}; known are: {', '.join(SAMPLING)}, ignore_eos")
-        named = {SAMPLING[name]: value for name, value in given.items() if value is not None}
-        named["max_tokens"] = min(named.get("max_tokens", room), room)
-        if ignore_eos:
-            named["stop_token_ids"] = []  # vLLM's own ignore_eos does not apply to stop ids
+        arguments = sampling_arguments(sampling, room, self.vocab_size)
         try:
             return SamplingParams(
-                ignore_eos=ignore_eos, detokenize=False, output_kind=RequestOutputKind.DELTA, flat_logprobs=True,
-                logprobs=0 if body.get("return_logprob") else None, **named,
+                detokenize=False, output_kind=RequestOutputKind.DELTA, flat_logprobs=True,
+                logprobs=0 if log_probs else None, **arguments,
             )  # fmt: skip
         except Exception as error:  # vLLM's own validation
             raise ValueError(f"sampling_params: {error}") from error
