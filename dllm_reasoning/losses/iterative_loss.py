@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tensordict import TensorDict
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -18,10 +20,12 @@ from dllm_reasoning.losses.layouts import IGNORED, Layout, Tokens
 from dllm_reasoning.utils.attention import mask_problem, warn_once, window_of
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
 from verl.planning.memory_estimate import LOGITS_CHUNK
+from verl.planning.problems import one_line
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group
 from verl.workers.policy.attention import FLASH, NAME_OF_FLASH, make_packable
-from verl.workers.policy.causal_lm import call_as_forward, causal_model
+from verl.workers.policy.causal_lm import call_as_forward, causal_model, decoder_of
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
+from verl.workers.policy.layout_probe import in_float32, layout_difference
 from verl.workers.policy.packing import Packing
 
 Backward = Callable[[torch.Tensor, bool], None]
@@ -97,10 +101,9 @@ class _TailForward:
         self.cache: SharedPrefix | None = read and read.cache
         self.group = get_ulysses_sequence_parallel_group()
         shared, causal = self.group is not None, causal_model(model)
-        # Flash attention takes no mask made here, but a packing.
-        self.packs = (shared or causal.config._attn_implementation in (FLASH, NAME_OF_FLASH)) and make_packable(
-            causal, shared
-        )
+        # Flash attention takes no mask made here, but a packing. Without a prefix none is made.
+        flash = layout.prefix is not None and causal.config._attn_implementation in (FLASH, NAME_OF_FLASH)
+        self.packs = make_packable(causal, shared, flash)
         dtype = next(model.parameters()).dtype
         if share:
             # Right-padded, so causal attention suffices; the tail's mask hides the padding.
@@ -155,13 +158,13 @@ class _TailForward:
         if self.cache is None:  # rows of the prefix, causal, above those of the tail
             causal = torch.ones(before, before, dtype=torch.bool, device=seen.device).tril()
             seen = torch.cat([F.pad(causal, (0, width)).expand(rows, -1, -1), seen], 1)
-        if self.packs:
-            return self._packing(*seen.shape[:2], seen, before if self.cache is not None else 0)
         window = window_of(causal_model(self.model).config)
         if window is not None:
             keys = torch.cat([layout.prefix.positions, layout.tail.positions], 1)
             queries = keys[:, -seen.shape[1] :]
             seen = seen & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
+        if self.packs:
+            return self._packing(*seen.shape[:2], seen, before if self.cache is not None else 0)
         hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         return hidden.masked_fill_(~seen, torch.finfo(dtype).min).unsqueeze(1)  # finite: -inf could give NaN
 
@@ -243,13 +246,13 @@ def predict_tokens(
     causal, labels = causal_model(model), tokens.labels
     at = labels != IGNORED if decoded is None else (labels != IGNORED) | decoded
     if isinstance(mask, Packing):
-        hidden = causal.get_decoder()(**mask.model_inputs(tokens.ids, tokens.positions, cache)).last_hidden_state[0]
+        hidden = decoder_of(causal)(**mask.model_inputs(tokens.ids, tokens.positions, cache)).last_hidden_state[0]
         labels, at = labels.flatten()[mask.answers], at.flatten()[mask.answers]
         states = hidden[mask.predicted_from[at]]
     else:
         inputs = {"input_ids": tokens.ids, "attention_mask": mask, "position_ids": tokens.positions,
                   "past_key_values": cache, "use_cache": cache is not None}  # fmt: skip
-        states = causal.get_decoder()(**inputs).last_hidden_state[at]
+        states = decoder_of(causal)(**inputs).last_hidden_state[at]
     chosen = labels[at]  # [M], of states [M, H]
     output = chunked_log_probs(
         causal.get_output_embeddings(), FinalLogits.of(causal.config), states, chosen.clamp(min=0),
@@ -263,6 +266,12 @@ def predict_tokens(
     return losses, greedy
 
 
+def predict_in_float32(model: nn.Module, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`predict_tokens` in float32, whatever type FSDP2 gathers the weights in."""
+    with in_float32(model):
+        return predict_tokens(model, *inputs)
+
+
 def _sum(losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """losses [B, N] -> their sum, in the SFT trainer's order (no last column), so that both agree to the last bit."""
     if not bool((tokens.labels[:, -1] != IGNORED).any()):
@@ -270,16 +279,53 @@ def _sum(losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return losses.sum()
 
 
+@torch.no_grad()
+def prefix_problem(model: nn.Module) -> str | None:
+    """Why rows cannot be cut into a prefix and a tail (a clause), by what is known of the model and by two short rows
+    whose log-probs it computes in both forms; None if they can. Called on all ranks."""
+    if problem := mask_problem(model):
+        return problem
+
+    def compute(rows: TensorDict, cut: bool, in_float32: bool) -> torch.Tensor:
+        columns = ("input_ids", "position_ids", "attention_mask")
+        ids, positions, valid = (rows[name][:, int(cut) :] for name in columns)  # a prefix without padding before it
+        width = ids.shape[1] - rows["responses"].shape[1]
+        whole = Tokens(ids, positions, valid.bool(), F.pad(ids[:, 1:], (0, 1), value=IGNORED))
+        function = predict_in_float32 if in_float32 else predict_tokens
+        if not cut:
+            return -call_as_forward(model, function, whole, valid, None, None)[0][:, width - 1 : -1]
+        # A token that nothing attends to between the two is seen by what mixes tokens otherwise.
+        parts = [F.pad(column[:, :width], (0, 1)) for column in whole.columns]
+        parts[-1][:, -1] = IGNORED
+        prefix, tail = Tokens(*parts), Tokens(*(column[:, width:] for column in whole.columns))
+        seen = torch.ones(len(ids), *ids.shape[1:] * 2, dtype=torch.bool, device=ids.device).tril()[:, width:]
+        seen = torch.cat([F.pad(seen[..., :width], (0, 1)), seen[..., width:]], -1)
+        layout = Layout(prefix, tail, torch.zeros_like(tail.valid), tail.ids, seen, 0)
+        mask = _TailForward(model, layout, False, None).mask
+        losses = call_as_forward(model, function, prefix.then(tail), mask, None, None)[0]
+        return -torch.cat([losses[:, width - 1 : width], losses[:, width + 1 : -1]], 1)
+
+    try:
+        difference, limit = layout_difference(causal_model(model), compute, True)
+    except (RuntimeError, IndexError) as error:
+        return f"does not take masks made here ({one_line(error)})"
+    if difference <= limit:
+        return None
+    return f"gives other log-probs, by {difference:.2g} (limit {limit}), if rows are cut into a prefix and a tail"
+
+
 def sharing(model: nn.Module, mode: str, rounds: int, packed: bool) -> bool:
     """Whether rounds share the prefix under iterative.share_instruction=`mode`; warns once if that is not possible.
 
-    Auto shares with several rounds or packed windows. Neither gradient checkpointing (it drops caches) nor attention
-    that one mask cannot describe allows it; ValueError for packed windows with such attention.
+    Called on all ranks. Auto shares with several rounds or packed windows. Neither gradient checkpointing (it drops
+    caches) nor attention that one mask cannot describe allows it; ValueError for packed windows with such attention.
     """
-    problem = mask_problem(model)
+    if not packed and (mode == "off" or (mode == "auto" and rounds == 1)):
+        return False
+    problem = prefix_problem(model)
     if packed and problem:
         raise ValueError(packed_refusal(problem))
-    if mode == "off" or (mode == "auto" and not packed and rounds == 1):
+    if mode == "off":
         return False
     if problem:
         warn_once(f"the model {problem}: every round recomputes the instruction (to silence this warning, set "

@@ -50,7 +50,8 @@ class RefineLoss(AuxiliaryLoss):
             noise_pattern="packed", block_length=window, windows_per_sample=settings.windows_per_sample,
             num_iterations=settings.num_iterations, aligned_windows=settings.aligned_windows,
         )  # fmt: skip
-        share = sharing(model, "auto", settings.num_iterations, packed=True)
+        with engine.eval_mode():
+            share = sharing(engine.module, "auto", settings.num_iterations, packed=True)
         self.loss = IterativeLoss(self.noise.round_weights, ar_weight=0.0, share=share)
         self.labels = 0
         packed = model.config._attn_implementation in (NAME, NAME_OF_FLASH)

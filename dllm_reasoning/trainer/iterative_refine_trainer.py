@@ -69,7 +69,8 @@ class IterativeRefineTrainer(FSDPSFTTrainer):
         model = causal_model(self.engine.module)
         # The clean text of unpacked rows is one more forward that attends to the same instruction.
         forwards = settings.num_iterations + int(settings.ar_loss_weight > 0)
-        share = sharing(model, settings.share_instruction, forwards, self.pattern.windows)
+        with self.engine.eval_mode():
+            share = sharing(self.engine.module, settings.share_instruction, forwards, self.pattern.windows)
         self.loss = IterativeLoss(settings.round_weights, settings.ar_loss_weight, share=share)
         setattr(model.config, NOISE_KEY, self.noise_token)
         if self.pattern.has_width:

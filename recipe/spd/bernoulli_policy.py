@@ -1,11 +1,17 @@
 """The accept/reject policy: one Bernoulli action per judged draft token."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import nn
 
+from verl.utils.peft_weights import without_adapters
+from verl.workers.policy.attention import make_packable
 from verl.workers.policy.base import Policy, check_temperature, register_policy
+from verl.workers.policy.causal_lm import call_as_forward
+from verl.workers.policy.layout_probe import agreeing_layouts, in_float32
 from verl.workers.policy.packing import ON_HOST, OnHost, on_host
 
 MODEL_KEYS = ("input_ids", "attention_mask", "position_ids", "spd_layout")
@@ -30,6 +36,20 @@ class BernoulliPolicy(Policy):
     def set_forward(self, *, remove_padding: bool, share_prompt: bool) -> None:
         """The model removes padding in its forward; `share_prompt` is ignored in favour of the policy's `share`."""
         self.remove_padding = remove_padding
+
+    def compare_layouts(self, model: nn.Module) -> None:
+        """Keep padding where the backbone's hidden states differ too much without."""
+
+        backbone = without_adapters(model.backbone)
+        if not self.remove_padding or not make_packable(backbone):
+            return
+
+        def states(rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+            values = call_as_forward(model, backbone_states, rows, flat, wide)
+            return F.normalize(values[:, -rows["responses"].shape[1] :], dim=-1)
+
+        layouts = {"without padding": states}
+        self.remove_padding = agreeing_layouts(backbone, "hidden states", states, layouts)["without padding"]
 
     def scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
         """z [B, gamma] float32: 50.0 where draft and target agree, also at padding.
@@ -82,6 +102,13 @@ class BernoulliPolicy(Policy):
             return log_p, None
         # H = -p log p - (1-p) log(1-p), with log(1-p) = log p - z
         return log_p, (1 - torch.sigmoid(z)) * z - F.logsigmoid(z)
+
+
+def backbone_states(model: nn.Module, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+    """Last hidden states [B, P, H] of a scorer's backbone, in a `flat` row or not; `wide`: in float32."""
+    mask = rows["attention_mask"]
+    with in_float32(model) if wide else nullcontext():
+        return model.states(rows["input_ids"], mask.cpu() if flat else mask, rows["position_ids"], flat)
 
 
 def fit_width(z: torch.Tensor, width: int) -> torch.Tensor:

@@ -55,7 +55,7 @@ class ScoringActor(nn.Module):
         the backbone sees one flat row of tokens if its attention is transformers' own. `host`: input_ids,
         attention_mask and spd_layout as they are on the host; without it the host waits for the device.
         """
-        pack = remove_padding and make_packable(without_adapters(self.backbone))
+        pack = make_packable(without_adapters(self.backbone), wanted=remove_padding)
         given = {} if host is None else host.columns
         text, layout = given.get("attention_mask", attention_mask).cpu(), given.get("spd_layout", spd_layout).cpu()
         if self.config.context_tokens:
@@ -78,7 +78,7 @@ class ScoringActor(nn.Module):
                 described = (text, layout) if pack else (attention_mask, spd_layout)
                 mask = MASKS[self.config.attention](*described, next(self.backbone.parameters()).dtype)
                 position_ids = create_position_ids(attention_mask, spd_layout, self.config.attention)
-            states = self._states(input_ids, text if pack else attention_mask, position_ids, pack, mask)  # [B, P, H]
+            states = self.states(input_ids, text if pack else attention_mask, position_ids, pack, mask)  # [B, P, H]
             return self.score_states(states, spd_layout, draft_ids, target_ids)
         return z.masked_fill(steps >= draft_len, self.config.mismatch_logit_value)
 
@@ -115,7 +115,7 @@ class ScoringActor(nn.Module):
         """z [B, g] in float32; mismatch_logit_value, without gradient, where d_i == t_i."""
         return z.float().masked_fill(draft_ids == target_ids, self.config.mismatch_logit_value)
 
-    def _states(
+    def states(
         self, ids: torch.Tensor, text: torch.Tensor, position_ids: torch.Tensor, pack: bool,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -174,7 +174,7 @@ class ScoringActor(nn.Module):
         )
         with torch.no_grad():
             ids = input_ids.gather(1, column)
-            output = self._states(ids, text if pack else text.to(device), positions, pack)
+            output = self.states(ids, text if pack else text.to(device), positions, pack)
         return _rows_at(output, predicting)
 
     def save_pretrained(self, directory: str | Path, state_dict: dict[str, torch.Tensor] | None = None) -> None:

@@ -7,9 +7,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from dllm_reasoning.config import IterativeConfig
 from dllm_reasoning.losses import iterative_loss
-from dllm_reasoning.losses.iterative_loss import IterativeLoss, sharing
+from dllm_reasoning.losses.iterative_loss import IterativeLoss, prefix_problem, sharing
 from dllm_reasoning.losses.layouts import IGNORED, build_layout
 from tests.dllm_reasoning.models import VOCABULARY, captured_warnings, samples, tiny
+from tests.models.families import model_of
 from verl.workers.policy.attention import NAME_OF_FLASH
 
 BATCH = samples([6, 3, 9], [5, 8, 4])
@@ -152,6 +153,13 @@ def test_packed_windows_keep_the_models_sliding_window(share):
     assert float(output.rounds[0]) == pytest.approx(sum(losses).item(), rel=1e-5)
     assert float(output.ar) == pytest.approx(clean.item(), rel=1e-5)
     assert max(float((actual[name] - p.grad).abs().max()) for name, p in model.named_parameters()) < 1e-5
+
+
+def test_layers_that_mix_tokens_otherwise_are_found_by_their_log_probs(monkeypatch):
+    assert prefix_problem(tiny("llama")) is None
+    monkeypatch.setattr(iterative_loss, "mask_problem", lambda model: None)  # as if the config said nothing of them
+    with pytest.raises(ValueError, match="noise_pattern=packed does not work with .*(other log-probs|masks made here)"):
+        sharing(model_of("LFM2"), "off", 2, True)
 
 
 def test_layers_of_mixed_kinds_fall_back_and_are_refused_for_packed():

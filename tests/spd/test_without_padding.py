@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from loguru import logger
 from tensordict import TensorDict
 
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, SPDInputData
+from tests.models.families import model_of
 from verl.workers.policy import get_policy
 from verl.workers.policy.packing import moved, pack_rows
 
@@ -59,13 +61,26 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(tiny_llama, settings
         assert (packed[name] - wanted).norm() <= 1e-5 * max(wanted.norm(), 1e-3), name
 
 
+@pytest.mark.parametrize("backbone", ["target", "own"])
+def test_a_backbone_that_mixes_tokens_by_convolutions_keeps_its_padding(tiny_llama, tmp_path, backbone):
+    model_of("LFM2").save_pretrained(tmp_path)
+    for folder, kept in ((str(tmp_path), False), (tiny_llama, True)):
+        policy, warned = get_policy("bernoulli"), []
+        policy.set_forward(remove_padding=True, share_prompt=False)
+        sink = logger.add(warned.append, level="WARNING", format="{message}")
+        policy.compare_layouts(scorer(folder, {"backbone": backbone}).eval())
+        logger.remove(sink)
+        assert policy.remove_padding == kept
+        assert kept or "hidden states of Lfm2Model" in warned[0] and "keep their padding" in warned[0]
+
+
 def test_the_flat_row_and_the_way_back_by_hand():
     text = torch.tensor([[0, 1, 1], [1, 1, 1]])
     seen = torch.ones(2, 3, 3, dtype=torch.bool)
     seen[1, 0, 2] = False
     packing = pack_rows(text, seen)
     assert packing.flat(torch.tensor([[9, 5, 6], [7, 8, 4]])).tolist() == [[5, 6, 7, 8, 4]]
-    (part,) = packing.parts
+    (part,) = packing.parts()
     assert part.queries.tolist() == [[0, 1, 0], [2, 3, 4]] and part.valid.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert part.mask[:, 0].long().tolist() == [[[1, 1, 0], [1, 1, 0], [1, 1, 1]], [[1, 1, 0], [1, 1, 1], [1, 1, 1]]]
     states = torch.arange(5.0)[None, :, None]

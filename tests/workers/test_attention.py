@@ -4,6 +4,9 @@ The CUDA kernels do not run on a CPU: what they are called with is checked by a 
 their documentation says. `make gpu-check` compares the kernels themselves.
 """
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -30,15 +33,17 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def documented_kernel(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout):
+def documented_kernel(q, k, v, query_ends, key_ends, most_queries, most_keys, scale, dropout, window, cap):
     """Flash attention's contract, in float32, a segment at a time: causal, aligned to the last query and key."""
     outputs = []
     for queries, seen in _segments(q, k, query_ends, key_ends, most_queries, most_keys):
         own = q[queries].float()
         kk, vv = (x[seen].float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", own, kk) * scale
-        late = torch.arange(len(kk)) > torch.arange(len(own))[:, None] + len(kk) - len(own)
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), vv))
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        ahead = torch.arange(len(kk)) - (torch.arange(len(own))[:, None] + len(kk) - len(own))  # of a query's own key
+        hidden = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), vv))
     return torch.cat(outputs).to(q.dtype)
 
 
@@ -85,24 +90,26 @@ def cpu_flash_backward(gradient, q, k, v, out, lse, *segments_causal_scale):
 shared_prompts = shared_prompt_attention(MergingKernel(cpu_flash_forward, cpu_flash_backward))
 
 
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (1, None), (None, 0.5), (3, 0.5)])
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_segments_give_what_padded_classes_give(share, dtype, tolerance):
+def test_segments_give_what_padded_classes_give(monkeypatch, share, dtype, tolerance, window, cap):
     """4 query heads on 2 key heads, which a GPU gets repeated. bfloat16: inputs and outputs are rounded to 8 bits."""
     batch = grouped_batch([6, 3, 1, 5], [[5, 0, 2], [1, 4], [3], [0]])
     packing = pack(batch["attention_mask"], 5, batch["group_index"] if share else None)
     tokens, generator = len(packing.tokens), torch.Generator().manual_seed(0)
     results, sdpa = {}, BACKENDS["sdpa"]
+    monkeypatch.setattr(attention, "SCORES_AT_A_TIME", 200)  # a few queries at a time
     on_cuda = lambda query, *rest: sdpa(query.as_subclass(OnCuda), *rest).as_subclass(torch.Tensor)  # noqa: E731
     segments = segment_attention(documented_kernel)
     backends = {"sdpa": sdpa, "on cuda": on_cuda, "segments": segments}
-    if share:
+    if share and window is None and cap is None:
         backends["merged"] = shared_prompts
     for name, backend in backends.items():
         generator.manual_seed(0)
         shapes = ((1, 4, tokens, 16), (1, 2, tokens, 16), (1, 2, tokens, 16))
         states = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
-        out = backend(*states, packing, 0.25, 0.0)
+        out = backend(*states, packing, 0.25, 0.0, window, cap)
         assert out.shape == (tokens, 4, 16) and out.dtype == dtype
         (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results[name] = [out.detach(), *(x.grad for x in states)]
@@ -146,8 +153,31 @@ def test_kernels_are_chosen_by_device_type_and_packages(monkeypatch):
     assert choose_backend(wide, wide, packing, 0.0) == "sdpa"
     assert choose_backend(latent, latent[..., :128], packing, 0.0) == "sdpa"  # multi-head latent attention
     assert choose_backend(latent, latent, packing, 0.0) == "shared_prompt"
+    assert choose_backend(half, half, packing, 0.0, 4) == "flash_attn"  # a prompt of its own pass has no window
+    assert choose_backend(half, half, packing, 0.0, None, 50.0) == "flash_attn"
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
+    assert choose_backend(half, half, packing, 0.0, 4) == "varlen"
+    assert choose_backend(half, half, packing, 0.0, 4, 50.0) == "sdpa"
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     alone = grouped_batch([6, 3], [[5], [1]])  # a copy of each prompt's keys is what it has anyway
     assert choose_backend(half, half, pack(alone["attention_mask"], 5, alone["group_index"]), 0.0) == "flash_attn"
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_cuda_kernels_get_windows_and_soft_caps_as_they_count_them(monkeypatch, window):
+    """Both take the number of keys before a query's own; of flash-attn and torch only the first has soft caps."""
+    calls = []
+    record = lambda *args, **options: calls.append(options)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=record))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", record)
+    packing = pack(grouped_batch([6], [[5]])["attention_mask"], 5)
+    states = [torch.zeros(1, 2, 11, 4)] * 3
+    BACKENDS["flash_attn"](*states, packing, 0.5, 0.0, window, 30.0)
+    BACKENDS["flash_attn"](*states, packing, 0.5, 0.0, window)
+    BACKENDS["varlen"](*states, packing, 0.5, 0.0, window)
+    before = {None: -1, 4: 3}[window]
+    assert [call["window_size"] for call in calls] == [(before, -1 if window is None else 0)] * 2 + [(before, 0)]
+    assert [call.get("softcap") for call in calls] == [30.0, 0.0, None] and calls[0]["causal"]
 
 
 def test_flash_attention_without_a_packing_is_asked_for_by_its_own_name(monkeypatch):

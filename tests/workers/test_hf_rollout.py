@@ -8,6 +8,7 @@ from transformers import LlamaForCausalLM
 
 from tests.helpers.engines import FakeEngine, leave_group, make_engine
 from tests.helpers.ranks import run_ranks
+from tests.models.families import model_of
 from verl.config.rollout import SamplingConfig
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
@@ -104,6 +105,7 @@ def test_a_sample_does_not_depend_on_the_other_rows(llama):
 def test_rows_that_are_done_leave_the_batch_and_change_no_answer(llama):
     engine = FakeEngine(LlamaForCausalLM.from_pretrained(llama))
     made = rollout(llama, engine, response_length=12, calculate_log_probs=True)
+    made.compared = True  # the comparison is one more forward
     batch = prompts(n=8, eos_token_id=list(range(5, 20)))  # about every fourth token
     sizes = []
     hook = engine.module.register_forward_pre_hook(
@@ -304,3 +306,35 @@ def gathered_while_it_generates(rank, world_size, path):
 def test_weights_are_gathered_once_for_all_tokens_and_resharded_after_them(tiny_llama):
     for gathers in run_ranks(gathered_while_it_generates, 2, tiny_llama):
         assert gathers[0] > 1 and gathers == [gathers[0]] * 3
+
+
+def test_a_cache_that_changes_log_probs_ends_the_run_with_the_models_name(llama):
+    """A model that reads other tokens where it has a cache."""
+    engine = FakeEngine(LlamaForCausalLM.from_pretrained(llama))
+
+    def others(module, args, inputs):
+        if inputs["use_cache"] and inputs["input_ids"].shape[1] == 1:
+            inputs["input_ids"] = (inputs["input_ids"] + 1) % 60
+        return args, inputs
+
+    made = rollout(llama, engine)
+    made.generate_sequences(prompts(eos_token_id=None))
+    assert made.compared
+    engine.module.register_forward_pre_hook(others, with_kwargs=True)
+    made = rollout(llama, engine)
+    with pytest.raises(ValueError, match="with its cache LlamaForCausalLM gives log-probs that differ by"):
+        made.generate_sequences(prompts(eos_token_id=None))
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Mamba"])
+def test_states_of_convolutions_and_recurrences_follow_the_rows(name):
+    model = model_of(name)
+    made = rollout(None, FakeEngine(model), response_length=12, calculate_log_probs=True)
+    batch = prompts(n=4, eos_token_id=list(range(5, 20)))
+    sizes = []
+    model.register_forward_pre_hook(lambda *given: sizes.append(len(given[2]["input_ids"])), with_kwargs=True)
+    together = made.generate_sequences(batch).batch
+    assert min(sizes[1:]) < max(sizes[1:])
+    for i in range(3):
+        alone = made.generate_sequences(batch[i : i + 1]).batch
+        assert torch.equal(alone["responses"], together["responses"][4 * i : 4 * i + 4])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.helpers.engines import leave_group, make_engine, rl_batch
 from verl.config.model import PluginConfig
@@ -56,7 +56,18 @@ def outputs_of(model, batch, **forward):
     return [log_probs.detach(), entropy.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("make", [llama, qwen])
+def windows():
+    """A layer with a window of 4 tokens after one without."""
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=1))
+
+
+def gemma():
+    """Windows of 4 tokens in one layer, and scores above the soft cap in both."""
+    config = Gemma2Config(**SHAPE, sliding_window=4, attn_logit_softcapping=0.5, initializer_range=0.2)
+    return Gemma2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [llama, qwen, windows, gemma])
 @pytest.mark.parametrize("forward", [{"remove_padding": True}, {"share_prompt": True}])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_log_probs_entropy_and_gradients_are_those_of_padded_rows(make, forward, checkpointing):
@@ -67,6 +78,19 @@ def test_log_probs_entropy_and_gradients_are_those_of_padded_rows(make, forward,
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for a, b in zip(plain, outputs_of(model, batch, **forward), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_soft_caps_are_applied_with_padding_too():
+    """transformers' "sdpa" leaves them out, with which it loads these models; its "eager" and vLLM do not."""
+    torch.manual_seed(0)
+    model, batch = gemma().eval(), grouped_batch([6, 3, 1], [[5, 0, 2], [1, 4], [3]])
+    results = []
+    for attention in ("sdpa", "eager"):
+        model.set_attn_implementation(attention)
+        results.append(outputs_of(model, batch))
+    assert model.config._attn_implementation == "eager"  # a user's choice stays
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -114,12 +138,7 @@ def test_plain_generation_works_with_packed_attention():
     assert torch.equal(before, again)
 
 
-def test_windows_are_refused_and_rows_without_a_prompt_too():
-    model = Qwen3ForCausalLM(Qwen3Config(
-        **SHAPE, sliding_window=4, use_sliding_window=True, max_window_layers=0
-    ))  # fmt: skip
-    with pytest.raises(ValueError, match="sliding_window=4.*use_remove_padding=false"):
-        outputs_of(model, grouped_batch([6], [[5]]), remove_padding=True)
+def test_rows_without_a_prompt_and_groups_apart_are_refused():
     with pytest.raises(ValueError, match="empty prompt"):
         pack(torch.tensor([[0, 0, 1, 1]]), 2)
     with pytest.raises(ValueError, match="not adjacent"):
@@ -141,6 +160,6 @@ def test_short_rows_are_not_padded_to_the_longest():
     lengths = torch.tensor([2, 16, 3, 9])
     mask = (torch.arange(16) >= 16 - lengths[:, None]).long()  # the last column is the answer
     packing = pack(mask, responses=1)
-    assert sorted(tuple(part.queries.shape) for part in packing.parts) == [(1, 2), (1, 3), (2, 16)]
-    positions = torch.cat([part.queries.flatten() for part in packing.parts])
+    assert sorted(tuple(part.queries.shape) for part in packing.parts()) == [(1, 2), (1, 3), (2, 16)]
+    positions = torch.cat([part.queries.flatten() for part in packing.parts()])
     assert torch.equal(positions[packing.restore], torch.arange(30))

@@ -1,9 +1,11 @@
 """Values of response tokens and their clipped regression to the returns (Schulman et al. 2017, PPO)."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import compute_value_loss
@@ -15,6 +17,7 @@ from verl.workers.config import FSDPCriticConfig
 from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import make_packable
+from verl.workers.policy.layout_probe import agreeing_layouts, in_float32
 from verl.workers.policy.packing import pack_batch
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
@@ -29,9 +32,7 @@ class DataParallelPPOCritic(BasePPOCritic):
     def __init__(self, config: FSDPCriticConfig, engine: FSDPEngine):
         super().__init__(config)
         self.engine = engine
-        shared = engine.sequence_parallel_size > 1
-        packs = engine.model_config.use_remove_padding or shared
-        self.packs = packs and make_packable(without_adapters(engine.module), shared)
+        self.packs = packs_values(engine)
 
     def compute_values(self, data: DataProto) -> torch.Tensor:
         rows, tokens = self.config.forward_micro_batch_size_per_gpu, self.config.forward_max_token_len_per_gpu
@@ -59,15 +60,37 @@ class DataParallelPPOCritic(BasePPOCritic):
         return loss, {"critic/vf_loss": loss.item()}, means
 
     def _values(self, batch: TensorDict) -> torch.Tensor:
-        """[B, R] float32; the value in front of a response token stands one position to its left."""
-        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
-        length = batch["responses"].shape[1]
-        tokens = inputs["attention_mask"].numel() if torch.is_grad_enabled() else 0
+        """[B, R] float32."""
+        tokens = batch["attention_mask"].numel() if torch.is_grad_enabled() else 0
         with self.engine.autocast(tokens):
-            if not self.packs:
-                logits = self.engine.module(**inputs, use_cache=False).logits  # [B, P+R, 1]
-                return logits[:, -length - 1 : -1, 0].float()
-            packing = pack_batch(batch, length)
-            flat = packing.model_inputs(inputs["input_ids"], inputs["position_ids"])
-            values = self.engine.module(**flat).logits[0, :, 0][packing.predicted_from].float()  # [N]
-        return packing.answered(values, batch["responses"].shape)
+            return response_values(self.engine.module, batch, self.packs)
+
+
+def response_values(module: nn.Module, batch: TensorDict, packs: bool) -> torch.Tensor:
+    """[B, R] float32, with padding or, if it `packs`, in a flat row: the value in front of each response token, which
+    stands one position to its left."""
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids")}
+    length = batch["responses"].shape[1]
+    if not packs:
+        return module(**inputs, use_cache=False).logits[:, -length - 1 : -1, 0].float()  # of [B, P+R, 1]
+    packing = pack_batch(batch, length)
+    flat = packing.model_inputs(inputs["input_ids"], inputs["position_ids"])
+    values = module(**flat).logits[0, :, 0][packing.predicted_from].float()  # [N]
+    return packing.answered(values, batch["responses"].shape)
+
+
+def packs_values(engine: FSDPEngine) -> bool:
+    """Whether a model with one value per token runs without padding: asked for, possible, and with the same values.
+
+    Called on all ranks. Raises ValueError where padding changes values, or where ranks share sequences and cannot.
+    """
+    model, shared = without_adapters(engine.module), engine.sequence_parallel_size > 1
+    packs = make_packable(model, shared, engine.model_config.use_remove_padding)
+
+    def values(rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+        with in_float32(engine.module) if wide else nullcontext():
+            return response_values(engine.module, rows, flat)
+
+    with engine.eval_mode():
+        agrees = agreeing_layouts(model, "values", values, {"without padding": values} if packs else {})
+    return packs and agrees["without padding"]

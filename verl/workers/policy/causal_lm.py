@@ -1,10 +1,10 @@
 """The token policy: log-probs of response tokens under a causal language model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from loguru import logger
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -17,6 +17,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.base import Policy, check_temperature, register_policy
 from verl.workers.policy.chunked_log_probs import FinalLogits, chunked_log_probs
+from verl.workers.policy.layout_probe import agreeing_layouts, in_float32
 from verl.workers.policy.packing import Packing, on_host, pack_batch
 
 
@@ -42,33 +43,34 @@ class CausalLMPolicy(Policy):
 
     def bind(self, model: nn.Module) -> None:
         """Switch the model to packed attention if the forward needs it; keep padding if that is not possible."""
-        shared = get_ulysses_sequence_parallel_world_size() > 1
-        if (self.remove_padding or self.share_prompt or shared) and not make_packable(causal_model(model), shared):
+        shared, flat = get_ulysses_sequence_parallel_world_size() > 1, self.remove_padding or self.share_prompt
+        if not make_packable(causal_model(model), shared, flat):
             self.remove_padding = self.share_prompt = False
 
     def compare_layouts(self, model: nn.Module) -> None:
         """Keep padding, or do not share prompts, where the log-probs of two short rows differ too much without.
 
-        Raises ValueError where ranks share sequences, which needs a flat row.
+        Raises ValueError where padding changes log-probs too, or where ranks share sequences, which needs a flat row.
         """
-        from verl.workers.policy.layout_probe import layout_difference  # imports this module
+        layouts, (padded, shared) = {}, (partial(self.probed, model, share) for share in (False, True))
+        if self.remove_padding or self.share_prompt or get_ulysses_sequence_parallel_world_size() > 1:
+            layouts["without padding"] = padded
+        if self.share_prompt:
+            layouts["with shared prompts"] = shared
+        agrees = agreeing_layouts(causal_model(model), "log-probs", padded, layouts)
+        if not all(agrees.values()):
+            self.remove_padding, self.share_prompt = agrees["without padding"], False
 
-        shared = get_ulysses_sequence_parallel_world_size() > 1
-        if not (self.remove_padding or self.share_prompt or shared):
-            return
-        name, agrees, shown = type(causal_model(model)).__name__, {}, []
-        for layout in ("without padding", "with shared prompts")[: 1 + self.share_prompt]:
-            difference, limit = layout_difference(self, model, share_prompt=layout == "with shared prompts")
-            agrees[layout] = difference <= limit
-            shown.append(f"{layout} they differ by {difference:.2g} (limit {limit})")
-        what = f"log-probs of {name} for two short rows, against those with padding: {', '.join(shown)}"
-        if all(agrees.values()):
-            return logger.debug(what)
-        if shared:
-            raise ValueError(f"{what}. ulysses_sequence_parallel_size above 1 needs rows without padding: set it to 1.")
-        self.remove_padding, self.share_prompt = agrees["without padding"], False
-        kept = "Prompts are not shared" if self.remove_padding else "Batches keep their padding, prompts are not shared"
-        logger.warning(f"{what}. {kept}.")
+    def probed(self, model: nn.Module, share: bool, rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:
+        """Log-probs [B, R] with padding or in a `flat` row, where prompts are shared with `share`; `wide`: float32."""
+        chosen = self.remove_padding, self.share_prompt
+        try:
+            self.remove_padding, self.share_prompt = flat, flat and share
+            self.forward = log_probs_in_float32 if wide else response_log_probs
+            return self.log_probs(model, rows, temperature=1.0, with_entropy=False)[0]
+        finally:
+            self.remove_padding, self.share_prompt = chosen
+            self.forward = response_log_probs
 
     def forward_tokens(self, micro_batch: TensorDict) -> int:
         mask = on_host(micro_batch)["attention_mask"]
@@ -117,7 +119,7 @@ def response_log_probs(
     options = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens, "compiled": compiled}
     if packing is not None:
         inputs = packing.model_inputs(input_ids, position_ids, cache)
-        states = causal.get_decoder()(**inputs).last_hidden_state[0]  # [T, H]
+        states = decoder_of(causal)(**inputs).last_hidden_state[0]  # [T, H]
         labels = responses.flatten()[packing.answers]
         output = chunked_log_probs(head, final, states[packing.predicted_from], labels, **options)
         return tuple(packing.answered(x.float(), responses.shape) for x in (output.log_probs, output.entropy))
@@ -125,11 +127,17 @@ def response_log_probs(
     counts = attended if counted is None else attended & counted.bool()
     # The state at position t predicts token t+1: response tokens are predicted one position to their left.
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    hidden = causal.get_decoder()(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
+    hidden = decoder_of(causal)(**inputs, use_cache=False).last_hidden_state[:, -length - 1 : -1][counts]
     output = chunked_log_probs(head, final, hidden, responses[counts], **options)
     empty = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
     log_probs, entropy = output.log_probs.float(), output.entropy.float()  # [N]
     return empty.masked_scatter(counts, log_probs), empty.masked_scatter(counts, entropy)
+
+
+def log_probs_in_float32(model: nn.Module, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """`response_log_probs` in float32, whatever type FSDP2 gathers the weights in."""
+    with in_float32(model):
+        return response_log_probs(model, **inputs)
 
 
 def call_as_forward(model: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -152,3 +160,10 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
             "choose another policy by actor_rollout_ref.model.policy.name."
         )
     return inner
+
+
+def decoder_of(causal: PreTrainedModel) -> nn.Module:
+    """The part that gives hidden states; get_decoder() of some, such as Llama 4's text model, is the whole model."""
+    decoder = causal.get_decoder()
+    inner = (child for child in causal.children() if isinstance(child, PreTrainedModel))
+    return next(inner, decoder) if decoder is causal else decoder

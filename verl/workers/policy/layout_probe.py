@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,58 +14,113 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_group,
+    get_ulysses_sequence_parallel_world_size,
+    set_ulysses_sequence_parallel_group,
+)
 from verl.workers.policy.attention import NAME, NAME_OF_FLASH
-from verl.workers.policy.causal_lm import CausalLMPolicy, causal_model, response_log_probs
 
 LIMIT, LIMIT_OF_HALF = 1e-3, 0.05  # of differences between log-probs in float32, and in half precision
 PROMPT, ANSWERS = 6, (7, 4)  # tokens of the rows
+WINDOW = 4  # of attention: shorter than the prompt
+
+Compute = Callable[[TensorDict, bool, bool], torch.Tensor]
+"""(two rows, whether they go in a flat row, whether in float32) -> [2, R] or [2, R, H]: values at the responses."""
 
 
 @torch.no_grad()
-def layout_difference(policy: CausalLMPolicy, model: nn.Module, share_prompt: bool) -> tuple[float, float]:
-    """The largest difference between log-probs of two short rows with padding and in a flat row, and what it may be.
+def agreeing_layouts(
+    model: PreTrainedModel, what: str, padded: Compute, layouts: Mapping[str, Compute]
+) -> dict[str, bool]:
+    """Which of `layouts` ("without padding" and perhaps "with shared prompts") give what each row alone gives.
 
-    The rows have the same prompt, which is shared with `share_prompt`. They are computed in float32, or in the model's
-    own type where one of its functions does not take float32. Every rank gets the maximum over all ranks.
+    A warning says which do not. `what`: name of the values in messages; `padded`: computes them with padding. Called on
+    all ranks. Raises ValueError where padding changes the values too, or where ranks share sequences, which needs a
+    flat row.
     """
-    causal, device = causal_model(model), next(model.parameters()).device
-    batch = _rows(causal.get_input_embeddings().num_embeddings, device)
-    attention, chosen = causal.config._attn_implementation, (policy.remove_padding, policy.share_prompt)
+    agrees, shown, name = {}, [], type(model).__name__.removeprefix("FSDP")
+    for layout, compute in {"with padding": padded, **layouts}.items():
+        difference, limit = layout_difference(model, compute, flat=layout != "with padding")
+        agrees[layout] = difference <= limit
+        shown.append(f"{layout} they differ by {difference:.2g} (limit {limit})")
+    text = f"{what} of {name} for two short rows, against those of each row alone: {', '.join(shown)}"
+    if all(agrees.values()):
+        logger.debug(text)
+        return agrees
+    if not agrees["with padding"]:
+        raise ValueError(f"{text}. This model does not leave padding out of what it computes: train another one.")
+    if get_ulysses_sequence_parallel_world_size() > 1:
+        raise ValueError(f"{text}. ulysses_sequence_parallel_size above 1 needs rows without padding: set it to 1.")
+    kept = "" if agrees["without padding"] else "Batches keep their padding. "
+    logger.warning(f"{text}. {kept}Prompts are not shared.")
+    return agrees
+
+
+@torch.no_grad()
+def layout_difference(model: PreTrainedModel, compute: Compute, flat: bool) -> tuple[float, float]:
+    """The largest difference between what `compute` gives for two short rows, with padding or `flat`, and for each of
+    them alone, and what it may be.
+
+    The rows have the same prompt. They are computed in float32, or in the model's own type where one of its functions
+    does not take float32; windows of the model's attention are shorter meanwhile, so that the rows exceed them. Every
+    rank gets the maximum over all ranks.
+    """
+    device, attention = next(model.parameters()).device, model.config._attn_implementation
+    rows = _rows(model.get_input_embeddings().num_embeddings, device)
     if attention == NAME_OF_FLASH:  # its kernel would round
-        causal.set_attn_implementation(NAME)
+        model.set_attn_implementation(NAME)
     try:
-        policy.forward = log_probs_in_float32
-        differences, limit = _compared(policy, model, batch, share_prompt), LIMIT
-    except (RuntimeError, TypeError) as error:
-        logger.debug("{} does not compute in float32: {}", type(causal).__name__, error)
-        policy.forward = response_log_probs
-        with torch.autocast(device.type, torch.bfloat16):
-            differences, limit = _compared(policy, model, batch, share_prompt), LIMIT_OF_HALF
+        with _short_windows(model):
+            try:
+                differences, limit = _compared(compute, rows, flat, True), LIMIT
+            except (RuntimeError, TypeError) as error:
+                logger.debug("{} does not compute in float32: {}", type(model).__name__, error)
+                with torch.autocast(device.type, torch.bfloat16):
+                    differences, limit = _compared(compute, rows, flat, False), LIMIT_OF_HALF
     finally:
-        policy.forward = response_log_probs
-        policy.remove_padding, policy.share_prompt = chosen
-        causal.set_attn_implementation(attention)
-    counted = batch["attention_mask"][:, -max(ANSWERS) :].bool()
-    difference = differences[counted].abs().max().nan_to_num(torch.inf)
+        if attention == NAME_OF_FLASH:
+            model.set_attn_implementation(attention)
+    difference = differences.max().nan_to_num(torch.inf)
     if dist.is_initialized():
         dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     return difference.item(), limit
 
 
-def _compared(policy: CausalLMPolicy, model: nn.Module, batch: TensorDict, share_prompt: bool) -> torch.Tensor:
-    """Log-probs [2, R] of a flat row minus those with padding."""
+def _compared(compute: Compute, rows: TensorDict, flat: bool, in_float32: bool) -> torch.Tensor:
+    """[2]: the largest difference of each row from that row alone, without padding, which one rank computes."""
     group = get_ulysses_sequence_parallel_group()
-    options = {"temperature": 1.0, "with_entropy": False}
+    together = compute(rows, True, in_float32) if flat else None
     try:
-        policy.remove_padding, policy.share_prompt = True, share_prompt
-        flat, _ = policy.log_probs(model, batch, **options)
-        set_ulysses_sequence_parallel_group(None)  # each rank then computes full rows
-        policy.remove_padding = policy.share_prompt = False
-        return flat - policy.log_probs(model, batch, **options)[0]
+        set_ulysses_sequence_parallel_group(None)
+        together, largest = compute(rows, False, in_float32) if together is None else together, []
+        for row, answer in enumerate(ANSWERS):
+            kept = slice(1, 1 + PROMPT + answer)
+            alone = {name: rows[name][row : row + 1, kept] for name in ("input_ids", "attention_mask", "position_ids")}
+            alone |= {"responses": alone["input_ids"][:, PROMPT:], "group_index": rows["group_index"][:1]}
+            expected = compute(TensorDict(alone, batch_size=1), False, in_float32)[0]
+            largest.append((together[row, :answer] - expected).abs().max())
+        return torch.stack(largest)
     finally:
         set_ulysses_sequence_parallel_group(group)
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model's layers attend to windows, or chunks, of WINDOW tokens where theirs are longer."""
+    names = ("sliding_window", "attention_chunk_size", "attention_window_size")
+    places = [(part, name) for part in (model.config.get_text_config(), *model.modules()) for name in names]
+    longer = [(part, name, value) for part, name in places
+              if type(value := getattr(part, name, None)) is int and value > WINDOW]  # fmt: skip
+    try:
+        for part, name, _ in longer:
+            setattr(part, name, WINDOW)
+        yield
+    finally:
+        for part, name, value in longer:
+            setattr(part, name, value)
 
 
 def _rows(words: int, device: torch.device) -> TensorDict:
@@ -80,12 +135,6 @@ def _rows(words: int, device: torch.device) -> TensorDict:
     columns = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     columns |= {"responses": ids[:, 1 + PROMPT :], "group_index": torch.zeros(2, dtype=torch.int64)}
     return TensorDict(columns, batch_size=2, device=device)
-
-
-def log_probs_in_float32(model: nn.Module, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """`response_log_probs` in float32, whatever type FSDP2 gathers the weights in."""
-    with in_float32(model):
-        return response_log_probs(model, **inputs)
 
 
 @contextmanager

@@ -72,6 +72,7 @@ class Packing:
     ) -> None:  # fmt: skip
         self.lengths, self.keys, self.seen, self.in_one_part, self.group = lengths, keys, seen, in_one_part, group
         self.groups = groups
+        self._parts: dict[int | None, tuple[Part, ...]] = {}
         self.all_tokens, device = tokens, device or tokens.device
         if group is not None:
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -92,17 +93,23 @@ class Packing:
         """Tokens of the full flat row."""
         return int(self.lengths[:, 0].sum())
 
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """The segments by their numbers of keys, up to a power of two each: little padding in a part."""
-        device = self.tokens.device
-        return tuple(
-            Part(*(None if t is None else t.to(device, non_blocking=True) for t in part))
-            for part in self._parts_on_host
-        )
+    def parts(self, window: int | None = None) -> tuple[Part, ...]:
+        """The segments by their numbers of keys, up to a power of two each: little padding in a part.
+
+        window: how many keys a query attends to at most, its own included; `seen` leaves no room for one.
+        """
+        if window not in self._parts:
+            device, made = self.tokens.device, []
+            for part, lengths in self._parts_on_host:
+                if window is not None and self.seen is None:
+                    part = part._replace(mask=_causal(lengths, window))
+                made.append(Part(*(None if t is None else t.to(device, non_blocking=True) for t in part)))
+            self._parts[window] = tuple(made)
+        return self._parts[window]
 
     @cached_property
-    def _parts_on_host(self) -> list[Part]:
+    def _parts_on_host(self) -> list[tuple[Part, torch.Tensor]]:
+        """Each part with its segments' numbers of queries and of keys, int64 [S, 2]."""
         queries, keys = self.lengths.T
         starts = _starts(self.lengths)  # of a segment's queries in the flat row, of its keys in `keys`
         causal = queries == keys
@@ -111,7 +118,7 @@ class Packing:
         parts = []
         for kind in sorted(kinds, key=lambda kind: not kind[0]):
             rows = ((causal == kind[0]) & (size == kind[1])).nonzero()[:, 0]
-            parts.append(self._part(starts[rows], self.lengths[rows], kind[0]))
+            parts.append((self._part(starts[rows], self.lengths[rows], kind[0]), self.lengths[rows]))
         return parts
 
     def _part(self, starts: torch.Tensor, lengths: torch.Tensor, causal: bool) -> Part:
@@ -123,15 +130,15 @@ class Packing:
         positions = at[1] if self.keys is None else self.keys[at[1]] * (key_column < keys)
         if self.seen is not None or causal:  # causal: padding comes after every token that could attend to it
             return Part(at[0], positions, self.seen, valid)
-        last = torch.minimum(keys - queries + column, keys - 1)[..., None]  # [S, Q, 1]: the key of the query's own
-        return Part(at[0], positions, (key_column <= last).unsqueeze(1), valid)
+        return Part(at[0], positions, _causal(lengths), valid)
 
     @cached_property
     def restore(self) -> torch.Tensor:
         """int64 [T]: index of each flat token's output among the S * Q rows of all parts."""
-        order = torch.cat([part.queries[part.valid] for part in self._parts_on_host])
+        parts = [part for part, _ in self._parts_on_host]
+        order = torch.cat([part.queries[part.valid] for part in parts])
         restore = torch.empty_like(order)
-        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in self._parts_on_host]))[:, 0]
+        restore[order] = torch.nonzero(torch.cat([part.valid.flatten() for part in parts]))[:, 0]
         return restore.to(self.tokens.device, non_blocking=True)
 
     @cached_property
@@ -307,6 +314,17 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient[0] * ctx.ranks, None
+
+
+def _causal(lengths: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """bool [S, 1, Q, K], True where a query (row) attends to a key: the last of `lengths` [S, 2] queries to the last
+    key, each to at most `window` keys. Padding queries attend to some key too, else they would give NaN.
+    """
+    (most_queries, most_keys), (queries, keys) = lengths.amax(0).tolist(), lengths.T[..., None]
+    own = torch.minimum(keys - queries + torch.arange(most_queries), keys - 1)[..., None]  # [S, Q, 1]
+    column = torch.arange(most_keys)
+    seen = column <= own
+    return (seen if window is None else seen & (column > own - window)).unsqueeze(1)
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,13 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.chat_template import render_chat
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import compute_position_id_with_mask
-from verl.utils.peft_weights import without_adapters
 from verl.utils.profiler.profile import DistProfiler
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.actor.batch_cuts import micro_batches
 from verl.workers.actor.optimizer_step import forward_in_order
 from verl.workers.config import CheckpointConfig, RewardModelConfig
+from verl.workers.critic.dp_critic import packs_values
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.policy.attention import make_packable
 from verl.workers.policy.packing import pack_batch
 from verl.workers.reward_manager.reward_rows import place_scores
 from verl.workers.roles.critic import value_model
@@ -40,8 +39,7 @@ class RewardModelWorker(ModelWorker):
             value_model(model), model.fsdp_config, None, CheckpointConfig(), device=self.device_name
         )
         self.engine.initialize()
-        shared, inner = self.engine.sequence_parallel_size > 1, without_adapters(self.engine.module)
-        self.packs = (model.use_remove_padding or shared) and make_packable(inner, shared)
+        self.packs = packs_values(self.engine)
         self.policy_tokenizer = self.tokenizer = None
         if model.input_tokenizer is not None:
             trust = model.trust_remote_code

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from verl.protocol import DataProto
+from verl.utils.peft_weights import without_adapters
+from verl.workers.policy.attention import make_packable
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered
 
@@ -24,11 +26,14 @@ class HFRollout(BaseRollout):
     # Rows leave when at most this share of the batch is not done. That copies the cache of the others, as every token
     # does: together these copies cost at most those of four tokens of the full batch.
     drop_at = 0.75
+    compare_at = 9  # response tokens at which the model's cache is checked, once
+    compared = False
     engine: Any = None
     keeps_weights = True  # they are the actor's own
 
     def bind_actor(self, engine: Any, policy: Any) -> None:
         self.engine = engine
+        make_packable(without_adapters(engine.module), wanted=False)  # applies soft caps
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         if self.engine is None:
@@ -50,10 +55,10 @@ class HFRollout(BaseRollout):
         uniforms = torch.stack([torch.rand(limit, generator=g) for g in generators]).to(device)  # [B*n, R]
 
         # A prompt is processed once; its cache is then repeated for its samples.
-        cache = DynamicCache()
-        logits = self._forward(*inputs, cache).repeat_interleave(n, 0)  # [B*n, V]
+        logits, cache = self._forward(*inputs, {})
         if n > 1:
-            cache.batch_repeat_interleave(n)
+            logits = logits.repeat_interleave(n, 0)  # [B*n, V]
+            choose_rows(cache, torch.arange(len(prompts), device=device).repeat_interleave(n))
         _, attention_mask, positions = (tensor.repeat_interleave(n, 0) for tensor in inputs)
         rows = torch.arange(len(positions), device=device)  # those in the batch
         responses = torch.full((len(rows), limit), pad, device=device)
@@ -79,19 +84,73 @@ class HFRollout(BaseRollout):
                 running = rows.new_zeros(1)
             if len(running) <= self.drop_at * len(rows):
                 rows = rows[running]
-                cache.batch_select_indices(running)
+                choose_rows(cache, running)
             seen = torch.cat([attention_mask[rows], response_mask[rows, : t + 1]], 1)
             position = positions[rows, -1:] + t + 1
-            logits = self._forward(responses[rows, t : t + 1], seen, position, cache)
+            logits, cache = self._forward(responses[rows, t : t + 1], seen, position, cache)
+            if not self.compared and t + 2 == min(limit, self.compare_at):
+                texts = torch.cat([inputs[0][rows // n], responses[rows, : t + 1]], 1)
+                later = positions[rows, -1:] + 1 + torch.arange(t + 1, device=device)
+                whole = texts, seen, torch.cat([positions[rows], later], 1)
+                self._compare(logits[~done[rows]], *whole, ~done[rows])
         kept = log_probs if self.config.calculate_log_probs else None
         return answered(prompts, n, responses, response_mask, kept)
 
     def _forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
-        """Logits of the last position: input_ids and position_ids [B, q], attention_mask [B, cached + q] -> [B, V]."""
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
+        cache: dict[str, Cache],
+    ) -> tuple[torch.Tensor, dict[str, Cache]]:  # fmt: skip
+        """Logits [B, V] of the last position, and the model's cache under the name of the argument that takes it.
+
+        input_ids and position_ids [B, q], attention_mask [B, cached + q]. Without a cache the model makes its own: that
+        of a hybrid has states of convolutions and recurrences too.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **cache}
+        if "cache_params" in cache:  # models of recurrences alone take no mask of tokens that they have read
+            del inputs["attention_mask"]
+        output = self.engine.module(**inputs, use_cache=True, logits_to_keep=1)
+        made = {name: output.get(name) for name in ("past_key_values", "cache_params")}
+        kept = {name: cache for name, cache in made.items() if cache is not None}
+        if not kept:
+            name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"rollout.name=hf needs a model that gives a cache, which {name} does not. Set "
+                "actor_rollout_ref.rollout.name=vllm."
+            )
+        return output.logits[:, -1], kept
+
+
+    def _compare(
+        self, logits: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Raise ValueError if `logits` [b, V], computed with a cache, are not those of a forward over all tokens.
+
+        The other inputs are [B, L]; rows: bool [B], which of them the logits belong to.
+        """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        return self.engine.module(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        whole = self.engine.module(**inputs, use_cache=False, logits_to_keep=1).logits[:, -1][rows]
+        expected, given = (x.float().log_softmax(-1) for x in (whole, logits))
+        gap = (expected.exp() * (expected - given).abs()).sum(-1)  # of a log-prob, mean over the drawn token
+        largest = torch.cat([gap, gap.new_zeros(1)]).max()  # there may be no row
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        self.compared, limit = True, 1e-3 if whole.dtype == torch.float32 else 0.05
+        if not largest <= limit:
+            name = type(without_adapters(self.engine.module)).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"rollout.name=hf: with its cache {name} gives log-probs that differ by {largest:.2g} (limit {limit}) "
+                "from those of a forward over all tokens. Set actor_rollout_ref.rollout.name=vllm."
+            )
+
+
+def choose_rows(caches: dict[str, Cache], rows: torch.Tensor) -> None:
+    """Let the caches hold these rows, int64 [B], of those that they hold; a row may come more than once."""
+    for cache in caches.values():
+        # A class of its own for one model knows what else it holds. Of others, only reorder_cache moves the states of
+        # convolutions and recurrences.
+        own = type(cache).batch_select_indices is not Cache.batch_select_indices
+        (cache.batch_select_indices if own else cache.reorder_cache)(rows)
 
 
 def choose(
