@@ -73,7 +73,7 @@ class CheckpointWriter:
 
     def _publish(self) -> None:
         write_manifest(self.path)
-        replaced = self.root / f"{self.final.name}.old" if self.final.exists() else None
+        replaced = self.root / f"{self.final.name}.old" if os.path.lexists(self.final) else None
         if replaced is not None:  # restore_interrupted undoes this after a crash
             os.rename(self.final, replaced)
             fsync_folder(self.root)
@@ -91,7 +91,7 @@ def restore_interrupted(root: Path) -> None:
     """Brings back a folder that was set aside when its successor never arrived."""
     for aside in sorted(root.glob("global_step_*.old")):
         home = aside.with_suffix("")
-        if not home.exists():
+        if not os.path.lexists(home):
             os.rename(aside, home)
             fsync_folder(root)
 
