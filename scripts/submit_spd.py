@@ -29,7 +29,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from verl.utils.redact import redact, redact_text  # noqa: E402
+from verl.utils.redact import redact, redact_command, redact_text  # noqa: E402
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("environment: " + " ".join(f"{name}={value}" for name, value in sorted(redact(environment).items())))
         command = [args.python, "train_spd_scorer.py", *training]
         job = submit(client, command, environment, package)
-    say(f"{job} at {args.address}: {shlex.join(command)}")
+    say(f"{job} at {args.address}: {shlex.join(redact_command(command))}")
     say(f"elsewhere: ray job logs --follow {job}, ray job stop {job} (with --address {args.address})")
     if args.no_wait:
         print(job)

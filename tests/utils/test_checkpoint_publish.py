@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -155,10 +156,12 @@ def test_a_disk_that_fills_in_the_trainers_own_files_is_reported_as_full(tmp_pat
     with small_disk(tmp_path / "disk", "1m") as disk:
         for pages in range(20):  # data.pt alone takes 20
             filler = leave_free(disk, page * pages)
-            with pytest.raises(CheckpointWriteError, match="no room for the checkpoint"):
+            with pytest.raises(CheckpointWriteError, match="no room for the checkpoint") as full:
                 with CheckpointWriter(disk, 1) as writer:
                     write_trainer_state(writer.path, TrainerState(1, {}, {}, {}, {}), loader)
             filler.unlink()
+            needed, free = map(int, re.findall(r"(\d+) (?:bytes are needed|are free)", str(full.value)))
+            assert needed >= free
         assert list(disk.iterdir()) == []
 
 

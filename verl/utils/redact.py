@@ -1,42 +1,104 @@
 """Removes secrets from what is printed, logged or stored."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
 HIDDEN = "<redacted>"
-# A name is secret because of one of its words. "token" and "key" also occur in harmless names (max_token_len,
-# prompt_key, tokenizer), so "token" counts only at the end, and *_key only for known kinds.
-_SECRET_NAME = re.compile(
-    r"(?i)(secret|passw(or)?d|passphrase|credential|authorization|bearer|private_?key|access_?key|api_?key|auth_?key"
-    r"|(^|[_\-.])token$|(^|[_\-.])(auth|access|hf|hub|api|server|wandb)_?(key|token)s?$|^key$|^cookie$)"
+_SECRET_WORDS = {
+    "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
+    "authorization", "bearer", "cookie", "cookies", "apikey", "apikeys", "privatekey", "accesskey", "authtoken",
+}  # fmt: skip
+# Last words that are secret, and the words before them with which they are not (prompt_key, max_tokens).
+_LAST_WORDS = {
+    "auth": set(), "token": {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "stop", "dp", "noise"},
+    "key": {"prompt", "response", "answer", "question", "messages", "message", "tools", "image", "images", "video",
+            "videos", "audio", "fn", "thinking", "label", "text", "input", "output", "target", "column", "data",
+            "source", "sort", "dict", "group", "cache", "index", "config", "state", "metric", "truth", "model"},
+    "tokens": {"num", "max", "min", "new", "total", "batched", "draft", "drafted", "accepted", "prompt", "response",
+               "completion", "generated", "input", "output", "stop", "special", "pad", "added", "valid", "estimated"},
+}  # fmt: skip
+_LAST_WORDS["keys"] = _LAST_WORDS["key"]
+_IN_PROSE = {*_LAST_WORDS}  # alone before a colon they are often words of a sentence
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_URL_CREDENTIALS = re.compile(r"(?<![\w+.\-])(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)[^/\s]+@")
+_SIGNED = re.compile(r"(?i)(?P<name>[?&][\w\-]*signature=)[^&\s#]+")
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_SCHEME = re.compile(r"(?i)(?P<name>\b(?:bearer|basic)\s+)[\w.~+/\-]{8,}=*")
+_ASSIGNED = re.compile(
+    r"(?<![\w.\-])(?P<flag>--?)?(?P<name>\w[\w.\-]*)(?P<quote>\\*['\"])?(?P<sign>\s*(?::=|[=:])\s*|(?(flag)\s+|(?!)))"
 )
-_URL_CREDENTIALS = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.\-]*://)[^/\s@]+@")
-_QUERY_SECRET = re.compile(r"(?i)(?P<name>[?&](?:[\w\-]*(?:token|key|secret|password|signature))=)[^&\s#]+")
-_ASSIGNED_SECRET = re.compile(
-    r"(?i)(?P<name>\b[\w\-.]*(?:api_?key|secret|passw(?:or)?d|(?:hf|access|auth|hub|api|server)_?token)[\w\-]*['\"]?\s*[=:]\s*)"
-    r"(?P<quote>['\"]?)[^\s'\",}\]]+(?P=quote)"
-)
+_QUOTED = re.compile(r"[bBrRfFuU]{0,2}\\*(['\"])(?:\\.|(?!\1).)*\1?", re.DOTALL)
+_BARE = re.compile(r"[^\s'\",;&#)}\]]+")
+_LINE = re.compile(r"[^\r\n'\"]+")
+_OPEN, _CLOSE = "[{(", "]})"
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or variable of this name holds a secret."""
-    return bool(_SECRET_NAME.search(str(name)))
+    """Whether a key, variable, option or header of this name holds a secret; a dotted name: one of its parts does."""
+    return any(_is_secret_part(part) for part in str(name).split("."))
+
+
+def _is_secret_part(part: str) -> bool:
+    words = [word.lower() for word in _WORDS.findall(part)]
+    if not words:
+        return False
+    pairs = {first + second for first, second in zip(words, words[1:], strict=False)}
+    harmless = _LAST_WORDS.get(words[-1])
+    return bool(_SECRET_WORDS & {*words, *pairs}) or harmless is not None and not harmless & set(words[:-1])
 
 
 def redact_text(text: str) -> str:
-    """The text without credentials in URLs and without values assigned to secret names."""
+    """The text without credentials in URLs and headers, and without the values of secret names."""
+    text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _URL_CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text)
-    text = _QUERY_SECRET.sub(rf"\g<name>{HIDDEN}", text)
-    return _ASSIGNED_SECRET.sub(rf"\g<name>{HIDDEN}", text)
+    text = _SIGNED.sub(rf"\g<name>{HIDDEN}", text)
+    parts, position = [], 0
+    while found := _ASSIGNED.search(text, position):
+        end = _end_of_value(text, found) if is_secret_name(found["name"]) else found.end()
+        parts.append(text[position : found.end()] + (HIDDEN if end > found.end() else ""))
+        position = end
+    return _SCHEME.sub(rf"\g<name>{HIDDEN}", "".join(parts) + text[position:])
+
+
+def _end_of_value(text: str, found: re.Match) -> int:
+    """Where the value after a secret name ends: that of a quoted text, list, mapping, header or word."""
+    start, name = found.end(), found["name"].lower()
+    if text[start : start + 1] in tuple(_OPEN):
+        depth = 0
+        for end in range(start, len(text)):
+            depth += (text[end] in _OPEN) - (text[end] in _CLOSE)
+            if depth == 0:
+                return end + 1
+        return len(text)
+    if quoted := _QUOTED.match(text, start):
+        return quoted.end()
+    is_colon = found["sign"].strip() == ":"
+    kind = _LINE if is_colon and name in ("authorization", "cookie", "set-cookie", "proxy-authorization") else _BARE
+    value = kind.match(text, start)
+    if value is None or is_colon and not found["quote"] and name in _IN_PROSE and len(value[0]) < 12:
+        return start
+    return value.end()
+
+
+def redact_command(arguments: Sequence[str]) -> list[str]:
+    """A command line without secrets: values of `name=value`, and of options that the next argument gives."""
+    shown, hides_next = [], False
+    for argument in arguments:
+        name, is_assigned, _ = argument.partition("=")
+        is_secret = is_secret_name(name.lstrip("+-~")) and " " not in name
+        visible = f"{name}={HIDDEN}" if is_secret and is_assigned else redact_text(argument)
+        shown.append(HIDDEN if hides_next else visible)
+        hides_next = is_secret and argument.startswith("-") and not is_assigned
+    return shown
 
 
 def redact(value: Any) -> Any:
     """A copy of plain data or of a config with secrets replaced, by name at any depth and in texts.
 
-    All values of a mapping named env_vars are hidden: any variable may be a secret.
+    Of a secret name everything below is hidden, and all values of a mapping named env_vars: any may be a secret.
     """
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=False)
@@ -57,6 +119,6 @@ def redacted_yaml(config: Any) -> str:
 def _redact_entry(name: str, value: Any) -> Any:
     if name in ("env_vars", "environment") and isinstance(value, Mapping):
         return {k: HIDDEN for k in value}
-    if is_secret_name(name) and not isinstance(value, Mapping) and value not in (None, "", False, True):
+    if is_secret_name(name) and value is not None and not isinstance(value, bool) and value not in ("", [], {}, ()):
         return HIDDEN
     return redact(value)

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.utils.jsonl import read_objects
-from verl.utils.redact import redact_text, redacted_yaml
+from verl.utils.redact import redact_command, redacted_yaml
 
 STARTS_FILE = "starts.jsonl"
 OPTIMIZER = "optimizer state"
@@ -48,7 +48,7 @@ class Starts:
         (self.run_dir / "run_configs").mkdir(exist_ok=True)
         for target in (self.run_dir / "run_config.yaml", self.run_dir / file):
             target.write_text(text, encoding="utf-8")
-        command = redact_text(shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]))
+        command = shlex.join(redact_command([Path(sys.executable).name, *sys.orig_argv[1:]]))
         writer = next((row for row in reversed(earlier) if step and row["step"] < step), None)
         lines, in_force = [], {}
         if writer is not None and (self.run_dir / writer["config"]).is_file():

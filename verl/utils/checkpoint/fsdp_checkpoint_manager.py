@@ -27,7 +27,7 @@ from verl.planning.problems import one_line
 from verl.utils.checkpoint import rng
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.utils.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
-from verl.utils.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, write_digests
+from verl.utils.checkpoint.publish import CheckpointCorruptError, digest_files, disk_full, remove, write_digests
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.fsdp_utils import gathered, local_tensor
 from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
@@ -273,7 +273,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             self._load_extra(folder, extra)
         host_barrier()
         if del_local_after_load and dist.get_rank() == 0:
-            shutil.rmtree(folder)
+            remove(folder)
 
     def _load_optimizer(self, folder: Path, extra: dict[str, Any]) -> None:
         stored = extra["optimizer"]

@@ -21,7 +21,7 @@ from loguru import logger
 MANIFEST = "manifest.json"
 DIGESTS = ".digests.json"  # each rank's digests of its own files, which the manifest takes in
 TRACKER = "latest_checkpointed_iteration.txt"
-STEP_FOLDER = re.compile(r"global_step_(\d+)")
+STEP_FOLDER = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _FORMAT = 1
 
 
@@ -66,13 +66,14 @@ class CheckpointWriter:
     def _give_up(self, error: BaseException) -> None:
         """Remove what was written; a full disk is reported with the bytes that were needed."""
         needed = sum(f.stat().st_size for f in self.path.rglob("*") if f.is_file())
+        full = disk_full(self.path, needed)  # free bytes before those of this checkpoint are free again
         shutil.rmtree(self.path, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(self.path, needed) from error
+            raise full from error
 
     def _publish(self) -> None:
         write_manifest(self.path)
-        replaced = self.root / f"{self.final.name}.old" if self.final.exists() else None
+        replaced = self.root / f"{self.final.name}.old" if os.path.lexists(self.final) else None
         if replaced is not None:  # restore_interrupted undoes this after a crash
             os.rename(self.final, replaced)
             fsync_folder(self.root)
@@ -80,7 +81,7 @@ class CheckpointWriter:
         fsync_folder(self.root)
         write_tracker(self.root, self.step)
         if replaced is not None:
-            shutil.rmtree(replaced)
+            remove(replaced)
         if self.max_to_keep:
             rotate(self.root, self.max_to_keep, keep=self.final)
         logger.info("checkpoint published: {}", self.final)
@@ -90,7 +91,7 @@ def restore_interrupted(root: Path) -> None:
     """Brings back a folder that was set aside when its successor never arrived."""
     for aside in sorted(root.glob("global_step_*.old")):
         home = aside.with_suffix("")
-        if not home.exists():
+        if not os.path.lexists(home):
             os.rename(aside, home)
             fsync_folder(root)
 
@@ -100,7 +101,17 @@ def clear_interrupted(root: Path) -> None:
     for pattern in ("global_step_*.tmp", "global_step_*.trash", "global_step_*.old", f"{TRACKER}.tmp"):
         for left in root.glob(pattern):
             logger.warning("removing {}, left by an interrupted save or rotation", left)
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            remove(left)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder; of a symbolic link the link alone, with a warning."""
+    if path.is_symlink():
+        logger.warning("{} is a link to {}: the link is removed, what it points to stays", path, path.readlink())
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def published_steps(root: str | os.PathLike) -> list[int]:
@@ -124,7 +135,7 @@ def rotate(root: str | os.PathLike, max_to_keep: int, keep: Path) -> list[Path]:
         # Renamed first: a folder that is being deleted must not look like a checkpoint.
         trash = root / f"{folder.name}.trash"
         os.rename(folder, trash)
-        shutil.rmtree(trash)
+        remove(trash)
         logger.info("checkpoint rotated out: {}", folder)
         gone.append(folder)
     return gone
@@ -181,9 +192,17 @@ def verify_manifest(folder: str | os.PathLike, parts: Iterable[str] = ("",)) -> 
     if not manifest.is_file():
         raise CheckpointCorruptError(f"{folder}: no {MANIFEST}; the folder was not written to its end.")
     try:
-        described = json.loads(manifest.read_text())
-        listed = {e["file"]: (e["bytes"], e["sha256"]) for e in described["files"] if e["file"].startswith(parts)}
-    except (ValueError, KeyError, TypeError) as e:
+        described = json.loads(manifest.read_text(encoding="utf-8"))
+        if described["format"] != _FORMAT:
+            raise ValueError(f"its format is {str(described['format'])[:40]}, this version reads {_FORMAT}")
+        listed = {}
+        for entry in described["files"]:
+            name, size, digest = entry["file"], entry["bytes"], entry["sha256"]
+            if (type(name), type(size), type(digest)) != (str, int, str):
+                raise ValueError(f"it lists {str(entry)[:80]}, which is not a file with its bytes and sha256")
+            if name.startswith(parts):
+                listed[name] = (size, digest)
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise CheckpointCorruptError(f"{manifest} cannot be read ({e}).") from e
     present = {f.relative_to(folder).as_posix(): f for f in _files_of(folder)}
     present = {name: f for name, f in present.items() if name.startswith(parts)}
@@ -237,8 +256,8 @@ def read_tracker(root: str | os.PathLike) -> int | None:
     file = Path(root) / TRACKER
     if not file.is_file():
         return None
-    text = file.read_text().strip()
-    if not text.isdigit():
+    text = file.read_text(encoding="utf-8", errors="replace").strip()
+    if not re.fullmatch("[0-9]{1,18}", text):
         raise CheckpointCorruptError(f"{file} holds {text[:40]!r} in place of a step number; remove it.")
     return int(text)
 
