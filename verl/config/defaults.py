@@ -44,22 +44,33 @@ def share_prompt_forward(root: DictConfig) -> bool:
     """Whether the samples of a prompt share its forward: on a CPU, unless other settings do not permit it.
 
     Those are padding that is kept, one sample a prompt, PF-PPO, a policy of its own, batches whose prompts the ranks
-    cannot share evenly, and micro-batches of fewer samples than a prompt has.
+    cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes that are no numbers above 0 do not
+    permit it either: the checks of the settings report them.
     """
-    names = ("rollout.n", "rollout.log_prob_use_dynamic_bsz", "rollout.log_prob_micro_batch_size_per_gpu",
-             "actor.use_dynamic_bsz", "actor.ppo_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size",
-             "actor.ppo_mini_batch_size", "model.policy.name", "model.use_remove_padding")  # fmt: skip
-    n, dynamic_log_probs, log_prob_rows, dynamic, rows, rows_of_all, mini, policy, packs = (
-        OmegaConf.select(root, f"actor_rollout_ref.{name}") for name in names
+
+    def chosen(*names: str) -> list[Any]:
+        return [OmegaConf.select(root, name) for name in names]
+
+    policy, packs, redraws = chosen(
+        "actor_rollout_ref.model.policy.name", "actor_rollout_ref.model.use_remove_padding", "algorithm.use_pf_ppo"
     )
-    if not (_on_cpu(root) and packs) or policy != "causal_lm" or OmegaConf.select(root, "algorithm.use_pf_ppo"):
+    if not (_on_cpu(root) and packs) or policy != "causal_lm" or redraws:
         return False
-    ranks = OmegaConf.select(root, "trainer.nnodes") * OmegaConf.select(root, "trainer.n_gpus_per_node")
-    if rows_of_all is not None:
-        rows = rows_of_all // ranks
-    sizes = [None if dynamic else rows, None if dynamic_log_probs else log_prob_rows]
-    prompts = [mini, *(OmegaConf.select(root, f"data.{name}") for name in ("train_batch_size", "gen_batch_size"))]
-    return n > 1 and all(size is None or size >= n for size in sizes) and all(count % ranks == 0 for count in prompts)
+    n, nodes, a_node, *prompts = counts = chosen(
+        "actor_rollout_ref.rollout.n", "trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size",
+        "data.gen_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size",
+    )  # fmt: skip
+    of_rank, of_all = [], []  # samples in a micro-batch
+    for size, switch in (("actor.ppo_", "actor."), *((f"{role}.log_prob_",) * 2 for role in ("rollout", "ref"))):
+        key = f"actor_rollout_ref.{size}micro_batch_size"
+        *given, dynamic = chosen(f"{key}_per_gpu", key, f"actor_rollout_ref.{switch}use_dynamic_bsz")
+        for sizes, value in zip((of_rank, of_all), given, strict=True):
+            sizes += [] if dynamic or value is None else [value]
+    if any(type(count) is not int or count < 1 for count in (*counts, *of_rank, *of_all)):
+        return False
+    ranks = nodes * a_node
+    smallest = min([*of_rank, *(size // ranks for size in of_all)], default=n)
+    return 1 < n <= smallest and all(count % ranks == 0 for count in prompts)
 
 
 OmegaConf.register_new_resolver("verl.default", lambda name, *, _root_: DEFAULTS[name](_root_), replace=True)

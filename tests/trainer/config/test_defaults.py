@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
 from verl.base_config import BaseConfig
+from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import default_dtype
@@ -69,12 +70,22 @@ def test_a_cpu_has_defaults_of_its_own():
      "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false "
      "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
      "actor_rollout_ref.actor.use_dynamic_bsz=false actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-     "actor_rollout_ref.actor.use_dynamic_bsz=false actor_rollout_ref.actor.ppo_micro_batch_size=12"],
+     "actor_rollout_ref.actor.use_dynamic_bsz=false actor_rollout_ref.actor.ppo_micro_batch_size=12",
+     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false actor_rollout_ref.ref.log_prob_micro_batch_size=12"],
 )  # fmt: skip
 def test_shared_prompts_give_way_to_settings_that_exclude_them(excludes):
     assert not compose_ppo(*CPU, *excludes.split()).actor_rollout_ref.actor.share_prompt_forward
     forced = compose_ppo(*CPU, *excludes.split(), "actor_rollout_ref.actor.share_prompt_forward=true")
     assert forced.actor_rollout_ref.actor.share_prompt_forward
+
+
+@pytest.mark.parametrize(
+    "wrong", ["trainer.n_gpus_per_node=0", "trainer.nnodes=null", "actor_rollout_ref.rollout.n=many",
+              "actor_rollout_ref.actor.ppo_mini_batch_size=null", "data.gen_batch_size=few"]
+)  # fmt: skip
+def test_sizes_that_the_defaults_cannot_use_are_reported_by_their_own_check(wrong):
+    config = compose_ppo(*CPU, "actor_rollout_ref.model.path=some/model", wrong)
+    assert wrong.partition("=")[0] in {problem.key for problem in find_problems(config)}
 
 
 def leaves(node, prefix=""):
