@@ -37,7 +37,7 @@ from examples.grpo_arithmetic.acceptance import Criterion, lines
 from examples.pretrained import fetch
 from examples.pretrained.questions import DATA_SOURCE, VALIDATION_SIZE, write
 
-STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 40, 4, 2, 10
+STEPS, CONTROL_STEPS, VALIDATIONS, SAVE_EVERY = 16, 4, 2, 8
 PROMPTS, SAMPLES, LR = 16, 8, 2e-5
 GAIN_POINTS, FORMAT, TIME_S = 10.0, 90.0, 1500.0  # points, % of the answers, seconds
 ACCURACY, ANSWERED = f"val-core/{DATA_SOURCE}/acc/mean@1", f"val-aux/{DATA_SOURCE}/answered/mean@1"

@@ -1,5 +1,11 @@
-"""Questions of reasoning-gym as chat messages, with worked examples, in the RL data format."""
+"""Questions of reasoning-gym as chat messages, with worked examples, in the RL data format.
 
+    python -m examples.pretrained.questions [--out outputs/pretrained/data] [--seed 0]
+
+Writes OUT/train.parquet and OUT/val.parquet.
+"""
+
+import argparse
 import json
 import re
 from dataclasses import dataclass, field
@@ -8,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+
+from examples.demo_runner import ROOT
 
 # Item i of seed s is drawn from Random(s + i): these stay apart as long as no set has more than a million items.
 TRAIN, EXAMPLES, VALIDATION = 1_000_000, 3_000_000, 5_000_000
@@ -85,3 +93,18 @@ def write(folder: Path, seed: int, train: int = TRAIN_SIZE, validation: int = VA
             for i, item in enumerate(items)
         ]  # fmt: skip
         pd.DataFrame(rows).to_parquet(folder / f"{split}.parquet")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "pretrained" / "data")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    write(args.out, args.seed)
+    sizes = [len(pd.read_parquet(args.out / f"{split}.parquet")) for split in ("train", "val")]
+    print(f"{args.out}: {sizes[0]} questions to train on, {sizes[1]} others to validate")
+
+
+if __name__ == "__main__":
+    main()

