@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -72,9 +73,10 @@ def relative(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> f
 def check_attention(device: torch.device) -> Iterator[Result]:
     """Each backend in bfloat16 against padded attention in float32 on the CPU: outputs and gradients."""
     data, on_cuda = batch(), device.type == "cuda"
-    for shared in (False, True):
-        backends = {"sdpa": True, "varlen": on_cuda, "flash_attn": on_cuda and find_spec("flash_attn") is not None,
-                    "shared_prompt": on_cuda and shared}  # fmt: skip
+    for shared, (window, cap) in product((False, True), ((None, None), (7, None), (7, 1.0))):
+        backends = {"sdpa": True, "varlen": on_cuda and cap is None,
+                    "flash_attn": on_cuda and find_spec("flash_attn") is not None,
+                    "shared_prompt": on_cuda and shared and window is None}  # fmt: skip
         groups = data["group_index"] if shared else None
         here, there = (pack(data["attention_mask"], 24, groups, device=d) for d in ("cpu", device))
         generator = torch.Generator().manual_seed(1)
@@ -87,12 +89,13 @@ def check_attention(device: torch.device) -> Iterator[Result]:
             else:
                 backend, packing, inputs = BACKENDS[name], there, [x.to(device, torch.bfloat16) for x in states]
             inputs = [x.requires_grad_() for x in inputs]
-            output = backend(*inputs, packing, 0.125, 0.0)
+            output = backend(*inputs, packing, 0.125, 0.0, window, cap)
             (output.float() * weights.to(output.device)).sum().backward()
             results[name] = [output, *(x.grad for x in inputs)]
         reference = results.pop("reference")
         for name, got in results.items():
             kind = "shared prompts" if shared else "separate rows"
+            kind += ", a window" * (window is not None) + ", a soft cap" * (cap is not None)
             yield Result(f"attention {name}, {kind}", relative(got, reference), "relative", 2e-2)
 
 

@@ -73,10 +73,10 @@ def capped_attention(
     mask = mask.expand(*mask.shape[:-2], queries, keys)
 
     def attend(q: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        scores = cap * torch.tanh(q @ key.transpose(2, 3) * scale / cap)
+        scores = cap * torch.tanh((q @ key.transpose(2, 3)).float() * (scale / cap))
         hidden = torch.finfo(scores.dtype).min  # finite: -inf would give NaN in a row of padding
         scores = scores.masked_fill(~seen, hidden) if seen.dtype == torch.bool else scores + seen
-        return F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), dropout) @ value
+        return F.dropout(scores.softmax(-1).to(q.dtype), dropout) @ value
 
     step = max(1, SCORES_AT_A_TIME // (query.shape[:2].numel() * keys))
     parts = zip(query.split(step, 2), mask.split(step, -2), strict=True)
