@@ -4,7 +4,8 @@
     python scripts/serve_spd.py --target DIR --scorer DIR --print \\
         --speculative-config '{"method": "eagle", "model": "HEAD", "num_speculative_tokens": 5}'
 
-Scorer, target and drafter are checked first. Options that are not listed below, such as --tensor-parallel-size, go to
+The server listens on 127.0.0.1; for other machines give --host and --api-key. Scorer, target and drafter are checked
+first. Options that are not listed below, such as --tensor-parallel-size, go to
 vLLM as they are. A request sets its own threshold by "vllm_xargs": {"spd_threshold": 0.5}, and exact acceptance by
 {"spd": 0}.
 """
@@ -84,9 +85,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def serve(options: dict[str, Any], rest: Sequence[str], *, only_print: bool) -> None:
     """Become vLLM's server with these engine arguments, and `rest` as it is; or print the command."""
-    # On a CPU vLLM would take bfloat16 even without instructions for it; of two --dtype the later one counts.
-    dtype = {} if get_device_name() == "cuda" else {"dtype": default_dtype("cpu")}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options | dtype), *rest]
+    # vLLM would listen on every interface, and on a CPU take bfloat16 even without instructions for it; of two options
+    # of one name, the later one counts.
+    defaults = {"host": "127.0.0.1"} | ({} if get_device_name() == "cuda" else {"dtype": default_dtype("cpu")})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags_of(options | defaults), *rest]
     if only_print:
         print(shlex.join(command))
         return

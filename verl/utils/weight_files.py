@@ -24,10 +24,17 @@ class WeightFileError(ValueError):
 
 
 def safetensors_of(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model folder: those that its index names, else all in the folder."""
+    """The safetensors files of a model folder: those that its index names, else all in the folder.
+
+    WeightFileError for an index that is not one.
+    """
     index = Path(folder) / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({index.with_name(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return sorted({index.with_name(name) for name in names})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise WeightFileError(f"{index} is no index of weights ({one_line(error)}); copy it again.") from error
     return sorted(Path(folder).glob("*.safetensors"))
 
 

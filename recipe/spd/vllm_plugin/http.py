@@ -1,5 +1,6 @@
 """The scorer's counts on vLLM's HTTP server; named by `--middleware`."""
 
+import re
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -39,9 +40,19 @@ class CountsMiddleware:
         if path.rstrip("/") == PATH:
             return await JSONResponse(self.totals)(scope, receive, send)
         if path.startswith(f"{PATH}/"):
-            counts = await _counts(scope, path.removeprefix(f"{PATH}/"))
+            response = path.removeprefix(f"{PATH}/")
+            counts = of_response(await _counts(scope, response), response)
             return await JSONResponse(counts, 200 if counts else 404)(scope, receive, send)
         await self.app(scope, receive, send)
+
+
+def of_response(counts: dict[str, Any], response: str) -> dict[str, Any]:
+    """The entries whose id is that of a response with numbers of at most 8 digits after it.
+
+    The beginning of an id, such as "cmpl", must not list the requests of other clients.
+    """
+    own = re.compile(re.escape(response) + r"(-[0-9a-f]{1,8}){0,2}")
+    return {request: entry for request, entry in counts.items() if own.fullmatch(request)}
 
 
 async def _counts(scope: Any, prefix: str | None) -> dict[str, Any]:

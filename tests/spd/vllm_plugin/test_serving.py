@@ -133,7 +133,7 @@ def test_vllm_options_that_a_scorer_restricts_are_read_from_the_command_line():
 def test_a_served_model_has_the_dtype_of_the_cpu_unless_a_later_option_names_another(monkeypatch, capsys):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
     serve_spd.serve({"model": "m"}, ["--dtype", "bfloat16"], only_print=True)
-    assert capsys.readouterr().out.endswith("--model m --dtype float32 --dtype bfloat16\n")
+    assert capsys.readouterr().out.endswith("--model m --host 127.0.0.1 --dtype float32 --dtype bfloat16\n")
 
 
 @pytest.mark.process

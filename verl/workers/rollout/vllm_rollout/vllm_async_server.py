@@ -63,7 +63,8 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
 
     Args:
         engine: vLLM's LLMEngine.
-        rollout: has wake(tags), free(), load_from_disk(path); requests wait while is_awake or has_weights is false.
+        rollout: has wake(tags), free(), weights_on_disk(path), load_from_disk(path); requests wait while is_awake or
+            has_weights is false.
         vocab_size: ids from 0 to vocab_size - 1 are accepted; others would crash the engine.
         max_model_len: tokens of prompt and response together.
         host: the address to bind, with a free port.
@@ -332,10 +333,13 @@ class vLLMHttpServer:  # noqa: N801 (the name that users of verl know)
         function()
 
     def _update_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        if (running := len(self.requests)) and not body.get("abort_all_requests"):
+            return {"success": False, "message": f"{running} requests run", "num_paused_requests": 0}
+        if "model_path" not in body:
+            raise ValueError("model_path is missing: the folder of the weights")
+        self.rollout.weights_on_disk(body["model_path"])  # before anything is changed
         if body.get("abort_all_requests"):
             self._abort_all()
-        if running := len(self.requests):
-            return {"success": False, "message": f"{running} requests run", "num_paused_requests": 0}
         self.rollout.load_from_disk(body["model_path"])
         self.weight_version = body.get("weight_version") or self.weight_version
         self._add_held()

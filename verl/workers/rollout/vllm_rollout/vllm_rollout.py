@@ -24,7 +24,7 @@ from verl.protocol import DataProto
 from verl.utils.checkpoint.rng import get_rng_state, load_rng_state
 from verl.utils.device import rank_device_index
 from verl.utils.model import get_lora_rank_from_adapter
-from verl.utils.weight_files import WeightFileError, safetensors_of, stored_tensors
+from verl.utils.weight_files import WeightFileError, safetensors_of, tensor_shapes
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, register_rollout
 from verl.workers.rollout.sampling import GenerationRequest, Sampling, answered, right_padded
@@ -258,17 +258,29 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             self.llm.llm_engine.add_lora(LoRARequest("actor", 1, folder, load_inplace=True))
             self.adapter = LoRARequest("actor", 1, folder)
 
+    def weights_on_disk(self, path: str) -> list[Path]:
+        """The safetensors files of a model folder. WeightFileError for a damaged one, or one of another model."""
+        files = safetensors_of(path)
+        shapes, own = tensor_shapes(files), tensor_shapes(safetensors_of(self.model_config.local_path))
+        if not shapes:
+            raise WeightFileError(f"{path} has no safetensors file to read weights from.")
+        for name, shape in own.items():
+            if shapes.get(name, shape) != shape:
+                raise WeightFileError(f"{path}: {name} has the shape {shapes[name]}, that of the engine's is {shape}.")
+        if own and not own.keys() & shapes.keys():
+            raise WeightFileError(f"{path} has none of the engine's tensors, such as {min(own)}.")
+        return files
+
     def load_from_disk(self, path: str) -> None:
-        """Load the safetensors files of a model folder. WeightFileError for a damaged one."""
+        """Load the safetensors files of a model folder, once they were checked as by `weights_on_disk`."""
         from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
-        files = safetensors_of(path)
-        if not stored_tensors(files):
-            raise WeightFileError(f"{path} has no safetensors file to read weights from.")
+        files = self.weights_on_disk(path)
         # With load_format=dummy, vLLM itself reads no files.
         weights = safetensors_weights_iterator([str(file) for file in files], use_tqdm_on_load=False)
-        self.adapter = None
+        self.has_weights = False  # if reading fails, the engine holds parts of two models
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.adapter = None
         self.forget_prefixes()
         self.has_weights = True
 
