@@ -76,3 +76,17 @@ def test_heads_that_ranks_cannot_share_are_refused(gqa):
     with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=3 does not divide the 1 ranks"):
         make_engine(gqa, engine={"ulysses_sequence_parallel_size": 3})
     leave_group()
+
+
+def whether_layers_are_checkpointed(rank, world_size, path):
+    from verl.workers.engine import fsdp
+
+    fsdp.available_memory = lambda: (1 << 40, 1)[rank]
+    engine = make_engine(path, enable_gradient_checkpointing=None, engine={"ulysses_sequence_parallel_size": 2})
+    with engine.train_mode(), engine.autocast(10):
+        return engine.module.is_gradient_checkpointing
+
+
+@pytest.mark.process
+def test_ranks_that_share_sequences_checkpoint_layers_where_one_of_them_lacks_the_memory(gqa):
+    assert run_ranks(whether_layers_are_checkpointed, 2, gqa) == [True, True]

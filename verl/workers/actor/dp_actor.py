@@ -133,7 +133,8 @@ class DataParallelPPOActor(BasePPOActor):
         additive = {name: value for auxiliary in self.auxiliary_losses if auxiliary is not caching
                     for name, value in auxiliary.backward(batch).items()}  # fmt: skip
         options = {} if caching is None else {"cache": caching.new_cache()}
-        with self.engine.autocast(self.policy.forward_tokens(batch)):
+        # Checkpointed layers would drop the cache.
+        with self.engine.autocast(self.policy.forward_tokens(batch) if caching is None else 0):
             log_prob, entropy = self.policy.log_probs(
                 self.engine.module, batch, temperature=temperature, with_entropy=wants_entropy, **options
             )

@@ -35,7 +35,7 @@ def build_module(
     if model_config.use_liger:
         from transformers.integrations.liger import apply_liger_kernel  # names the package if it is not installed
 
-        for m in _outermost_pretrained(module):  # log-probs and losses are computed from hidden states
+        for m in outermost_pretrained(module):  # log-probs and losses are computed from hidden states
             apply_liger_kernel(m, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     module = add_adapters(module, model_config, trains=trains)
     if trains and model_config.enable_gradient_checkpointing:
@@ -92,7 +92,7 @@ def add_adapters(module: nn.Module, model_config: HFModelConfig, *, trains: bool
 
 def checkpoint_layers(module: nn.Module, enable: bool) -> None:
     """Let trained transformers models in the module recompute the activations of their layers in the backward pass."""
-    for model in _outermost_pretrained(module):
+    for model in outermost_pretrained(module):
         if not model.supports_gradient_checkpointing or not any(p.requires_grad for p in model.parameters()):
             continue
         if enable:
@@ -101,11 +101,11 @@ def checkpoint_layers(module: nn.Module, enable: bool) -> None:
             model.gradient_checkpointing_disable()
 
 
-def _outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
+def outermost_pretrained(module: nn.Module) -> list[PreTrainedModel]:
     """transformers models that lie inside no other transformers model."""
     if isinstance(module, PreTrainedModel):
         return [module]
-    return [m for child in module.children() for m in _outermost_pretrained(child)]
+    return [m for child in module.children() for m in outermost_pretrained(child)]
 
 
 def check_same_weights(module: nn.Module) -> None:

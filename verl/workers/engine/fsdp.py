@@ -242,6 +242,23 @@ class FSDPEngine(BaseEngine):
             if outermost and self.is_param_offload_enabled:
                 self.to("cpu", model=True, optimizer=False)
 
+    def _checkpoint_where_needed(self, tokens: int) -> None:
+        """Switch the recomputation of layers on or off for a forward of so many tokens; all ranks that share it agree,
+        since the layers' collective calls are made again in a recomputation.
+        """
+        if self.device_type == "cpu":
+            free = available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        else:  # what PyTorch's allocator holds without a tensor in it is free too
+            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + held
+        models, itemsize = build.outermost_pretrained(self.module), self.compute_dtype.itemsize
+        needed = any(checkpoints_layers(None, model.config, tokens, itemsize, free) for model in models)
+        if self.joint_group is not None:
+            flag = torch.tensor(int(needed), device=self.device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.joint_group)
+            needed = bool(flag)
+        build.checkpoint_layers(self.module, needed)
+
     @contextmanager
     def autocast(self, tokens: int = 0) -> Iterator[None]:
         """For forwards: autocast to `fsdp_config.dtype`, and activations to the CPU with enable_activation_offload.
@@ -250,10 +267,7 @@ class FSDPEngine(BaseEngine):
         enable_gradient_checkpointing is null: if their activations would take more than half of the free memory.
         """
         if tokens and self.model_config.enable_gradient_checkpointing is None:
-            on_cpu, ranks = self.device_type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            free = available_memory() / ranks if on_cpu else torch.cuda.mem_get_info(self.device)[0]
-            config, itemsize = without_adapters(self.module).config, self.compute_dtype.itemsize
-            build.checkpoint_layers(self.module, checkpoints_layers(None, config, tokens, itemsize, free))
+            self._checkpoint_where_needed(tokens)
         lower = self.compute_dtype != torch.float32
         offload = fsdp_utils.activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
         with torch.autocast(self.device_type, dtype=self.compute_dtype) if lower else nullcontext(), offload:
