@@ -35,7 +35,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FORMER = (
     f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float32", f"{ACTOR}.fsdp_config.dtype=float32",
     f"{ACTOR}.share_prompt_forward=false", "actor_rollout_ref.model.enable_gradient_checkpointing=true",
-    f"+{ACTOR}.optim.override_optimizer_config.fused=false",
+    f"{ACTOR}.optim.override_optimizer_config={{fused:false}}",
 )  # fmt: skip
 REWARD = """from examples.pretrained.reward import compute_score as score
 
@@ -135,53 +135,42 @@ def prepare_trl(model: Path) -> None:
         (folder / "model").symlink_to(model)
 
 
-def against_trl(model: Path) -> list[Row]:
-    """A step of ours and one of TRL at its best number of rows, in turn."""
+def bare(turn: int, model: Path) -> dict[str, float]:
+    """Seconds of the parts of a step, each on its own (benchmarks.pretrained_parts)."""
+    out = OUT / f"parts_{turn}.json"
+    command = [sys.executable, "-m", "benchmarks.pretrained_parts", str(model), str(OUT / "data" / "train.parquet")]
+    run_alone([*command, str(out)], out.with_suffix(".log"))
+    return json.loads(out.read_text())
+
+
+def in_turn(model: Path) -> list[Row]:
+    """A step of ours, one of TRL at its best number of rows, the bare parts and a step with the former defaults."""
     dtype = default_dtype("cpu")
     prepare_trl(model)
     tried = {rows: kept(f"trl_{rows}_rows", lambda rows=rows: trl_step(f"{rows}_rows", rows, dtype, WARM_UP + 1))
              for rows in TRL_ROWS}  # fmt: skip
     say("TRL, seconds of a step by rows at a time: " + ", ".join(f"{rows}: {s:.1f}" for rows, s in tried.items()))
     best = min(tried, key=tried.get)
-    ours, theirs = [], []
+    works: dict[str, Callable[[int], Any]] = {
+        "ours": lambda turn: seconds(steps(f"ours_{turn}", model)),
+        "trl": lambda turn: trl_step(str(turn), best, dtype),
+        "bare": lambda turn: bare(turn, model),
+        "former": lambda turn: seconds(steps(f"former_{turn}", model, FORMER, threads=1, count=WARM_UP + 1)),
+    }
+    taken: dict[str, list[Any]] = {name: [] for name in works}
     for turn in range(TURNS):
-        ours.append(kept(f"ours_{turn}", lambda turn=turn: seconds(steps(f"ours_{turn}", model))))
-        theirs.append(kept(f"trl_{turn}", lambda turn=turn: trl_step(str(turn), best, dtype)))
+        for name, work in works.items():
+            taken[name].append(kept(f"{name}_{turn}", lambda work=work, turn=turn: work(turn)))
+            say(f"turn {turn}, {name}: {taken[name][-1]}")
+    ours, parts = taken["ours"], taken["bare"]
     return [
-        row("grpo_step_vs_trl", ratios(theirs, ours), f"times, TRL / ours, both {dtype}"),
+        row("grpo_step_vs_trl", ratios(taken["trl"], ours), f"times, TRL / ours, both {dtype}"),
+        row("grpo_step_over_parts", ratios(ours, [sum(part.values()) for part in parts]), "times, step / parts"),
+        row("defaults_speedup", ratios(taken["former"], ours), "times, former defaults / those of now"),
         row("grpo_step_ours", ours, "s"),
-        row("grpo_step_trl", theirs, f"s, {best} rows at a time"),
-    ]
-
-
-def over_parts(model: Path) -> list[Row]:
-    """A step over bare generation and a bare forward and backward of the same number of tokens, in turn."""
-    whole, parts = [], []
-    for turn in range(TURNS):
-        whole.append(kept(f"whole_{turn}", lambda turn=turn: seconds(steps(f"whole_{turn}", model))))
-        command = [sys.executable, "-m", "benchmarks.pretrained_parts", str(model), str(OUT / "data" / "train.parquet"),
-                   str(OUT / f"parts_{turn}.json")]  # fmt: skip
-        parts.append(kept(f"bare_{turn}", lambda turn=turn, command=command: (
-            run_alone(command, OUT / f"parts_{turn}.log"), json.loads((OUT / f"parts_{turn}.json").read_text())
-        )[1]))  # fmt: skip
-    return [
-        row("grpo_step_over_parts", ratios(whole, [sum(part.values()) for part in parts]), "times, step / parts"),
+        row("grpo_step_trl", taken["trl"], f"s, {best} rows at a time"),
+        row("grpo_step_former", taken["former"], "s, former defaults"),
         *(row(f"grpo_part_{name}", [part[name] for part in parts], "s") for name in parts[0]),
-    ]
-
-
-def against_former(model: Path) -> list[Row]:
-    """A step with the former defaults and one with those of now, in turn."""
-    former, now = [], []
-    for turn in range(TURNS):
-        former.append(kept(f"former_{turn}", lambda turn=turn: seconds(
-            steps(f"former_{turn}", model, FORMER, threads=1, count=WARM_UP + 1)
-        )))  # fmt: skip
-        now.append(kept(f"now_{turn}", lambda turn=turn: seconds(steps(f"now_{turn}", model))))
-    return [
-        row("defaults_speedup", ratios(former, now), "times, former defaults / those of now"),
-        row("defaults_former", former, "s a step"),
-        row("defaults_now", now, "s a step"),
     ]
 
 
@@ -205,6 +194,6 @@ def run() -> list[Row]:
     model = fetch.main([])
     questions.write(OUT / "data", seed=0)
     begun = time.monotonic()
-    rows = [part for work in (mismatch, against_trl, over_parts, against_former) for part in work(model)]
+    rows = [part for work in (mismatch, in_turn) for part in work(model)]
     say(f"{torch.get_num_threads()} threads, {default_dtype('cpu')} by default, {time.monotonic() - begun:.0f} s")
     return gain() + rows

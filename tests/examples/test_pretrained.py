@@ -6,13 +6,15 @@ Not covered: the trained figures (`make demo-pretrained` and `make bench BENCH=p
 import json
 import sys
 import urllib.request
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import pretrained_parts
+from benchmarks import pretrained, pretrained_parts, trl_steps
+from benchmarks.run import WANTED
 from examples.demo_runner import run_logged
 from examples.pretrained import demo, fetch, questions
 from tests.examples.test_grpo_demo import trained_config
@@ -174,3 +176,36 @@ def test_the_path_from_the_package_to_a_served_model(tmp_path, gym):
     own = AutoModelForCausalLM.from_pretrained(merged, dtype=default_dtype("cpu"))
     answer = own.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert served == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
+    def ended(command, log, threads=None):
+        """Leaves what the command would: TRL needs 8 times the time of ours, the former defaults 10 times."""
+        if command[2] == "benchmarks.trl_steps":
+            args = trl_steps.parse(command[3:])
+            args.out.write_text(json.dumps({"seconds": [9.0, 16.0, 16.0] if args.rows == 8 else [9.0, 17.0]}))
+            assert {path.name for path in args.folder.iterdir()} == {"prompts.parquet", "reward.py", "model"}
+        elif command[2] == "benchmarks.pretrained_parts":
+            Path(command[-1]).write_text(json.dumps({"generation": 0.5, "forward_backward": 1.5}))
+        else:
+            config = trained_config(command)
+            former = not config.actor_rollout_ref.actor.share_prompt_forward
+            assert former == (threads == 1) == (config.actor_rollout_ref.rollout.name == "hf")
+            values = {"timing_s/step": 20.0 if former else 2.0, "rollout_corr/kl": 1e-6,
+                      "training/rollout_actor_probs_pearson_corr": 0.999}  # fmt: skip
+            run = Path(config.trainer.default_local_dir)
+            run.mkdir(parents=True, exist_ok=True)
+            (run / "metrics.jsonl").write_text(f"{json.dumps({'step': 1, 'data': values})}\n" * 2)
+
+    monkeypatch.setattr(pretrained, "OUT", tmp_path)
+    monkeypatch.setattr(pretrained, "run_alone", ended)
+    questions.write(tmp_path / "data", 0, train=8, validation=4)
+    rows = {row.name: row for row in (*pretrained.mismatch(tmp_path), *pretrained.in_turn(tmp_path))}
+    assert {name: rows[name].value for name in ("grpo_step_vs_trl", "grpo_step_over_parts", "defaults_speedup")} == {
+        "grpo_step_vs_trl": 8.0, "grpo_step_over_parts": 1.0, "defaults_speedup": 10.0,
+    }  # fmt: skip
+    assert rows["first_step_kl_float32"].value == 1e-6 and "8 rows" in rows["grpo_step_trl"].unit
+    asked = {name for name in WANTED if name.startswith(("grpo_step_vs_trl", "grpo_step_over", "first_step"))}
+    assert {name for name in asked if not name.endswith(("_short", "_long"))} <= rows.keys()
+    monkeypatch.setattr(pretrained, "run_alone", None)  # nothing is measured twice
+    assert {row.name: row for row in pretrained.in_turn(tmp_path)}["defaults_speedup"].value == 10.0
