@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from verl.utils.visible_text import visible
+
 WRONG = "wrong"  # cannot work on any machine
 ABSENT = "absent"  # would work where the missing thing is present
 UNUSED = "unused"  # a setting without effect; no reason to refuse the run
@@ -48,7 +50,7 @@ def absent(key: str, message: str) -> Problem:
 
 def one_line(value: Any) -> str:
     """A value, or the text of an error, short enough for a message."""
-    text = " ".join(str(value).split()) or type(value).__name__
+    text = visible(" ".join(str(value).split())) or type(value).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 

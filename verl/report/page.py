@@ -8,17 +8,22 @@ Reads `metrics.jsonl` (one `{"step": int, "data": {name: number}}` a line), `sam
 
 import base64
 import json
+import math
 import os
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from verl.report.plots import Curve, draw_panel
 from verl.utils.jsonl import read_objects
+from verl.utils.visible_text import visible
 
+LARGEST = 1e200  # magnitude of a number that is drawn
 TEMPLATE = Path(__file__).with_name("template.html.jinja")
 
 _DRIFT = ("spd/drift/mean", "spd/drift/max", "actor/logprob_drift", "actor/logprob_drift_max", "actor/ppo_kl")
@@ -88,6 +93,7 @@ def headline_panels(series: dict[str, Curve]) -> list[Panel]:
     matches = ((title, note, _matching(series, wanted)) for title, note, wanted in HEADLINES)
     panels = [Panel(title, note, draw_panel(curves)) for title, note, curves in matches if curves]
     timings = [c for n, c in series.items() if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
+    timings = [Curve(c.name, c.steps, [v if math.isfinite(v) else 0.0 for v in c.values]) for c in timings]
     if timings:
         least = sum(sum(c.values) for c in timings) / 100
         timings = sorted((c for c in timings if sum(c.values) >= least), key=lambda c: -sum(c.values))
@@ -149,7 +155,8 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
     starts = list_starts(_read(starts_file)) if starts_file.exists() else []
     config_file, versions_file = run_dir / "run_config.yaml", run_dir / "versions.json"
     others, flat = other_panels(series)
-    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                             finalize=_shown)  # fmt: skip
     page = env.from_string(TEMPLATE.read_text()).render(
         title=title or run_dir.resolve().name,
         made=datetime.now().strftime("%Y-%m-%d %H:%M:%S"),
@@ -173,7 +180,20 @@ def write_report(run_dir: str | os.PathLike, title: str | None = None) -> Path:
 
 
 def _read(path: Path) -> list[dict]:
-    return [row for _, row in read_objects(path, growing=True)]
+    return [_drawable(row) for _, row in read_objects(path, growing=True)]
+
+
+def _drawable(value: Any) -> Any:
+    """A value of JSON with NaN in place of numbers whose differences or sums would overflow."""
+    if isinstance(value, dict):
+        return {name: _drawable(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_drawable(entry) for entry in value]
+    return math.nan if isinstance(value, int | float) and abs(value) > LARGEST else value
+
+
+def _shown(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def list_starts(rows: list[dict]) -> list[dict]:

@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from verl.grading.time_limit import call_interruptibly, timeout_limit
+from verl.utils.visible_text import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
             "another (RL: actor_rollout_ref.model.custom_chat_template, SFT: data.chat_template)."
         )
     except Exception as error:  # a template can raise anything
-        problem = " ".join(f"the chat template raised {type(error).__name__}: {error}".split())[:300]
+        problem = visible(" ".join(f"the chat template raised {type(error).__name__}: {error}".split())[:300])
     raise ChatTemplateError(f"{tokenizer.name_or_path}: {problem}")
 
 

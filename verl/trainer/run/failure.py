@@ -9,6 +9,7 @@ from ray.exceptions import RayActorError
 from verl.trainer.run.timing import StepFailed, root_cause
 from verl.utils.redact import redact_text
 from verl.utils.user_code import full_traceback, user_frame
+from verl.utils.visible_text import visible
 
 
 def failure_message(error: Exception, config: DictConfig) -> str:
@@ -20,7 +21,7 @@ def failure_message(error: Exception, config: DictConfig) -> str:
         text = f"a process of the run died: {cause}"
     else:
         text = f"{type(cause).__name__}: {cause}"
-    trace, rank = redact_text(full_traceback(error)), int(os.environ.get("RANK", "0"))
+    trace, rank = visible(redact_text(full_traceback(error))), int(os.environ.get("RANK", "0"))
     name = f"traceback_rank{rank}.txt" if rank else "traceback.txt"
     file = Path(config.trainer.default_local_dir).expanduser() / name
     try:
@@ -30,4 +31,4 @@ def failure_message(error: Exception, config: DictConfig) -> str:
     except OSError as e:
         end = f"{trace}\n(traceback printed because {file} cannot be written: {e})"
     frame = user_frame(trace)
-    return "\n".join(["", f"Training failed: {redact_text(text)}", *([f"  at {frame}"] if frame else []), end])
+    return "\n".join(["", f"Training failed: {visible(redact_text(text))}", *([f"  at {frame}"] if frame else []), end])

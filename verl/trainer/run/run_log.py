@@ -39,8 +39,12 @@ class JsonlLog:
         """Append the rows with one write, so that a killed run leaves at most one incomplete line, the last."""
         if rows:
             text = "".join(json.dumps(row, default=json_value) + "\n" for row in rows)
-            with open(self.path, "a", encoding="utf-8") as f:
-                f.write(text)
+            try:
+                with open(self.path, "a", encoding="utf-8") as f:
+                    f.write(text)
+            except OSError as error:  # a full disk
+                what = f"step {rows[0]['step']} could not be written to {self.path}"
+                raise OSError(error.errno, f"{what}: {error.strerror}") from error
 
     def cut_after(self, step: int) -> None:
         """Keep the rows up to `step`; later rows and an incomplete last line belong to steps that will run again."""

@@ -97,7 +97,7 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".tmp")
     text = "".join(json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows)
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")  # half surrogates, as JSON has them
     os.replace(partial, path)
 
 

@@ -14,6 +14,7 @@ from loguru import logger
 from verl.grading.pool import Failure
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at
+from verl.utils.visible_text import visible
 
 # Column that marks rows without a usable sample: set by a rollout, or by a reward (with the kind of failure).
 LOST = "__lost__"
@@ -173,4 +174,4 @@ def log_examples(tokenizer: Any, rows: list[Row], results: list[Any], num_examin
         prompt, answer = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt_ids, row.response_ids))
         text = "[prompt] {}\n[response] {}\n[ground_truth] {}\n[score] {}"
         score = result.text if isinstance(result, Failure) else result[1] or result[0]
-        logger.info(text, prompt, answer, row.ground_truth, score)
+        logger.info(text, *(visible(str(value)) for value in (prompt, answer, row.ground_truth, score)))

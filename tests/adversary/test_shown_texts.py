@@ -1,0 +1,61 @@
+"""Texts and numbers of models, rewards and users do not act on a console or on the report page."""
+
+import json
+import re
+
+import pytest
+
+from verl.report.page import write_report
+from verl.trainer.run.run_log import JsonlLog
+from verl.trainer.run.samples import write_jsonl
+from verl.utils.visible_text import visible
+
+UNSEEN = [
+    "\x00", "\x07", "\x08", "\x1b[2J", "\x1b]0;title\x07", "\x1b]8;;http://h\x07", "\r", "\x0b", "\x0c", "\x7f",
+    "\x9b31m", "\x85", "\u202e", "\u202d", "\u202a", "\u202b", "\u202c", "\u2066", "\u2067", "\u2068", "\u2069",
+    "\u200e", "\u200f", "\u061c", "\u2028", "\u2029", "\ud800", "\udfff", "\udc80\ud800",
+]  # fmt: skip
+SEEN = ["", "plain", "tab\tand\nline", "\u00e9\u4e2d\u6587 \U0001f600", "a\u200db", "\u05d0\u05d1", "<b>&amp;"]
+NUMBERS = ["1e308", "-1e308", "1e309", "NaN", "-Infinity", "9" * 400, "-" + "9" * 400, "5e-324", "0", "true", "1.5"]
+ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+@pytest.mark.parametrize("text", UNSEEN, ids=ascii)
+def test_what_acts_on_a_terminal_becomes_an_escape(text):
+    clean = visible(f"a{text}b")
+    assert not ACTS.search(clean) and clean.startswith("a\\") and clean.endswith("b")
+    clean.encode("utf-8")
+
+
+@pytest.mark.parametrize("text", SEEN, ids=ascii)
+def test_other_texts_stay(text):
+    assert visible(text) == text
+
+
+def test_the_report_shows_every_number_and_text(tmp_path):
+    names = ("critic/score/mean", "timing_s/gen", "timing_s/step", "y/z/a")
+    data = ["{" + ", ".join(f'"{name}": {n}' for name in names) + "}" for n in NUMBERS * 4]
+    lines = [f'{{"step": {i + 1}, "data": {row}}}\n' for i, row in enumerate(data)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    rows = []
+    for text in UNSEEN:
+        row = {"step": 1, "kind": "best", "prompt": f"p{text}", "response": text, "score": 1.0, "ground_truth": text}
+        rows.append(json.dumps(row | {"segments": [{"text": text, "kind": "given"}], "extras": {"note": text}}))
+    rows += [rows[0].replace('"score": 1.0', f'"score": {n}') for n in NUMBERS]
+    rows += [rows[0].replace('"note": "\\u0000"', f'"note": {n}') for n in NUMBERS]
+    for i in range(0, len(rows), 16):  # the page shows the last 18
+        (tmp_path / "samples.jsonl").write_text("\n".join(rows[i : i + 16]) + "\n")
+        page = write_report(tmp_path, title="t\u202e").read_text(encoding="utf-8")
+        assert not ACTS.search(page) and "t\\u202e" in page and ("p\\" in page)
+
+
+@pytest.mark.parametrize("text", UNSEEN, ids=ascii)
+def test_samples_are_kept_as_they_were(tmp_path, text):
+    write_jsonl(tmp_path / "1.jsonl", [{"output": text}])
+    assert json.loads((tmp_path / "1.jsonl").read_text(encoding="utf-8")) == {"output": text}
+
+
+def test_a_failed_write_of_metrics_names_file_and_step(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"step 7 could not be written to .*metrics.jsonl: No space left"):
+        JsonlLog(tmp_path / "metrics.jsonl").append([{"step": 7, "data": {}}])
