@@ -45,7 +45,7 @@ def compared(folder, share=True, **engine):
     sink = logger.add(warned.append, level="WARNING", format="{message}")
     with built.eval_mode():
         policy.bind(built.module)
-        policy.compare_layouts(built.module)
+        policy.compare_layouts(built.module, built.device)
     logger.remove(sink)
     return policy, [str(line) for line in warned], built
 
@@ -57,7 +57,7 @@ def test_models_that_mix_tokens_by_attention_alone_need_no_padding(folders, name
     assert policy.remove_padding and policy.share_prompt and not warned
     with built.eval_mode():
         for share in (False, True):
-            difference, limit = layout_difference(policy, built.module, share)
+            difference, limit = layout_difference(policy, built.module, built.device, share)
             assert difference < 1e-5 and limit == 1e-3  # in float32, whatever the engine computes in
 
 

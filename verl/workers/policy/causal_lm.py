@@ -46,7 +46,7 @@ class CausalLMPolicy(Policy):
         if (self.remove_padding or self.share_prompt or shared) and not make_packable(causal_model(model), shared):
             self.remove_padding = self.share_prompt = False
 
-    def compare_layouts(self, model: nn.Module) -> None:
+    def compare_layouts(self, model: nn.Module, device: torch.device) -> None:
         """Keep padding, or do not share prompts, where the log-probs of two short rows differ too much without.
 
         Raises ValueError where ranks share sequences, which needs a flat row.
@@ -58,7 +58,7 @@ class CausalLMPolicy(Policy):
             return
         name, agrees, shown = type(causal_model(model)).__name__, {}, []
         for layout in ("without padding", "with shared prompts")[: 1 + self.share_prompt]:
-            difference, limit = layout_difference(self, model, share_prompt=layout == "with shared prompts")
+            difference, limit = layout_difference(self, model, device, layout == "with shared prompts")
             agrees[layout] = difference <= limit
             shown.append(f"{layout} they differ by {difference:.2g} (limit {limit})")
         what = f"log-probs of {name} for two short rows, against those with padding: {', '.join(shown)}"

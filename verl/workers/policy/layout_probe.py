@@ -24,13 +24,15 @@ PROMPT, ANSWERS = 6, (7, 4)  # tokens of the rows
 
 
 @torch.no_grad()
-def layout_difference(policy: CausalLMPolicy, model: nn.Module, share_prompt: bool) -> tuple[float, float]:
+def layout_difference(
+    policy: CausalLMPolicy, model: nn.Module, device: torch.device, share_prompt: bool
+) -> tuple[float, float]:  # fmt: skip
     """The largest difference between log-probs of two short rows with padding and in a flat row, and what it may be.
 
     The rows have the same prompt, which is shared with `share_prompt`. They are computed in float32, or in the model's
     own type where one of its functions does not take float32. Every rank gets the maximum over all ranks.
     """
-    causal, device = causal_model(model), next(model.parameters()).device
+    causal = causal_model(model)
     batch = _rows(causal.get_input_embeddings().num_embeddings, device)
     attention, chosen = causal.config._attn_implementation, (policy.remove_padding, policy.share_prompt)
     if attention == NAME_OF_FLASH:  # its kernel would round
