@@ -33,7 +33,7 @@ TRL_ROWS = (64, 32, 16, 8)  # that TRL forwards at a time
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 #: What the quick start for a CPU led to before the defaults changed; with OMP_NUM_THREADS=1, which Ray set.
 FORMER = (
-    f"{ROLLOUT}.name=hf", f"{ROLLOUT}.dtype=float32", f"{ACTOR}.fsdp_config.dtype=float32",
+    f"{ROLLOUT}.dtype=float32", f"{ACTOR}.fsdp_config.dtype=float32",
     f"{ACTOR}.share_prompt_forward=false", "actor_rollout_ref.model.enable_gradient_checkpointing=true",
     f"{ACTOR}.optim.override_optimizer_config={{fused:false}}",
 )  # fmt: skip
@@ -109,18 +109,23 @@ def gain() -> list[Row]:
 
 
 def trl_step(turn: str, rows: int, dtype: str, count: int = STEPS) -> float:
-    """Seconds of a step of TRL's GRPOTrainer, mean of those after the first; inf where it does not fit in memory."""
+    """Seconds of a step of TRL's GRPOTrainer, mean of those after the first; RuntimeError if it fails."""
     out = OUT / f"trl_{turn}.json"
     command = [sys.executable, "-m", "benchmarks.trl_steps", str(OUT / "trl"), "--out", str(out), "--chat"]
     options = {"steps": count, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "rows": rows, "dtype": dtype,
                "lr": demo.LR}  # fmt: skip
+    run_alone([*command, *(part for name, value in options.items() for part in (f"--{name}", str(value)))],
+              out.with_suffix(".log"))  # fmt: skip
+    return mean(json.loads(out.read_text())["seconds"][WARM_UP:])
+
+
+def tried_step(rows: int, dtype: str) -> float:
+    """Seconds of a step of TRL; inf where it fails, as with more rows than fit in memory."""
     try:
-        run_alone([*command, *(part for name, value in options.items() for part in (f"--{name}", str(value)))],
-                  out.with_suffix(".log"))  # fmt: skip
+        return trl_step(f"{rows}_rows", rows, dtype, WARM_UP + 1)
     except RuntimeError as error:
         say(f"TRL with {rows} rows at a time: {str(error).splitlines()[0]}")
         return float("inf")
-    return mean(json.loads(out.read_text())["seconds"][WARM_UP:])
 
 
 def prepare_trl(model: Path) -> None:
@@ -147,10 +152,11 @@ def in_turn(model: Path) -> list[Row]:
     """A step of ours, one of TRL at its best number of rows, the bare parts and a step with the former defaults."""
     dtype = default_dtype("cpu")
     prepare_trl(model)
-    tried = {rows: kept(f"trl_{rows}_rows", lambda rows=rows: trl_step(f"{rows}_rows", rows, dtype, WARM_UP + 1))
-             for rows in TRL_ROWS}  # fmt: skip
+    tried = {rows: kept(f"trl_{rows}_rows", lambda rows=rows: tried_step(rows, dtype)) for rows in TRL_ROWS}
     say("TRL, seconds of a step by rows at a time: " + ", ".join(f"{rows}: {s:.1f}" for rows, s in tried.items()))
     best = min(tried, key=tried.get)
+    if tried[best] == float("inf"):
+        raise RuntimeError(f"TRL took no step with any of {TRL_ROWS} rows at a time: see {OUT}/trl_*_rows.log.")
     works: dict[str, Callable[[int], Any]] = {
         "ours": lambda turn: seconds(steps(f"ours_{turn}", model)),
         "trl": lambda turn: trl_step(str(turn), best, dtype),

@@ -306,7 +306,7 @@ def prefix_problem(model: nn.Module) -> str | None:
         return -torch.cat([losses[:, width - 1 : width], losses[:, width + 1 : -1]], 1)
 
     try:
-        difference, limit = layout_difference(causal_model(model), compute, True)
+        difference, limit = layout_difference(causal_model(model), compute, True, next(model.parameters()).device)
     except (RuntimeError, IndexError) as error:
         return f"does not take masks made here ({one_line(error)})"
     if difference <= limit:

@@ -69,7 +69,7 @@ def training_command(
 def train(command: list[str], run: Path, steps: int) -> float:
     """Train under a progress bar; returns the seconds of all attempts together, which RUN/seconds.json keeps.
 
-    A run that has ended is kept, and one that was stopped goes on, as long as its command is the same.
+    A run that has ended is kept, and one that was stopped resumes, as long as its command is the same.
     """
     record = run / "seconds.json"
     before = json.loads(record.read_text()) if record.exists() else {}

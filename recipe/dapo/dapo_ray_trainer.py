@@ -12,7 +12,6 @@ from verl.trainer.ppo import batching
 from verl.trainer.ppo.batching import DropCounts
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
 from verl.utils.dataset.rl_dataset import collate_fn
-from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import reward_extras
 
 SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples", "reward/errors",
@@ -93,7 +92,7 @@ class RayDAPOTrainer(RayPPOTrainer):
         """token_level_rewards [B, R] ahead of the filter, which reads them; the later steps of the loop skip it."""
         metrics: Metrics = {}
         if self.config.algorithm.use_kl_in_reward:
-            samples.batch["group_index"] = as_torch_index(samples.non_tensor_batch["uid"])  # balancing comes later
+            samples.batch["group_index"] = batching.prompt_groups(samples)  # balancing comes later
             metrics |= self._compute_old_log_prob(samples)
             metrics |= self._compute_ref_log_prob(samples)
         return metrics | self._assign_token_rewards(samples)

@@ -37,7 +37,7 @@ class BernoulliPolicy(Policy):
         """The model removes padding in its forward; `share_prompt` is ignored in favour of the policy's `share`."""
         self.remove_padding = remove_padding
 
-    def compare_layouts(self, model: nn.Module) -> None:
+    def compare_layouts(self, model: nn.Module, device: torch.device) -> None:
         """Keep padding where the backbone's hidden states differ too much without."""
 
         backbone = without_adapters(model.backbone)
@@ -49,7 +49,7 @@ class BernoulliPolicy(Policy):
             return F.normalize(values[:, -rows["responses"].shape[1] :], dim=-1)
 
         layouts = {"without padding": states}
-        self.remove_padding = agreeing_layouts(backbone, "hidden states", states, layouts)["without padding"]
+        self.remove_padding = agreeing_layouts(backbone, "hidden states", states, layouts, device)["without padding"]
 
     def scores(self, model: nn.Module, batch: TensorDict) -> torch.Tensor:
         """z [B, gamma] float32: 50.0 where draft and target agree, also at padding.

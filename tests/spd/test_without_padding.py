@@ -68,7 +68,7 @@ def test_a_backbone_that_mixes_tokens_by_convolutions_keeps_its_padding(tiny_lla
         policy, warned = get_policy("bernoulli"), []
         policy.set_forward(remove_padding=True, share_prompt=False)
         sink = logger.add(warned.append, level="WARNING", format="{message}")
-        policy.compare_layouts(scorer(folder, {"backbone": backbone}).eval())
+        policy.compare_layouts(scorer(folder, {"backbone": backbone}).eval(), torch.device("cpu"))
         logger.remove(sink)
         assert policy.remove_padding == kept
         assert kept or "hidden states of Lfm2Model" in warned[0] and "keep their padding" in warned[0]

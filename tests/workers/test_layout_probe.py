@@ -60,7 +60,7 @@ def compared(folder, share=True, **engine):
     sink = logger.add(warned.append, level="WARNING", format="{message}")
     with built.eval_mode():
         policy.bind(built.module)
-        policy.compare_layouts(built.module)
+        policy.compare_layouts(built.module, built.device)
     logger.remove(sink)
     return policy, [str(line) for line in warned], built
 
@@ -72,7 +72,8 @@ def test_models_that_mix_tokens_by_attention_alone_need_no_padding(folders, name
     assert policy.remove_padding and policy.share_prompt and not warned
     with built.eval_mode():
         for share in (False, True):
-            difference, limit = layout_difference(built.module, partial(policy.probed, built.module, share), True)
+            compute = partial(policy.probed, built.module, share)
+            difference, limit = layout_difference(built.module, compute, True, built.device)
             assert difference < 1e-5 and limit == 1e-3  # in float32, whatever the engine computes in
 
 
@@ -102,7 +103,7 @@ def test_a_model_whose_padding_changes_log_probs_is_refused():
     """Its recurrences read padding in front of a row, whatever the mask says."""
     model, policy = model_of("RecurrentGemma"), get_policy("causal_lm")
     with pytest.raises(ValueError, match="of RecurrentGemmaForCausalLM .* does not leave padding out"):
-        policy.compare_layouts(model)
+        policy.compare_layouts(model, torch.device("cpu"))
 
 
 def test_windows_are_shorter_only_while_layouts_are_compared():
@@ -113,7 +114,7 @@ def test_windows_are_shorter_only_while_layouts_are_compared():
     windows = []
     layer = model.model.layers[0].self_attn
     layer.register_forward_pre_hook(lambda *_: windows.append(model.config.sliding_window))
-    policy.compare_layouts(model)
+    policy.compare_layouts(model, torch.device("cpu"))
     assert set(windows) == {4} and model.config.sliding_window == 4096 and policy.share_prompt
 
 

@@ -116,6 +116,17 @@ def test_rollouts_without_weights_or_log_probs_of_their_own_are_not_compared():
     data.pop(["rollout_log_probs"])
     (line,) = seen(lambda: check().first(data))
     assert "returns no log-probs" in line
+    (line,) = seen(lambda: check().first(samples([1.0] * 20)))  # more tokens than the 16 of the check
+    assert "returns no log-probs" in line
+
+
+def test_samples_without_comparable_log_probs_are_not_watched():
+    unmasked, masked = samples([1.0]), samples([1.0])
+    masked.batch["response_mask"].zero_()
+    watched = [(check("actor_rollout_ref.rollout.logprobs_mode=raw_logits"), unmasked),
+               (check("actor_rollout_ref.rollout.skip_rollout=true"), unmasked), (check(), masked)]  # fmt: skip
+    assert not [line for of, data in watched for line in seen(lambda of=of, data=data: [of.watch(data)] * 3)]
+    assert not any(of.disagreed for of, _ in watched)
 
 
 def test_a_mismatch_of_three_steps_in_a_row_is_a_warning():

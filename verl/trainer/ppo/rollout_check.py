@@ -39,8 +39,12 @@ class RolloutCheck:
     @property
     def applies(self) -> bool:
         """Whether an engine has weights of its own and returns log-probs that can be compared."""
-        own_engine = self.rollout.name not in ROLLOUTS_OF_THE_ACTOR
-        return own_engine and not self.rollout.skip_rollout and "logits" not in (self.rollout.logprobs_mode or "")
+        return self.rollout.name not in ROLLOUTS_OF_THE_ACTOR and self._comparable
+
+    @property
+    def _comparable(self) -> bool:
+        """Whether the samples' log-probs are log-probs of the weights that the trainer has."""
+        return not self.rollout.skip_rollout and "logits" not in (self.rollout.logprobs_mode or "")
 
     def prompts(self, loader: Any, ranks: int) -> DataProto:
         """The first prompts [B, P] of the training data, equally many for each rank."""
@@ -53,10 +57,13 @@ class RolloutCheck:
     def first(self, samples: DataProto) -> None:
         """Raise RuntimeError if rollout_log_probs and old_log_probs [B, R] of the first samples disagree.
 
-        A quantized engine only gets a warning. A rollout of the user's own may return no rollout_log_probs.
+        A quantized engine only gets a warning. Nothing is compared with a rollout of the user's own that returns no
+        rollout_log_probs, or more tokens than it was asked for and therefore perhaps other log-probs.
         """
-        if "rollout_log_probs" not in samples.batch:
-            return logger.info(f"{NAME}={self.rollout.name} returns no log-probs: they are not compared")
+        given = samples.batch.get("rollout_log_probs")
+        if given is None or given.shape[1] > PROBE_TOKENS:
+            what = f'returns no log-probs for meta_info["probe_tokens"]={PROBE_TOKENS}: they are not compared'
+            return logger.info(f"{NAME}={self.rollout.name} {what}")
         mean, largest, tokens = self._differences(samples)
         shown = f"mean {mean:.2g}, largest {largest:.2g} ({tokens} tokens; {self.types})"
         if (largest if self.exact else mean) <= (LIMIT if self.exact else LIMIT_OF_HALF):
@@ -72,13 +79,15 @@ class RolloutCheck:
 
     def watch(self, samples: DataProto) -> None:
         """Warn where the samples of PATIENCE steps in a row have other log-probs than the trainer's."""
+        if not self._comparable or not samples.batch["response_mask"].any():
+            return
         mean, _, _ = self._differences(samples)
         self.disagreed = self.disagreed + 1 if mean > (LIMIT if self.exact else LIMIT_OF_HALF) else 0
         if self.disagreed == PATIENCE:
             logger.warning(
                 f"log-probs of rollout and trainer have differed for {PATIENCE} steps, now by {mean:.2g} on average "
                 f"({self.types}). {REASONS} With top_k, top_p or a repetition penalty the rollout's log-probs are "
-                "those of another distribution by design."
+                "those of another distribution by design, with logprobs_mode=raw_logprobs those of temperature 1."
             )
 
     @staticmethod

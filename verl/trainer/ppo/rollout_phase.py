@@ -64,7 +64,7 @@ class RolloutPhase:
             "n": sampling.n,
             "temperature": sampling.temperature,
             "do_sample": sampling.do_sample,
-            "eos_token_id": stop_ids(self.tokenizer, self.model_path, rollout.stop_token_ids),
+            "eos_token_id": self._stop_ids(),
             "pad_token_id": self.tokenizer.pad_token_id,
             "validate": validate,
             "recompute_log_prob": False,
@@ -120,8 +120,11 @@ class RolloutPhase:
 
         With rollout_log_probs [B * n, tokens], unless a rollout of the user's own does not return them.
         """
-        ends = {name: getattr(self.tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
-        meta = {**ends, "n": n, "probe_tokens": tokens, "validate": True, "global_steps": 0}
+        meta = {
+            "n": n, "temperature": 1.0, "do_sample": True, "eos_token_id": self._stop_ids(),
+            "pad_token_id": self.tokenizer.pad_token_id, "validate": True, "recompute_log_prob": False,
+            "global_steps": 0, "probe_tokens": tokens,
+        }  # fmt: skip
         asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), meta)
         output = self.actor_group.generate_sequences(asked)
         samples = DataProto(None, {"uid": prompts.non_tensor_batch["uid"]}, {}).repeat(n, interleave=True)
@@ -129,6 +132,9 @@ class RolloutPhase:
         if "response_mask" not in samples.batch:
             samples.batch["response_mask"] = compute_response_mask(samples)
         return samples
+
+    def _stop_ids(self) -> list[int]:
+        return stop_ids(self.tokenizer, self.model_path, self.rollout_config.stop_token_ids)
 
     def generate_for_validation(
         self, prompts: DataProto, step: int, reward_fn: Any = None

@@ -79,7 +79,7 @@ class FSDPSFTTrainer:
         self.policy.set_forward(remove_padding=model.use_remove_padding, share_prompt=False)
         with self.engine.eval_mode():  # there it is known whether ranks share sequences
             self.policy.bind(self.engine.module)
-            self.policy.compare_layouts(self.engine.module)
+            self.policy.compare_layouts(self.engine.module, self.engine.device)
         if config.data.packing and not self.policy.remove_padding:
             raise ValueError(
                 "data.packing=true: this model cannot compute batches without padding (see above). Set it to false."

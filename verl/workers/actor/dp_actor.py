@@ -39,7 +39,7 @@ class DataParallelPPOActor(BasePPOActor):
         self._cut = {"whole_groups": shared, "shared": shared, "reads_answers": policy.reads_answers}
         with engine.eval_mode():  # there it is known whether ranks share sequences
             policy.bind(engine.module)
-            policy.compare_layouts(engine.module)
+            policy.compare_layouts(engine.module, engine.device)
         self.auxiliary_losses = auxiliary_losses(config, engine)
 
     def compute_log_prob(

@@ -92,5 +92,6 @@ def packs_values(engine: FSDPEngine) -> bool:
             return response_values(engine.module, rows, flat)
 
     with engine.eval_mode():
-        agrees = agreeing_layouts(model, "values", values, {"without padding": values} if packs else {})
+        layouts = {"without padding": values} if packs else {}
+        agrees = agreeing_layouts(model, "values", values, layouts, engine.device)
     return packs and agrees["without padding"]

@@ -31,8 +31,11 @@ class Policy(ABC):
     def bind(self, model: nn.Module) -> None:  # noqa: B027
         """Called once with the model, sharded or not, before its first use."""
 
-    def compare_layouts(self, model: nn.Module) -> None:  # noqa: B027
-        """Called once on all ranks, after `bind`: keep the padding of a model that computes something else without."""
+    def compare_layouts(self, model: nn.Module, device: torch.device) -> None:  # noqa: B027
+        """Called once on all ranks, after `bind`: keep padding where the model's results differ without it.
+
+        `device`: where the model computes; with fsdp_config.offload_policy not that of its parameters.
+        """
 
     def forward_tokens(self, micro_batch: TensorDict) -> int:
         """Tokens that the forward of `log_probs` computes."""

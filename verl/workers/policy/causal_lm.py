@@ -47,7 +47,7 @@ class CausalLMPolicy(Policy):
         if not make_packable(causal_model(model), shared, flat):
             self.remove_padding = self.share_prompt = False
 
-    def compare_layouts(self, model: nn.Module) -> None:
+    def compare_layouts(self, model: nn.Module, device: torch.device) -> None:
         """Keep padding, or do not share prompts, where the log-probs of two short rows differ too much without.
 
         Raises ValueError where padding changes log-probs too, or where ranks share sequences, which needs a flat row.
@@ -57,7 +57,7 @@ class CausalLMPolicy(Policy):
             layouts["without padding"] = padded
         if self.share_prompt:
             layouts["with shared prompts"] = shared
-        agrees = agreeing_layouts(causal_model(model), "log-probs", padded, layouts)
+        agrees = agreeing_layouts(causal_model(model), "log-probs", padded, layouts, device)
         if not all(agrees.values()):
             self.remove_padding, self.share_prompt = agrees["without padding"], False
 

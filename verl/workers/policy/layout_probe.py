@@ -33,7 +33,7 @@ Compute = Callable[[TensorDict, bool, bool], torch.Tensor]
 
 @torch.no_grad()
 def agreeing_layouts(
-    model: PreTrainedModel, what: str, padded: Compute, layouts: Mapping[str, Compute]
+    model: PreTrainedModel, what: str, padded: Compute, layouts: Mapping[str, Compute], device: torch.device
 ) -> dict[str, bool]:
     """Which of `layouts` ("without padding" and perhaps "with shared prompts") give what each row alone gives.
 
@@ -43,7 +43,7 @@ def agreeing_layouts(
     """
     agrees, shown, name = {}, [], type(model).__name__.removeprefix("FSDP")
     for layout, compute in {"with padding": padded, **layouts}.items():
-        difference, limit = layout_difference(model, compute, flat=layout != "with padding")
+        difference, limit = layout_difference(model, compute, layout != "with padding", device)
         agrees[layout] = difference <= limit
         shown.append(f"{layout} they differ by {difference:.2g} (limit {limit})")
     text = f"{what} of {name} for two short rows, against those of each row alone: {', '.join(shown)}"
@@ -60,15 +60,17 @@ def agreeing_layouts(
 
 
 @torch.no_grad()
-def layout_difference(model: PreTrainedModel, compute: Compute, flat: bool) -> tuple[float, float]:
-    """The largest difference between what `compute` gives for two short rows, with padding or `flat`, and for each of
-    them alone, and what it may be.
+def layout_difference(
+    model: PreTrainedModel, compute: Compute, flat: bool, device: torch.device
+) -> tuple[float, float]:  # fmt: skip
+    """The largest difference between what `compute` gives for two short rows on `device`, with padding or `flat`, and
+    for each of them alone, and what it may be.
 
     The rows have the same prompt. They are computed in float32, or in the model's own type where one of its functions
     does not take float32; windows of the model's attention are shorter meanwhile, so that the rows exceed them. Every
     rank gets the maximum over all ranks.
     """
-    device, attention = next(model.parameters()).device, model.config._attn_implementation
+    attention = model.config._attn_implementation
     rows = _rows(model.get_input_embeddings().num_embeddings, device)
     if attention == NAME_OF_FLASH:  # its kernel would round
         model.set_attn_implementation(NAME)
