@@ -390,6 +390,10 @@ def test_what_cannot_be_scored_is_named_by_row(tmp_path):
         scored(tmp_path, [answer("a", "3", [])])
     with pytest.raises(ValueError, match="row 0: column 'reward_model' has no 'ground_truth'"):
         scored(tmp_path, [{**good, "reward_model": {}}])
+    with pytest.raises(ValueError, match="row 1: ground_truth='eighteen' is no number"):
+        row = answer("openai/gsm8k", "18", ["18"])
+        wrong = {**row, "reward_model": {"ground_truth": "eighteen"}}
+        scored(tmp_path, [row, wrong], "custom_reward_function.path=null")
     with pytest.raises(RewardError, match="no rule reward for data_source='a'"):
         scored(tmp_path, [good], "custom_reward_function.path=null")
 

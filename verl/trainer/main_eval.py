@@ -16,6 +16,7 @@ from verl.trainer.offline_plan import evaluation_entry
 from verl.trainer.ppo.reward import get_custom_reward_fn, rule_reward
 from verl.utils.config import hydra_main, omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import DatasetError, read_rows
+from verl.utils.reward_score import truth_problem
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager.reward_rows import RewardError, Row, parse_results
 
@@ -64,10 +65,13 @@ def evaluate(config: DictConfig) -> dict[str, float]:
 def read_answers(config: DictConfig) -> tuple[list[Row], list[str]]:
     """The row of each answer of data.path, and its text."""
     data = omega_conf_to_dataclass(config.data, EvaluationDataConfig)
+    by_rule = config.custom_reward_function.path is None
     rows: list[Row] = []
     texts: list[str] = []
     for number, row in enumerate(read_rows(data.path)):
         source, truth, responses = _read(row, data, number)
+        if by_rule and (problem := truth_problem(source, truth)):
+            raise DatasetError(f"{data.path}, row {number}: {problem}.")
         rows += [Row(number, source, [], [], truth, row.get("extra_info"))] * len(responses)
         texts += responses
     return rows, texts

@@ -10,11 +10,13 @@ import pytest
 from verl.utils.reward_score import (
     default_compute_score,
     geo3k,
+    gsm8k,
     known_sources,
     math_dapo,
     math_reward,
     math_verify,
     search_r1_like_qa_em,
+    truth_problem,
 )
 
 MATH = "lighteval/MATH"
@@ -249,6 +251,46 @@ def test_dapo(text, truth, right, predicted):
     assert math_dapo.compute_score(text, truth) == {
         "score": 1.0 if right else -1.0, "acc": right, "pred": predicted,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "same"),
+    [("5", 5.0, True), ("5.0", "5", True), ("5.", 5, True), ("-0", "0", True), ("1,000", "1000.0", True),
+     (".5", "0.50", True), ("5.01", "5", False), ("9007199254740993", "9007199254740992", False),
+     ("1e3", "1000", True)],
+)  # fmt: skip
+def test_numbers_are_compared_by_value(answer, truth, same):
+    """The two large ones are the same float."""
+    assert math_dapo.compute_score(f"Answer: {answer}", truth)["acc"] is same
+    assert (math_dapo.is_correct_strict_box(f"\\boxed{{{answer}}}", truth)[0] == 1) is same
+    if "," not in answer:  # LaTeX: a pair
+        assert math_reward.compute_score(f"\\boxed{{{answer}}}", str(truth)) == same
+    if "e" not in answer and not answer.endswith("."):
+        assert gsm8k.compute_score(f"#### {answer}", truth) == same
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime24", "hiyouga/geometry3k"])
+@pytest.mark.parametrize("truth", [None, "", "  ", ["18"], {"target": "18"}, True, "so\n#### 18", "\\boxed{18}"])
+def test_a_ground_truth_that_no_answer_equals_is_named(source, truth):
+    assert "ground_truth=" in truth_problem(source, truth)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "problem"),
+    [
+        ("openai/gsm8k", "18", None), ("openai/gsm8k", 18, None), ("openai/gsm8k", "-1,800.50", None),
+        ("openai/gsm8k", "eighteen", "is no number"), ("openai/gsm8k", float("nan"), "is no number"),
+        ("lighteval/MATH", "\\frac{1}{2}", None), ("math_dapo", "A", None), ("math_dapo", 5.0, None),
+        ("searchR1_nq", {"target": ["Paris", ""]}, None), ("searchR1_nq", {"target": "Paris"}, None),
+        ("searchR1_nq", {"target": []}, "has no answers"), ("searchR1_nq", {"target": ["", " "]}, "has no answers"),
+        ("searchR1_nq", "Paris", "has no answers"), ("searchR1_nq", None, "has no answers"),
+        ("codecontests", None, "has no test cases"), ("codecontests", '{"inputs": []}', None),
+        ("my own", None, None), (None, None, None),
+    ],
+)  # fmt: skip
+def test_each_rule_names_the_ground_truths_that_it_cannot_match(source, truth, problem):
+    found = truth_problem(source, truth)
+    assert found is None if problem is None else problem in found
 
 
 def test_dapo_strict_box():

@@ -102,7 +102,7 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.trainer.ppo.data_loading import create_rl_dataset
     from verl.utils.dataset.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
-    from verl.utils.reward_score import has_rule, unknown_source
+    from verl.utils.reward_score import has_rule, truth_problem, unknown_source
 
     data, parts = config.data, (config.data, findings.tokenizer, findings.processor)
 
@@ -132,6 +132,12 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
         findings.problems.append(wrong("data.val_files", "data.val_files=null: name the files to validate on."))
     if check_splits(data, findings, rows, find_class, make, lacks):
         drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
+        for key, dataset in findings.datasets.items() if by_rule else ():
+            for i, row in enumerate(dataset.rows if isinstance(dataset, RLHFDataset) else ()):
+                truth = (row.get("reward_model") or {}).get("ground_truth")
+                if row.get("reward_model") and (problem := truth_problem(row.get(data.reward_fn_key), truth)):
+                    findings.problems.append(wrong(key, f"{key}: {dataset.error(i, problem)}."))
+                    break
         check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
 
 

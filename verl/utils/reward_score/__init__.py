@@ -1,6 +1,7 @@
 """Rule rewards by data source."""
 
 import importlib
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -64,6 +65,34 @@ def default_compute_score(
 def has_rule(data_source: str) -> bool:
     """Whether `default_compute_score` knows this data source."""
     return any(fnmatchcase(str(data_source), pattern) for pattern in known_sources())
+
+
+def truth_problem(data_source: str, ground_truth: Any) -> str | None:
+    """Why no answer can equal this ground truth by the rule of its data source; None if one can, or without a rule."""
+    if data_source == _SPD or not has_rule(data_source):
+        return None
+    rule = "code" if data_source in _CODE else _scorer(str(data_source))[0]
+    if rule == "code":
+        return None if ground_truth else f"ground_truth={ground_truth!r} has no test cases"
+    if rule == "search_r1_like_qa_em":
+        targets = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+        answers = [targets] if isinstance(targets, str) else targets or ()
+        if any(str(answer).strip() for answer in answers):
+            return None
+        return f"ground_truth={ground_truth!r} has no answers; the rule reads {{'target': text or list of texts}}"
+    shown = f"ground_truth={str(ground_truth)[:80]!r}"
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
+        return f"{shown} is a {type(ground_truth).__name__}, which equals no answer; give a text or a number"
+    text = str(ground_truth).strip()
+    if not text or "####" in text or "\\boxed" in text:
+        return f"{shown} equals no answer: give the final answer alone, such as '18'"
+    if rule == "gsm8k":
+        from verl.utils.reward_score.gsm8k import plain_number
+        from verl.utils.reward_score.math_reward import same_number
+
+        number = plain_number(text)
+        return None if same_number(number, number) else f"{shown} is no number, which the rule compares"
+    return None
 
 
 def unknown_source(data_source: str) -> str:

@@ -1,6 +1,9 @@
 """Exact match of the final number, for GSM8K."""
 
 import re
+from typing import Any
+
+from verl.utils.reward_score.math_reward import same_number
 
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
 _FINAL = re.compile(rf"####\s*\$?\s*({_NUMBER})")
@@ -21,15 +24,15 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 
 
 def compute_score(
-    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: str | float, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """`score` for the right final number, `format_score` for a wrong one, 0 without a number."""
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    return score if _same(answer, str(ground_truth)) else format_score
+    return score if same_number(answer, plain_number(ground_truth)) else format_score
 
 
-def _same(answer: str, truth: str) -> bool:
-    truth = truth.strip().replace(",", "")
-    return answer == truth or bool(re.fullmatch(_NUMBER, truth)) and float(answer) == float(truth)
+def plain_number(truth: Any) -> str:
+    """A ground truth as text, without spaces around it and thousands separators."""
+    return str(truth).strip().replace(",", "")

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from verl.utils.reward_score.math_reward import fix_fracs, fix_sqrt
+from verl.utils.reward_score.math_reward import fix_fracs, fix_sqrt, same_number
 from verl.utils.reward_score.math_reward import last_boxed_only_string as _last_box
 from verl.utils.reward_score.math_reward import remove_boxed as _unboxed
 
@@ -42,7 +42,7 @@ def normalize_final_answer(final_answer: str) -> str:
         answer = in_dollars[1]
     answer = _TEXT.sub(r"\1", _WORDS.sub("", answer))
     answer = fix_sqrt(fix_fracs(answer)).replace("\\left", "").replace("\\right", "").replace("$", "")
-    answer = re.sub(r"\s+", "", answer).strip(".").replace("{,}", ",")
+    answer = re.sub(r"^\.(?=\d)", "0.", re.sub(r"\s+", "", answer)).strip(".").replace("{,}", ",")
     plain = answer.replace(",", "")
     return plain if plain.isdigit() else answer
 
@@ -56,7 +56,7 @@ def is_correct_minerva(
     truth = str(gt)
     if gt_need_extract:
         truth = remove_boxed(last_boxed_only_string(truth) or truth)
-    return predicted == normalize_final_answer(truth), predicted
+    return _same(predicted, normalize_final_answer(truth)), predicted
 
 
 def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
@@ -69,7 +69,11 @@ def is_correct_strict_box(pred: str, gt: str, pause_tokens_index: list[int] | No
     end = len(pred) if pause_tokens_index is None else pause_tokens_index[-1]
     boxed = last_boxed_only_string(pred[max(0, end - _BOX_TAIL) :])
     content = None if boxed is None else remove_boxed(boxed)
-    return (1 if content == gt else -1), content
+    return (1 if content is not None and _same(content, str(gt)) else -1), content
+
+
+def _same(answer: str, truth: str) -> bool:
+    return answer == truth or same_number(answer.replace(",", ""), truth.replace(",", ""))
 
 
 def verify(

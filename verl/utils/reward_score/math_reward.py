@@ -1,6 +1,7 @@
 """Boxed answers of the MATH data set, compared as normalised LaTeX text."""
 
 import re
+from decimal import Decimal
 
 from loguru import logger
 
@@ -12,6 +13,7 @@ _QUOTIENT = re.compile(r"(-?\d{1,100})/(-?\d{1,100})")  # Python makes no number
 # Words at the very end, perhaps to a power; elsewhere, or with digits, they may separate two answers.
 _UNIT = re.compile(r"\\text\{ (?=[^{}]*[^\W\d])[^{}\d=]*\}(?:\^(?:\d|\{-?\d\}))?[\s$.]*$")
 _NAME = re.compile(r"^[^\W\d]\w?=")
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 # Decoration without a meaning.
 _DROPPED = re.compile(r"\\!|\\,|\\;|\\left|\\right|\^\{?\\circ\}?|\\\$|\$|\\?%|\s+")
 _SPELLINGS = (("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\cfrac", "\\frac"))
@@ -30,13 +32,18 @@ def boxed_answer(text: str) -> str | None:
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Whether two answers are the same text after `strip_string`; None equals None alone."""
+    """Whether two answers are the same text or number after `strip_string`; None equals None alone."""
     if str1 is None or str2 is None:
         return str1 is None and str2 is None
     first, second = strip_string(str1), strip_string(str2)
     if verbose:
         logger.info("{} | {}", first, second)
-    return first == second
+    return first == second or same_number(str1.strip(), str2.strip()) or same_number(first, second)
+
+
+def same_number(first: str, second: str) -> bool:
+    """Whether both texts are numbers, and of one value: `5.0` and `5`."""
+    return all(map(_NUMBER.fullmatch, (first, second))) and Decimal(first) == Decimal(second)
 
 
 def last_boxed_only_string(string: str) -> str | None:
