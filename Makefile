@@ -11,6 +11,7 @@
 #   make test                     the tests, without the longest, and those of demos, benchmarks, audit and fault injection (under 15 minutes)
 #   make test-quick               the tests that start no process (under 3 minutes)
 #   make test-all                 every test
+#   make test-models              what works for each model family, against the stored table (tests/models), on ranks and in vLLM too
 #   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
@@ -39,7 +40,8 @@ export TOKENIZERS_PARALLELISM ?= false
 # Without bytecode files every process of a run would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-v2 test-sglang \
+.PHONY: env sglang-env demo demo-serve demo-grpo demo-pretrained demo-dllm demo-tools demo-refine-rl frontier test test-quick test-all test-models \
+  test-v2 test-sglang \
   bench chaos gpu-check audit docs lint clean
 
 env:
@@ -88,6 +90,10 @@ test-all: test
 	$(PYTEST) -n $(TEST_PROCESSES) -m "(demo or benchmark or audit) and not chaos" $(PYTEST_ARGS)
 	$(PYTEST) -n $(TEST_PROCESSES) -m "long and not chaos" $(PYTEST_ARGS)
 	$(PYTEST) -n 3 -m chaos $(CHAOS) $(PYTEST_ARGS)
+
+test-models: env
+	@OMP_NUM_THREADS=1 $(PY) -m tests.models
+	$(PYTEST) -n $(TEST_PROCESSES) -m "long" tests/models $(PYTEST_ARGS)
 
 # The environment, and Triton on top of it.
 test-v2: env
