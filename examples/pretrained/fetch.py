@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> Path:
     out = parser.parse_args(argv).out.resolve()
     folder, unfinished = out / "model", out / "model.partial"
     if folder.exists():
-        print(f"{folder}: made before (delete it to make it again); {NOTE}")
+        print(f"{os.path.relpath(folder)}: made before (delete it to make it again); {NOTE}")
         return folder
     shutil.rmtree(unfinished, ignore_errors=True)
     convert(download(out / "package"), unfinished)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> Path:
     os.replace(unfinished, folder)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     print(f"log-probs of the fixed texts: as stored, within {difference:.1g}")
-    print(f"{folder}: SmolLM2-135M-Instruct, float32, tied embeddings, {size:.0f} MB; {NOTE}")
+    print(f"{os.path.relpath(folder)}: SmolLM2-135M-Instruct, float32, tied embeddings, {size:.0f} MB; {NOTE}")
     return folder
 
 

@@ -7,6 +7,7 @@ Writes OUT/train.parquet and OUT/val.parquet.
 
 import argparse
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from itertools import islice
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     write(args.out, args.seed)
     sizes = [len(pd.read_parquet(args.out / f"{split}.parquet")) for split in ("train", "val")]
-    print(f"{args.out}: {sizes[0]} questions to train on, {sizes[1]} others to validate")
+    print(f"{os.path.relpath(args.out)}: {sizes[0]} questions to train on, {sizes[1]} others to validate")
 
 
 if __name__ == "__main__":
