@@ -119,6 +119,36 @@ def test_tokens_are_split_between_layers_by_several_ranks_only(overrides, capsys
     assert code == 0 and "actor.fsdp_config.sequence_parallel=True has no effect with" in text
 
 
+def test_a_ground_truth_that_no_answer_equals_is_named_wherever_it_is(overrides, capsys, tmp_path):
+    table = prompts(70)
+    table.at[66, "reward_model"] = {"style": "rule", "ground_truth": "so\n#### 18"}
+    table.to_parquet(tmp_path / "train.parquet")
+    given = [*overrides, "trainer.device=cpu"]
+    code, text = plan(given, capsys)
+    assert code == 1 and f"data.train_files: {tmp_path}/train.parquet, row 66: ground_truth=" in text
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): ...")
+    assert plan([*given, f"custom_reward_function.path={tmp_path}/reward.py"], capsys)[0] == 0
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gpg", "reinforce_plus_plus_baseline", "reinforce_plus_plus"])
+def test_an_estimator_that_compares_samples_warns_of_a_single_one(overrides, capsys, estimator):
+    given = [*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.n=1", f"algorithm.adv_estimator={estimator}"]
+    code, text = plan(given, capsys)
+    warned = f"n=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt" in text
+    assert code == 0 and warned == (estimator != "reinforce_plus_plus")
+
+
+def test_validation_files_are_needed_and_named(overrides, capsys):
+    for value in ("null", "[]"):
+        code, text = plan([*overrides, "trainer.device=cpu", f"data.val_files={value}"], capsys)
+        assert code == 1 and f"data.val_files={value}: name the files to validate on" in text
+
+
+def test_a_run_that_only_validates_needs_no_batch_of_prompts(overrides, capsys):
+    code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10", "trainer.val_only=true"], capsys)
+    assert code == 0, text
+
+
 def test_fewer_prompts_than_a_batch_are_wrong(overrides, capsys):
     code, text = plan([*overrides, "trainer.device=cpu", "data.train_max_samples=10"], capsys)
     assert code == 1 and "has 10 prompts, which do not fill one batch of 16. Set data.train_batch_size=10" in text

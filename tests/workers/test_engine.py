@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from loguru import logger
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
@@ -232,3 +233,17 @@ def test_settings_that_cannot_work_are_named(tiny_llama):
     with pytest.raises(ValueError, match="no engine for"):
         EngineRegistry.get_engine_cls("language_model", "megatron", "cpu")
     assert EngineRegistry.get_engine_cls("language_model", "fsdp", "cpu") is FSDPEngine
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "warned"),
+    [(1, {"lr_warmup_steps": 1}, True), (1, {"lr_warmup_steps": 0}, False), (2, {"lr_warmup_steps": 1}, False),
+     (3, {"lr": 0.0}, True), (1, {"lr_warmup_steps_ratio": 1.0, "lr_scheduler_type": "cosine"}, True)],
+)  # fmt: skip
+def test_a_rate_that_is_0_in_all_steps_is_warned_of(steps, settings, warned):
+    config = FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": steps} | settings)
+    lines = []
+    sink = logger.add(lines.append, format="{message}")
+    build_lr_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=config.lr), config)
+    logger.remove(sink)
+    assert any("the learning rate is 0 in all" in line for line in lines) == warned

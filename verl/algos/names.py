@@ -22,6 +22,12 @@ class AdvantageEstimator(StrEnum):
     OPD = "opd"
 
 
+#: estimators whose baseline comes from the other samples of a prompt
+COMPARES_SAMPLES = tuple(AdvantageEstimator(name) for name in (
+    "grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline",
+))  # fmt: skip
+
+
 def reads_reference(config: Mapping[str, Any]) -> bool:
     """Whether the reward, the loss or the estimator of a PPO config reads the reference policy's log-probs."""
     algorithm, actor = config["algorithm"], config["actor_rollout_ref"]["actor"]

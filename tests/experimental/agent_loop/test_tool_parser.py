@@ -47,6 +47,44 @@ def test_hermes_malformed(text, error):
     assert name == "" and got.startswith(error)
 
 
+CALLS = {
+    "hermes": '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>',
+    "qwen3_coder": "<tool_call><function=add><parameter=a>%s</parameter></function></tool_call>",
+    "llama3_json": '{"name": "add", "parameters": {"a": %s}}',
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_reasoning_quotes_is_text(name):
+    quoted, made = CALLS[name] % 1, CALLS[name] % 2
+    add = [("add", {"a": 2}, None)]
+    thought = f"<think>\nI could write {quoted}.\n</think>"
+    assert parse(name, f"{thought}\n\nNo.") == (f"{thought}\n\nNo.", [])
+    content, calls = parse(name, f"{thought}{made}")
+    assert calls == add and content == thought
+    assert parse(name, f"<think>{quoted}") == (f"<think>{quoted}", [])  # cut before the thought ended
+    begun = f"I could write {quoted}.</think>"  # after a prompt that ends with <think>
+    assert parse(name, begun) == (begun, [])
+    assert parse(name, f"{begun}{made}") == (begun, add)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_tags_of_reasoning_in_arguments_are_part_of_the_call(name):
+    for tag in ('"<think>"', '"</think>"'):
+        (called,) = parse(name, CALLS[name] % tag)[1]
+        assert called[2] is None and called[1]["a"].strip('"') == tag.strip('"')
+    several = f"<think>a</think>So <think>{CALLS[name] % 1}</think>then {CALLS[name] % 2}"
+    assert parse(name, several)[1] == [("add", {"a": 2}, None)]
+
+
+def test_a_prompt_that_begins_the_reasoning_leaves_its_end_open():
+    parser = ToolParser.get_tool_parser("hermes", Text())
+    parser.is_reasoning = True
+    call = CALLS["hermes"] % 1
+    for text, number in ((call, 0), (f"write <tool_call> first</think>{call}", 1), (f"{call}</think>{call}", 1)):
+        assert len(asyncio.run(parser.extract_tool_calls([ord(c) for c in text]))[1]) == number
+
+
 def test_llama3_json():
     call = '{"name": "add", "parameters": {"a": 1}}'
     assert parse("llama3_json", f"<|python_tag|>{call}; {call}<|eom_id|>") == ("", [("add", {"a": 1}, None)] * 2)

@@ -234,6 +234,7 @@ class ToolAgentLoop(AgentLoopBase):
         ids = conversation.ids
         if settings.use_inference_chat_template:
             ids = self.encoder.prompt(data.messages, self.tool_schemas)
+        self.parser.is_reasoning = self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
         output = await self.server_manager.generate(
             data.request_id, prompt_ids=ids,
             sampling_params={

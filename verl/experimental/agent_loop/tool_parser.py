@@ -17,9 +17,14 @@ class FunctionCall(BaseModel):
     error: str | None = None
 
 
+# Reasoning, a call (which may have such a tag in its arguments), or the end of reasoning that the prompt began.
+_TAGGED = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>.*?(?:</tool_call>|\Z)|</think>", re.DOTALL)
+
+
 class ToolParser(ABC):
     """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out.
 
+    Reasoning in <think> tags is text: a call that it quotes is none. With `is_reasoning` the prompt ends with <think>.
     `tool_schemas` are those of the prompt, for a format that leaves the types of arguments open.
     """
 
@@ -27,13 +32,37 @@ class ToolParser(ABC):
     _registry: dict[str, type["ToolParser"]] = {}
     #: Tokens that end a turn with calls in this format, where the tokenizer has them.
     STOPS: tuple[str, ...] = ()
+    #: Whether models of this format reason in <think> tags.
+    THINK_TAGS = True
+    is_reasoning = False
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
         """(the text without its calls, the calls in order)."""
-        return self.parse(self.tokenizer.decode(responses_ids))
+        content, calls = "", []
+        for text, is_reasoning in self._parts(self.tokenizer.decode(responses_ids)):
+            rest, found = (text, []) if is_reasoning else self.parse(text)
+            content, calls = content + rest, calls + found
+        return content, calls
+
+    def _parts(self, text: str) -> list[tuple[str, bool]]:
+        """The text in parts, and whether each is reasoning."""
+        if not self.THINK_TAGS:
+            return [(text, False)]
+        if self.is_reasoning:
+            begun, end, _ = text.partition("</think>")
+        else:
+            last = next((tag.end() for tag in _TAGGED.finditer(text) if tag[0] == "</think>"), 0)
+            begun, end = text[:last], ""
+        start = len(begun) + len(end)
+        parts = [(text[:start], True)]
+        for tag in _TAGGED.finditer(text, start):
+            if tag[0].startswith("<think>"):
+                parts += [(text[start : tag.start()], False), (tag[0], True)]
+                start = tag.end()
+        return [part for part in (*parts, (text[start:], False)) if part[0]]
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -43,7 +72,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
-        """The same for text, special tokens included."""
+        """The same for text that is not reasoning, special tokens included."""
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any, tool_schemas: Sequence[dict[str, Any]] = ()) -> "ToolParser":
@@ -176,6 +205,7 @@ class GptOssToolParser(ToolParser):
     """
 
     STOPS = ("<|call|>", "<|return|>")
+    THINK_TAGS = False
 
     MESSAGE = re.compile(
         r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"

@@ -51,7 +51,7 @@ class RLData:
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.train_sampler = create_rl_sampler(data, train_dataset) if train_sampler is None else train_sampler
         batch_size = data.gen_batch_size if data.gen_batch_size else data.train_batch_size
-        if len(train_dataset) < batch_size:
+        if len(train_dataset) < batch_size and not config.trainer.val_only:
             raise ValueError(
                 f"data.train_files gives {len(train_dataset)} prompts, fewer than one batch of {batch_size} "
                 "(data.train_batch_size); lower the batch size or add prompts."

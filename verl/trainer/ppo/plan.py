@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 import verl.experimental.agent_loop.checks  # noqa: F401  (registers its checks)
+from verl.algos.names import COMPARES_SAMPLES
 from verl.config.ppo import PPOConfig
 from verl.planning.batch_arithmetic import plan_batches, steps_in_all
 from verl.planning.checks import (
@@ -58,7 +59,7 @@ def refuse_bad_input(config: DictConfig) -> None:
     findings.problems += check_tensor_parallel(config, findings, TENSOR_PARALLEL)
     findings.problems += check_liger(config, "actor_rollout_ref.model", *_whole_layers(config))
     findings.problems += check_plugins(config)
-    findings.problems += [*check_outputs(config), *check_gpus(config)]
+    findings.problems += [*check_outputs(config), *check_gpus(config), *check_group_size(config)]
     check_data(config, findings, rows=ROWS_AT_START)
     for check in CHECKS:
         findings.problems += check(config, findings)
@@ -98,6 +99,14 @@ def check_plugins(config: DictConfig) -> Iterator[Problem]:
             known.add(str(e))
 
 
+def check_group_size(config: DictConfig) -> Iterator[Problem]:
+    """A warning of one sample per prompt for an estimator that compares those of a prompt."""
+    estimator, key = config.algorithm.adv_estimator, "actor_rollout_ref.rollout.n"
+    if config.actor_rollout_ref.rollout.n == 1 and estimator in COMPARES_SAMPLES:
+        what = f"{key}=1 with algorithm.adv_estimator={estimator}, which compares the samples of a prompt: a single one"
+        yield Problem(UNUSED, key, f"{what} has no baseline. Set {key}=2 or more, or another estimator.")
+
+
 def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
     from verl.trainer.ppo.data_loading import create_rl_dataset
@@ -128,17 +137,19 @@ def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED)
         text = f"no column {' and no column '.join(f'{name} ({content})' for name, content in missing.items())}"
         return f"{text}. Add it when the data is prepared{hint}." if missing else None
 
-    if data.val_files is None:
-        findings.problems.append(wrong("data.val_files", "data.val_files=null: name the files to validate on."))
+    if not data.val_files:
+        shown = "null" if data.val_files is None else "[]"
+        findings.problems.append(wrong("data.val_files", f"data.val_files={shown}: name the files to validate on."))
     if check_splits(data, findings, rows, find_class, make, lacks):
-        drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
         for key, dataset in findings.datasets.items() if by_rule else ():
             for i, row in enumerate(dataset.rows if isinstance(dataset, RLHFDataset) else ()):
                 truth = (row.get("reward_model") or {}).get("ground_truth")
                 if row.get("reward_model") and (problem := truth_problem(row.get(data.reward_fn_key), truth)):
                     findings.problems.append(wrong(key, f"{key}: {dataset.error(i, problem)}."))
                     break
-        check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
+        drawn = "gen_batch_size" if data.gen_batch_size != data.train_batch_size else "train_batch_size"
+        if not config.trainer.val_only:
+            check_fills_a_batch(findings, data[drawn], "prompts", f"data.{drawn}")
 
 
 def _plan(console: Console, config: DictConfig) -> list[Problem]:
@@ -150,7 +161,7 @@ def _plan(console: Console, config: DictConfig) -> list[Problem]:
     findings.problems += check_liger(config, "actor_rollout_ref.model", *_whole_layers(config))
     findings.problems += check_plugins(config)
     check_data(config, findings)
-    findings.problems += check_machine(config)
+    findings.problems += [*check_machine(config), *check_group_size(config)]
     for check in CHECKS:
         findings.problems += check(config, findings)
     _print_plan(console, config, findings)

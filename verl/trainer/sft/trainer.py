@@ -28,6 +28,7 @@ from verl.trainer.run.ranks import any_rank, largest, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.trainer.sft.settings import engine_parts, samples_per_forward
+from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
@@ -105,7 +106,8 @@ class FSDPSFTTrainer:
         self.checkpoints = Checkpoints(
             run, {"": self.engine}, self.train_stream, fingerprint, run.max_ckpt_to_keep, restores_rng=False
         )
-        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0)
+        notes = train_dataset.version_notes() if isinstance(train_dataset, SFTDataset) else None
+        self.run_log = RunLog(config, self.total_training_steps, writes=self.engine.rank == 0, notes=notes)
         logger.info(
             "{} training samples, {} batches an epoch, {} steps", len(train_dataset), len(self.train_stream.loader),
             self.total_training_steps,

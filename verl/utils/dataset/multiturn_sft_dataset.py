@@ -1,6 +1,7 @@
 """Conversations for supervised fine-tuning, in which every assistant turn is learned."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,16 @@ class MultiTurnSFTDataset(SFTDataset):
                 continue
             before = self.render(item, messages[:number], add_generation_prompt=True, **settings) if number else ""
             after = self.render(item, messages[: number + 1], **settings)
+            bare = before if after.startswith(before) else self.render(item, messages[:number], **settings)
+            if bare != before and after.startswith(bare):
+                begun = before[max(len(bare), len(os.path.commonprefix([before, after]))) :]
+                raise self.error(
+                    item,
+                    f"the chat template's generation prompt ends with {begun!r}, which its text of message {number} "
+                    "does not have there: what is learned would not be what the model has to generate. Set "
+                    "data.chat_template to one without it, or a key of data.apply_chat_template_kwargs that turns it "
+                    "off.",
+                )
             if not (full.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise self.error(
                     item,

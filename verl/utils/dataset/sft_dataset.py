@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from verl.config.sft import SFTDataConfig
 from verl.utils.chat_template import ChatTemplateError, render_chat
 from verl.utils.dataset.rl_dataset import FileRows, custom_dataset_class, data_setting, truncate_ids
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 Segment = tuple[str, bool]
 """Part of a sample's text, and whether its tokens count in the loss."""
@@ -20,21 +20,30 @@ def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[i
     """(ids, learned) of the concatenated pieces, each of length T; learned 1 means that the token counts in the loss.
 
     Each piece is tokenised by itself, so that a prompt has the same tokens as in generation. A learned piece counts up
-    to its last special token, the end of turn, without what a template writes after it (a line break). The EOS token
-    is added to a sample that ends in a learned piece without any special token.
+    to its end of turn, without what a template writes after it (a line break): its last special token, if that ends
+    an answer (`stop_ids`) or only white space follows. The EOS token is added to a sample that ends in a learned piece
+    without an end of turn.
     """
     ids: list[int] = []
     learned: list[int] = []
-    special = set(tokenizer.all_special_ids)
+    stops = set(stop_ids(tokenizer))
+    special = {*tokenizer.all_special_ids, *unnamed_special_ids(tokenizer), *stops}
     for number, (text, counts) in enumerate(segments, 1):
         piece = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ends = [i for i, token in enumerate(piece, 1) if token in special]
-        if counts and not ends and number == len(segments):
-            piece = [*piece, tokenizer.eos_token_id]
-        last = ends[-1] if ends else len(piece)
+        last = next((i for i in range(len(piece), 0, -1) if piece[i - 1] in special), 0)
+        if not last or (piece[last - 1] not in stops and tokenizer.decode(piece[last:]).strip()):  # no end of turn
+            if counts and number == len(segments):
+                piece = [*piece, tokenizer.eos_token_id]
+            last = len(piece)
         ids += piece
         learned += [int(counts and i < last) for i in range(len(piece))]
     return ids, learned
+
+
+def unnamed_special_ids(tokenizer: Any) -> set[int]:
+    """Special tokens of the tokenizer that have no name such as eos_token: Gemma's <end_of_turn> and the like."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added - set(tokenizer.all_special_ids)
 
 
 class SFTDataset(FileRows):
@@ -102,6 +111,16 @@ class SFTDataset(FileRows):
             what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
             raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
         return tuple(truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
+
+    def version_notes(self) -> dict[str, str]:
+        """What is learned in another way than in earlier versions, for `Starts`; seen in the first row."""
+        unnamed = unnamed_special_ids(self.tokenizer)
+        learned = {token for token, counts in zip(*self.encode(0), strict=True) if counts}
+        if not learned & unnamed:
+            return {}
+        names = ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(learned & unnamed)))
+        what = "are ends of turns without a further EOS or line break, which earlier versions learned too"
+        return {"end_of_turn": f"loss mask: special tokens without a name ({names}) {what} (applied)"}
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         return right_padded(*self.encode(item), self.max_length, self.tokenizer.pad_token_id)

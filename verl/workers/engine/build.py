@@ -152,4 +152,8 @@ def build_lr_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerCo
     }
     if kind not in makers:
         raise ValueError(f"optim.lr_scheduler_type={kind!r} is unknown. Known: {', '.join(makers)}.")
-    return makers[kind]()
+    scheduler = makers[kind]()
+    if total > 0 and not any(config.lr * factor(step) for factor in scheduler.lr_lambdas for step in range(total)):
+        why = "" if config.lr == 0 else f": a warm-up of {warmup} steps starts at 0. Set optim.lr_warmup_steps=0"
+        logger.warning("the learning rate is 0 in all {} steps, which train nothing{}", total, why)
+    return scheduler
