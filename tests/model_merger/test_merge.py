@@ -18,11 +18,13 @@ from transformers import (
 )
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
+from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from verl.model_merger.__main__ import main
 from verl.model_merger.merge import MergedWeights, MergeOptions
 from verl.utils.checkpoint import CheckpointWriter
 from verl.utils.weight_files import WeightFileError, write_safetensors
+from verl.workers.config import HFModelConfig
 
 IDS = torch.arange(5, 29).view(2, 12)
 
@@ -40,6 +42,43 @@ def saved(engine, root, name="actor", step=3):
     with torch.no_grad(), engine.eval_mode():
         logits = engine.module(input_ids=IDS).logits.clone()
     return root / f"global_step_{step}" / name, logits
+
+
+def save_flagged(folder, same=False):
+    """A small Llama whose config.json ties the output matrix, stored with one of its own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if same:
+        model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach().clone())
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    make_tokenizer().save_pretrained(folder)
+    return str(folder), model
+
+
+def test_an_output_matrix_of_its_own_is_trained_saved_and_merged_whatever_the_flag_says(tmp_path):
+    path, model = save_flagged(tmp_path / "model")
+    engine = make_engine(path, lr=0.0)
+    checkpoint, logits = saved(engine, tmp_path / "run")
+    with torch.no_grad():
+        assert torch.allclose(logits, model(input_ids=IDS).logits, atol=1e-5)
+    assert json.loads((checkpoint / "huggingface" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert main(["merge", "--local_dir", str(checkpoint), "--target_dir", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings is False
+    assert torch.equal(merged.lm_head.weight, model.lm_head.weight)
+
+
+def test_an_output_matrix_equal_to_the_embedding_stays_tied(tmp_path):
+    path, _ = save_flagged(tmp_path / "same", same=True)
+    config = HFModelConfig(path=path, load_tokenizer=False).load()
+    assert config.hf_config.tie_word_embeddings is True and not config.untied
+    path, _ = save_flagged(tmp_path / "other")
+    config = HFModelConfig(path=path, load_tokenizer=False).load()
+    assert config.hf_config.tie_word_embeddings is False and config.untied
 
 
 def trained(model, **settings):

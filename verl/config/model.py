@@ -15,7 +15,7 @@ from verl.config.fields import setting
 
 FILLED = (
     "local_path", "local_hf_config_path", "local_tokenizer_path", "hf_config", "generation_config", "tokenizer",
-    "processor", "architectures",
+    "processor", "architectures", "untied",
 )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
         unused="log-probs are always computed by PyTorch; there is no Triton kernel",
     )
     architectures: list[str] | None = None
+    untied: bool = False  # whether the output matrix is another than the embedding, whatever config.json says
     loader: PluginConfig = setting(lambda: PluginConfig(name="auto"), "Model loader; auto is AutoModelForCausalLM.")
     policy: PluginConfig = setting(
         lambda: PluginConfig(name="causal_lm"),
@@ -92,6 +93,8 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
         """Import external_lib; fill hf_config, generation_config, architectures, and tokenizer if load_tokenizer."""
         from transformers import AutoConfig, GenerationConfig
 
+        from verl.utils.weight_files import untie_by_weights
+
         if self.external_lib:
             importlib.import_module(self.external_lib)
         if self.use_shm and os.path.isdir(self.local_path):
@@ -101,6 +104,8 @@ class HFModelConfig(BaseConfig, section="model", mutable=FILLED):
         self.hf_config = AutoConfig.from_pretrained(
             self.local_hf_config_path, trust_remote_code=self.trust_remote_code, **self.override_config
         )
+        forced = self.override_config.get("tie_word_embeddings") is False
+        self.untied = untie_by_weights(self.hf_config, self.local_path) or forced
         self.architectures = self.hf_config.architectures
         try:
             self.generation_config = GenerationConfig.from_pretrained(self.local_path)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from verl.planning.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.fs import copy_to_local, is_non_local
 from verl.utils.redact import redact_text
-from verl.utils.weight_files import safetensors_of, tensor_shapes
+from verl.utils.weight_files import safetensors_of, tensor_shapes, untie_by_weights
 
 ROWS_CHECKED = 20_000
 ROWS_AT_START = 200  # of each data set: a run reads the others soon enough
@@ -62,7 +62,9 @@ def check_models(
         tensor_shapes(files)
         if findings.to_start and Path(path).is_dir() and not files and not any(Path(path).glob("*.bin")):
             raise FileNotFoundError("the folder holds no weights (*.safetensors, *.bin)")
-        return AutoConfig.from_pretrained(path, **trust, **(model.override_config or {}))
+        config = AutoConfig.from_pretrained(path, **trust, **(model.override_config or {}))
+        untie_by_weights(config, path)
+        return config
 
     def load_tokenizer(path: str) -> tuple[Any, Any]:
         trusted = trust if trust_tokenizer is None else trust | {"trust_remote_code": trust_tokenizer}

@@ -28,6 +28,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl.planning.problems import one_line
 from verl.utils.registry import Registry
+from verl.utils.weight_files import untie_by_weights
 
 if TYPE_CHECKING:
     from verl.utils.stored_weights import StoredWeights
@@ -84,6 +85,7 @@ def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, Pretraine
     hf_config = get_huggingface_actor_config(
         _config_dir(model_config), changes, trust_remote_code=model_config.trust_remote_code
     )
+    untie_by_weights(hf_config, _model_dir(model_config))
     auto_class = AutoModelForTokenClassification if loader == "value_head" else get_hf_auto_model_class(hf_config)
     key = "attn_implementation"
     return auto_class, hf_config, {k: v for k, v in model_config.override_config.items() if k == key}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from loguru import logger
 
 from verl.planning.problems import one_line
 
@@ -17,6 +20,12 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+
+
+# Ends of the names of output matrix and embedding.
+HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+ROWS_COMPARED = 4096  # at a time
 
 
 class WeightFileError(ValueError):
@@ -65,6 +74,37 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
 def tensor_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in these files; raises as `stored_tensors`."""
     return {name: tensor.shape for name, tensor in stored_tensors(files).items()}
+
+
+def untie_by_weights(config: Any, folder: str | Path) -> bool:
+    """Set the config's tie_word_embeddings to false, with a warning, if the folder has an output matrix of its own.
+
+    That is one that differs from the embedding: transformers uses it whatever the flag says, engines and exports go
+    by the flag. Returns whether it was set.
+    """
+    flagged = [part for part in (config, config.get_text_config()) if getattr(part, "tie_word_embeddings", False)]
+    if not flagged or not _has_own_head(str(Path(folder).expanduser())):
+        return False
+    logger.warning("{}: tie_word_embeddings is set to false: the output matrix is not the embedding", folder)
+    for part in flagged:
+        part.tie_word_embeddings = False
+    return True
+
+
+@functools.lru_cache(maxsize=16)
+def _has_own_head(folder: str) -> bool:
+    from safetensors import safe_open
+
+    stored = stored_tensors(safetensors_of(folder))
+    head, embedding = (next((t for n, t in stored.items() if n.endswith(ends)), None) for ends in (HEADS, EMBEDDINGS))
+    if head is None or embedding is None:
+        return False
+    if head.shape != embedding.shape:
+        return True
+    with safe_open(head.file, "pt") as first, safe_open(embedding.file, "pt") as second:
+        parts = [opened.get_slice(each.name) for opened, each in ((first, head), (second, embedding))]
+        starts = range(0, head.shape[0], ROWS_COMPARED)
+        return any(not parts[0][i : i + ROWS_COMPARED].equal(parts[1][i : i + ROWS_COMPARED]) for i in starts)
 
 
 def write_safetensors(file: Path, described: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:

@@ -88,9 +88,12 @@ class SGLangHttpServer(OwnedServer):
                 "disable_overlap_schedule": True, "disable_cuda_graph": True,
                 "max_total_tokens": max(context, CPU_CACHE_BYTES // self._bytes_per_token()),
             }  # fmt: skip
+        overrides: dict[str, Any] = {"tie_word_embeddings": False} if model.untied else {}
         if config.quantization_config_file is not None:
             settings = json.loads(Path(config.quantization_config_file).expanduser().read_text())
-            given["json_model_override_args"] = {"quantization_config": settings}
+            overrides["quantization_config"] = settings
+        if overrides:
+            given["json_model_override_args"] = overrides
         return given | dict(config.engine_kwargs.get("sglang") or {})
 
     def _bytes_per_token(self) -> int:

@@ -173,9 +173,11 @@ class vLLMRollout(BaseRollout):  # noqa: N801 (the name that users of verl know)
             "gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": self.can_sleep,
             "disable_custom_all_reduce": True, "enable_expert_parallel": config.expert_parallel_size > 1,
         }  # fmt: skip
+        if model.untied:
+            given["hf_overrides"] = {"tie_word_embeddings": False}
         if config.quantization_config_file is not None:
             file = os.path.expanduser(config.quantization_config_file)
-            given["hf_overrides"] = {"quantization_config_file": file}
+            given["hf_overrides"] = given.get("hf_overrides", {}) | {"quantization_config_file": file}
         if config.tensor_model_parallel_size > 1:
             given["distributed_executor_backend"] = "external_launcher"  # takes LOCAL_RANK's device
         elif self.on_cuda:
