@@ -94,12 +94,16 @@ def gain() -> list[Row]:
     """The demo on three seeds."""
     command = [sys.executable, "-m", "examples.pretrained.demo", "--out", str(OUT / "demo"), "--seeds"]
     subprocess.run([*command, *map(str, SEEDS)], cwd=ROOT, check=True)
-    result = json.loads((OUT / "demo" / "result.json").read_text())
+    return gained(json.loads((OUT / "demo" / "result.json").read_text()))
+
+
+def gained(result: dict[str, Any]) -> list[Row]:
+    """Rows of the demo's result.json."""
     *trained, control = (list(accuracies.values()) for accuracies in result["accuracy"].values())
-    gained = row("grpo_gain_points", result["gains"], f"points on {questions.VALIDATION_SIZE} held-out items, mean")
-    gained.value = mean(result["gains"])
+    points = row("grpo_gain_points", result["gains"], f"points on {questions.VALIDATION_SIZE} held-out items, mean")
+    points.value = mean(result["gains"])
     return [
-        gained,
+        points,
         row("grpo_gain_start", [values[0] for values in trained], "% right"),
         row("grpo_gain_end", [values[-1] for values in trained], "% right"),
         row("grpo_gain_control", [abs(control[-1] - control[0])], "points that accuracy moves at learning rate 0"),
