@@ -21,7 +21,7 @@ def sharded(rank, world_size, folders):
         policy.set_forward(remove_padding=True, share_prompt=True)
         with engine.eval_mode(), torch.no_grad():
             policy.bind(engine.module)
-            policy.compare_layouts(engine.module)
+            policy.compare_layouts(engine.module, torch.device("cpu"))
             log_probs, _ = policy.log_probs(engine.module, batch(), temperature=1.0, with_entropy=False)
         results[name] = log_probs.numpy(), policy.share_prompt
     return results
