@@ -1,51 +1,35 @@
 """Defaults that depend on the machine and on other settings: `${verl.default:NAME}` in the yaml files."""
 
-from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-DEFAULTS: dict[str, Callable[[DictConfig], Any]] = {}
 
-
-def _default(of: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    DEFAULTS[of.__name__] = of
-    return of
-
-
-def _on_cpu(root: DictConfig) -> bool:
+def on_cpu(root: DictConfig) -> bool:
+    """Whether the ranks have no GPU."""
     return OmegaConf.select(root, "trainer.device") == "cpu"
 
 
-@_default
 def dtype(root: DictConfig) -> str:
     """bfloat16; float32 on a CPU without instructions for bfloat16 matrices."""
-    if not _on_cpu(root):
+    if not on_cpu(root):
         return "bfloat16"
     from verl.utils.device import default_dtype
 
     return default_dtype("cpu")
 
 
-@_default
 def gradient_checkpointing(root: DictConfig) -> bool | None:
     """True on GPUs. On a CPU None: the engine checkpoints a forward whose activations would not fit in memory."""
-    return None if _on_cpu(root) else True
+    return None if on_cpu(root) else True
 
 
-@_default
-def remove_padding(root: DictConfig) -> bool:
-    """Whether SFT removes padding: on a CPU."""
-    return _on_cpu(root)
-
-
-@_default
 def share_prompt_forward(root: DictConfig) -> bool:
     """Whether the samples of a prompt share its forward: on a CPU, unless other settings do not permit it.
 
-    Those are padding that is kept, one sample a prompt, PF-PPO, a policy of its own, batches whose prompts the ranks
-    cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes that are no numbers above 0 do not
-    permit it either: the checks of the settings report them.
+    Those are padding that is kept, one sample a prompt, PF-PPO, a policy other than causal_lm, batches whose prompts
+    the ranks cannot share evenly, and micro-batches of fewer samples than a prompt has. Sizes that are not positive
+    integers do not permit it either: the checks of the settings report them.
     """
 
     def chosen(*names: str) -> list[Any]:
@@ -54,7 +38,7 @@ def share_prompt_forward(root: DictConfig) -> bool:
     policy, packs, redraws = chosen(
         "actor_rollout_ref.model.policy.name", "actor_rollout_ref.model.use_remove_padding", "algorithm.use_pf_ppo"
     )
-    if not (_on_cpu(root) and packs) or policy != "causal_lm" or redraws:
+    if not (on_cpu(root) and packs) or policy != "causal_lm" or redraws:
         return False
     n, nodes, a_node, *prompts = counts = chosen(
         "actor_rollout_ref.rollout.n", "trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size",
@@ -73,4 +57,8 @@ def share_prompt_forward(root: DictConfig) -> bool:
     return 1 < n <= smallest and all(count % ranks == 0 for count in prompts)
 
 
+DEFAULTS = {
+    "dtype": dtype, "gradient_checkpointing": gradient_checkpointing, "remove_padding": on_cpu,
+    "share_prompt_forward": share_prompt_forward,
+}  # fmt: skip
 OmegaConf.register_new_resolver("verl.default", lambda name, *, _root_: DEFAULTS[name](_root_), replace=True)
