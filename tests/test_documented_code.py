@@ -19,6 +19,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.sft_dataset import get_sft_dataset_class
 from verl.utils.model import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 BLOCK = re.compile(r"(?<!\.py -->\n)^```(python|yaml)\n(.*?)^```", re.S | re.M)  # without the files of the tree
@@ -87,9 +88,10 @@ def test_the_agent_loop(tiny_llama):
         ids = next(answers)
         return TokenOutput(token_ids=ids, log_probs=[-float(i) for i in ids])
 
-    server = SimpleNamespace(rollout_config=None, generate=generate)
+    server = SimpleNamespace(rollout_config=RolloutConfig(name="vllm"), generate=generate)
     tokenizer = hf_tokenizer(tiny_llama)
-    loop = loop_class(DictConfigWrap(OmegaConf.create({"data": {}})), server, tokenizer, None)
+    config = OmegaConf.create({"data": {}, "actor_rollout_ref": {"model": {"path": tiny_llama}}})
+    loop = loop_class(DictConfigWrap(config), server, tokenizer, None)
     messages = [{"role": "user", "content": "1 + 1"}]
     output = asyncio.run(loop.run({}, raw_prompt=messages, request_id="a"))
     assert output.prompt_ids == loop.encoder.prompt(messages) and output.prompt_ids

@@ -39,9 +39,10 @@ class BernoulliPolicy(Policy):
 
     def compare_layouts(self, model: nn.Module, device: torch.device) -> None:
         """Keep padding where the backbone's hidden states differ too much without."""
-
+        if not self.remove_padding:
+            return
         backbone = without_adapters(model.backbone)
-        if not self.remove_padding or not make_packable(backbone):
+        if not make_packable(backbone):
             return
 
         def states(rows: TensorDict, flat: bool, wide: bool) -> torch.Tensor:

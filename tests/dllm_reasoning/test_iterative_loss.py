@@ -102,13 +102,13 @@ def test_instructions_of_one_token_share_as_they_repeat():
     assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(shared, repeated) < 1e-5
 
 
-@pytest.mark.parametrize(("pattern", "share"), [("iid", None), ("iid", True), ("packed", True), ("packed", False)])
+@pytest.mark.parametrize(("pattern", "share"), [("iid", True), ("packed", True), ("packed", False)])
 def test_flash_attention_gets_packings_in_place_of_masks(pattern, share):
     """Its own kernels need a GPU; a packing runs without them."""
-    model, layout = tiny("llama", initializer_range=0.1), layout_of(pattern, share is not None)
-    one, masked = gradients(model, layout, rounds=2, share=bool(share))
+    model, layout = tiny("llama", initializer_range=0.1), layout_of(pattern, True)
+    one, masked = gradients(model, layout, rounds=2, share=share)
     model.set_attn_implementation(NAME_OF_FLASH)
-    two, packed = gradients(model, layout, rounds=2, share=bool(share))
+    two, packed = gradients(model, layout, rounds=2, share=share)
     assert torch.allclose(torch.stack(one.rounds), torch.stack(two.rounds), rtol=1e-5)
     assert float(one.ar) == pytest.approx(float(two.ar), rel=1e-5) and furthest(packed, masked) < 1e-5
 

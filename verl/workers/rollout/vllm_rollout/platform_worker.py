@@ -1,5 +1,6 @@
 """vLLM's own worker class of this machine, to derive a `--worker-cls` from."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,9 @@ class PlatformWorker(VllmWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if current_platform.is_cpu() and vllm_config.speculative_config is not None:
+            # Drafts by n-grams start numba's threads. If there are more of them than OpenMP's, attention kernels, which
+            # divide their work in advance, give wrong values in the step in which that happens.
+            os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
             repair_expand_kernel()  # before numba is loaded, on whose modules vLLM's registration of kernels fails
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -67,8 +71,9 @@ def repair_expand_kernel() -> None:
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    values, ends = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
-    if expand_batch_to_tokens(values, ends, 3).tolist() == [0.5, 2.0, 2.0]:
+    # Random values, which memory that an earlier call left cannot hold by chance.
+    values, ends = torch.rand(2), torch.tensor([1, 3], dtype=torch.int32)
+    if torch.equal(expand_batch_to_tokens(values, ends, 3), values[[0, 1, 1]]):
         return
 
     def expand(
