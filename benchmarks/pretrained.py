@@ -2,7 +2,8 @@
 former defaults, and the log-probs of rollout and trainer.
 
 Everything that has been measured is kept in outputs/benchmarks/pretrained, so that a stopped command resumes; delete
-that folder to measure again. Steps are those of the demo with 8 samples of each of 8 prompts.
+that folder to measure again. Steps are those of the demo with 8 samples of each of 8 prompts, all of the same prompts,
+and with learning rate 0, so that the answers of all variants come from the same model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from verl.utils.device import default_dtype
 OUT = ROOT / "outputs" / "benchmarks" / "pretrained"
 PROMPTS, SAMPLES, LIMIT = 8, 8, 32
 TURNS, STEPS, WARM_UP = 3, 4, 1  # turns of each variant, steps of a turn, of which the first are left out
-TRL_ROWS = (64, 32, 16, 8)  # that TRL forwards at a time
+TRL_ROWS = (8, 16, 32, 64)  # that TRL forwards at a time
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 #: What the quick start for a CPU led to before the defaults changed; with OMP_NUM_THREADS=1, which Ray set.
 FORMER = (
@@ -45,14 +46,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def kept(name: str, work: Callable[[], Any]) -> Any:
-    """What `work` gives, now or in an earlier run."""
-    file = OUT / f"{name}.json"
-    if file.exists():
-        record = json.loads(file.read_text())
+def kept(name: str, command: list[str], read: Callable[[], Any], threads: int | None = None) -> Any:
+    """What `read` gives after the command has run, now or in an earlier run of the same command."""
+    file = OUT / f"{name}.record.json"
+    record = json.loads(file.read_text()) if file.exists() else {}
+    if (record.get("command"), record.get("threads")) == (command, threads):
         say(f"{name}: measured before, tree {record['tree']} (delete {file} to measure it again)")
     else:
-        record = {"value": work(), "tree": commit()}
+        run_alone(command, OUT / f"{name}.log", threads)
+        record = {"command": command, "threads": threads, "value": read(), "tree": commit()}
         file.write_text(json.dumps(record) + "\n")
     return record["value"]
 
@@ -71,23 +73,28 @@ def run_alone(command: list[str], log: Path, threads: int | None = None) -> None
 
 def steps(name: str, model: Path, settings: tuple[str, ...] = (), threads: int | None = None, count: int = STEPS
           ) -> list[dict[str, float]]:  # fmt: skip
-    """Metrics of the first steps of the demo's command with more settings; no validation, no checkpoint."""
-    run = OUT / name
+    """Metrics of steps of the demo's command with more settings: the file's prompts in their order, learning rate 0, no
+    validation, no checkpoint."""
+    file = OUT / name / "metrics.jsonl"
     command = demo.training_command(
-        model, OUT / "data", run, count, 0, f"data.train_batch_size={PROMPTS}",
+        model, OUT / "data", file.parent, count, 0, f"data.train_batch_size={PROMPTS}", "data.shuffle=false",
         f"{ACTOR}.ppo_mini_batch_size={PROMPTS}", f"{ROLLOUT}.n={SAMPLES}",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
-        "trainer.report=false", "trainer.logger=[]", *settings,
+        "trainer.report=false", "trainer.logger=[]", *settings, lr=0.0,
     )  # fmt: skip
-    (run / "metrics.jsonl").unlink(missing_ok=True)
-    run_alone(command, OUT / f"{name}.log", threads)
-    rows = [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [metrics for metrics in rows if "timing_s/step" in metrics]
+
+    def read() -> list[dict[str, float]]:
+        rows = [json.loads(line)["data"] for line in file.read_text().splitlines()]
+        return [metrics for metrics in rows if "timing_s/step" in metrics]
+
+    return kept(name, command, read, threads)
 
 
-def seconds(rows: list[dict[str, float]]) -> float:
-    """Mean of the steps after the first."""
-    return mean(metrics["timing_s/step"] for metrics in rows[WARM_UP:])
+def step(name: str, *args: Any, **kwargs: Any) -> dict[str, float]:
+    """Means of the steps after the first: `seconds`, and tokens of an answer."""
+    rows = steps(name, *args, **kwargs)[WARM_UP:]
+    return {"seconds": mean(row["timing_s/step"] for row in rows),
+            "tokens": mean(row["response_length/mean"] for row in rows)}  # fmt: skip
 
 
 def gain() -> list[Row]:
@@ -112,21 +119,21 @@ def gained(result: dict[str, Any]) -> list[Row]:
     ]  # fmt: skip
 
 
-def trl_step(turn: str, rows: int, dtype: str, count: int = STEPS) -> float:
-    """Seconds of a step of TRL's GRPOTrainer, mean of those after the first; RuntimeError if it fails."""
-    out = OUT / f"trl_{turn}.json"
-    command = [sys.executable, "-m", "benchmarks.trl_steps", str(OUT / "trl"), "--out", str(out), "--chat"]
-    options = {"steps": count, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "rows": rows, "dtype": dtype,
-               "lr": demo.LR}  # fmt: skip
-    run_alone([*command, *(part for name, value in options.items() for part in (f"--{name}", str(value)))],
-              out.with_suffix(".log"))  # fmt: skip
-    return mean(json.loads(out.read_text())["seconds"][WARM_UP:])
+def trl_step(name: str, rows: int, dtype: str, count: int) -> dict[str, float]:
+    """A step of TRL's GRPOTrainer like `step`; the first of several is left out. RuntimeError if it fails."""
+    out = OUT / f"{name}.json"
+    options = {"out": out, "steps": count, "prompts": PROMPTS, "samples": SAMPLES, "limit": LIMIT, "rows": rows,
+               "dtype": dtype, "lr": 0.0}  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.trl_steps", str(OUT / "trl"), "--chat"]
+    command += [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    taken = kept(name, command, lambda: json.loads(out.read_text()))
+    return {key: mean(taken[key][min(WARM_UP, count - 1) :]) for key in ("seconds", "tokens")}
 
 
 def tried_step(rows: int, dtype: str) -> float:
-    """Seconds of a step of TRL; inf where it fails, as with more rows than fit in memory."""
+    """Seconds of one step of TRL; inf where it fails, as with more rows than fit in memory."""
     try:
-        return trl_step(f"{rows}_rows", rows, dtype, WARM_UP + 1)
+        return trl_step(f"trl_{rows}_rows", rows, dtype, 1)["seconds"]
     except RuntimeError as error:
         say(f"TRL with {rows} rows at a time: {str(error).splitlines()[0]}")
         return float("inf")
@@ -144,44 +151,46 @@ def prepare_trl(model: Path) -> None:
         (folder / "model").symlink_to(model)
 
 
-def bare(turn: int, model: Path) -> dict[str, float]:
-    """Seconds of the parts of a step, each on its own (benchmarks.pretrained_parts)."""
-    out = OUT / f"parts_{turn}.json"
+def bare(name: str, model: Path) -> dict[str, float]:
+    """The parts of a step, each on its own (benchmarks.pretrained_parts)."""
+    out = OUT / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.pretrained_parts", str(model), str(OUT / "data" / "train.parquet")]
-    run_alone([*command, str(out)], out.with_suffix(".log"))
-    return json.loads(out.read_text())
+    return kept(name, [*command, str(out)], lambda: json.loads(out.read_text()))
 
 
 def in_turn(model: Path) -> list[Row]:
     """A step of ours, one of TRL at its best number of rows, the bare parts and a step with the former defaults."""
     dtype = default_dtype("cpu")
     prepare_trl(model)
-    tried = {rows: kept(f"trl_{rows}_rows", lambda rows=rows: tried_step(rows, dtype)) for rows in TRL_ROWS}
+    tried = {rows: tried_step(rows, dtype) for rows in TRL_ROWS}
     say("TRL, seconds of a step by rows at a time: " + ", ".join(f"{rows}: {s:.1f}" for rows, s in tried.items()))
     best = min(tried, key=tried.get)
     if tried[best] == float("inf"):
         raise RuntimeError(f"TRL took no step with any of {TRL_ROWS} rows at a time: see {OUT}/trl_*_rows.log.")
-    works: dict[str, Callable[[int], Any]] = {
-        "ours": lambda turn: seconds(steps(f"ours_{turn}", model)),
-        "trl": lambda turn: trl_step(str(turn), best, dtype),
-        "bare": lambda turn: bare(turn, model),
-        "former": lambda turn: seconds(steps(f"former_{turn}", model, FORMER, threads=1, count=WARM_UP + 1)),
+    works: dict[str, Callable[[str], dict[str, float]]] = {
+        "ours": lambda name: step(name, model),
+        "trl": lambda name: trl_step(name, best, dtype, WARM_UP + 1),
+        "bare": lambda name: bare(name, model),
+        "former": lambda name: step(name, model, FORMER, threads=1, count=WARM_UP + 1),
     }
-    taken: dict[str, list[Any]] = {name: [] for name in works}
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in works}
     for turn in range(TURNS):
         for name, work in works.items():
-            taken[name].append(kept(f"{name}_{turn}", lambda work=work, turn=turn: work(turn)))
+            taken[name].append(work(f"{name}_{turn}"))
             say(f"turn {turn}, {name}: {taken[name][-1]}")
-    ours, parts = taken["ours"], taken["bare"]
+    values = {name: [one["seconds"] for one in each] for name, each in taken.items()}
     return [
-        row("grpo_step_vs_trl", ratios(taken["trl"], ours), f"times, TRL / ours, both {dtype}"),
-        row("grpo_step_over_parts", ratios(ours, [sum(part.values()) for part in parts]), "times, step / parts"),
-        row("defaults_speedup", ratios(taken["former"], ours), "times, former defaults / those of now"),
-        row("grpo_step_ours", ours, "s"),
-        row("grpo_step_trl", taken["trl"], f"s, {best} rows at a time"),
-        row("grpo_step_former", taken["former"], "s, former defaults"),
-        *(row(f"grpo_part_{name}", [part[name] for part in parts], "s") for name in parts[0]),
-    ]
+        row("grpo_step_vs_trl", ratios(values["trl"], values["ours"]), f"times, TRL / ours, both {dtype}"),
+        row("grpo_step_over_parts", ratios(values["ours"], values["bare"]), "times, step / parts"),
+        row("defaults_speedup", ratios(values["former"], values["ours"]), "times, former defaults / those of now"),
+        row("grpo_step_ours", values["ours"], "s"),
+        row("grpo_step_trl", values["trl"], f"s, {best} rows at a time"),
+        row("grpo_step_former", values["former"], "s, former defaults"),
+        *(row(f"grpo_part_{part}", [one[part] for one in taken["bare"]], "s")
+          for part in ("generation", "forward_backward")),
+        *(row(f"grpo_tokens_{name}", [one["tokens"] for one in each], "tokens of an answer, mean")
+          for name, each in taken.items()),
+    ]  # fmt: skip
 
 
 def mismatch(model: Path) -> list[Row]:
@@ -190,9 +199,7 @@ def mismatch(model: Path) -> list[Row]:
     for dtype in ("bfloat16", "float32"):
         settings = (f"{ROLLOUT}.dtype={dtype}", f"{ACTOR}.fsdp_config.dtype={dtype}",
                     f"{ROLLOUT}.calculate_log_probs=true")  # fmt: skip
-        first = kept(f"first_{dtype}", lambda dtype=dtype, settings=settings: steps(
-            f"first_{dtype}", model, settings, count=1
-        )[0])  # fmt: skip
+        first = steps(f"first_{dtype}", model, settings, count=1)[0]
         for name, key in (("kl", "rollout_corr/kl"), ("pearson", "training/rollout_actor_probs_pearson_corr")):
             rows.append(row(f"first_step_{name}_{dtype}", [first[key]], "rollout and trainer, vLLM"))
     return rows

@@ -62,7 +62,7 @@ def learn(model, groups: list[tuple[list[int], list[list[int]]]]) -> float:
 
 
 def main() -> None:
-    """Write the mean seconds of both parts over STEPS batches."""
+    """Write the means over STEPS batches: seconds of both parts and of their sum, tokens of an answer."""
     folder, data, out = map(Path, sys.argv[1:])
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from transformers import AutoModelForCausalLM
@@ -75,14 +75,16 @@ def main() -> None:
               max_num_seqs=PROMPTS * SAMPLES, kv_cache_memory_bytes=2**30)  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
     prompts = [list(prompt) for prompt in pd.read_parquet(data)["prompt"]]
-    seconds: dict[str, list[float]] = {"generation": [], "forward_backward": []}
+    means: dict[str, list[float]] = {"generation": [], "forward_backward": [], "seconds": [], "tokens": []}
     for step in range(WARM_UP + STEPS):
         groups, generated = generate(llm, prompts[PROMPTS * step : PROMPTS * (step + 1)])
         learned = learn(model, groups)
         if step >= WARM_UP:
-            seconds["generation"].append(generated)
-            seconds["forward_backward"].append(learned)
-    out.write_text(json.dumps({name: mean(values) for name, values in seconds.items()}))
+            means["generation"].append(generated)
+            means["forward_backward"].append(learned)
+            means["seconds"].append(generated + learned)
+            means["tokens"].append(mean(len(answer) for _, answers in groups for answer in answers))
+    out.write_text(json.dumps({name: mean(values) for name, values in means.items()}))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,6 @@ CANDIDATES = {
     "gcd, up to 60": Task("gcd", {"max_value": 60}),
     "spell_backward, 3 or 4 letters": Task("spell_backward", {"min_word_len": 3, "max_word_len": 4}),
     "word_sorting, 2 or 3 words": Task("word_sorting", {"min_words": 2, "max_words": 3, "max_word_length": 5}),
-    "needle_haystack, 4 to 6 statements": Task(
-        "needle_haystack", {"min_num_statements": 4, "max_num_statements": 6}
-    ),
 }  # fmt: skip
 
 
