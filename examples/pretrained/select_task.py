@@ -77,10 +77,10 @@ def main(argv: list[str] | None = None) -> None:
               max_num_seqs=128, block_size=32, kv_cache_memory_bytes=2**30)  # fmt: skip
     for name in args.tasks:
         for prompt in args.prompts:
-            found = json.loads(FILE.read_text()) if FILE.exists() else {}
-            found.setdefault(name, {})[prompt] = measure(llm, CANDIDATES[name], PROMPTS[prompt], args.questions)
-            FILE.write_text(json.dumps(found, indent=1) + "\n")
-            print(name, prompt, found[name][prompt], flush=True)
+            measured = json.loads(FILE.read_text()) if FILE.exists() else {}
+            measured.setdefault(name, {})[prompt] = measure(llm, CANDIDATES[name], PROMPTS[prompt], args.questions)
+            FILE.write_text(json.dumps(measured, indent=1) + "\n")
+            print(name, prompt, measured[name][prompt], flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,16 @@ def test_an_output_matrix_of_its_own_is_trained_saved_and_merged_whatever_the_fl
     checkpoint, logits = saved(engine, tmp_path / "run")
     with torch.no_grad():
         assert torch.allclose(logits, model(input_ids=IDS).logits, atol=1e-5)
-    assert json.loads((checkpoint / "huggingface" / "config.json").read_text())["tie_word_embeddings"] is False
-    assert main(["merge", "--local_dir", str(checkpoint), "--target_dir", str(tmp_path / "merged")]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert merged.config.tie_word_embeddings is False
-    assert torch.equal(merged.lm_head.weight, model.lm_head.weight)
+    settings = json.loads((checkpoint / "huggingface" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] is False
+    older = Path(shutil.copytree(checkpoint, tmp_path / "older"))  # whose config has the flag, as it had before
+    (older / "huggingface" / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    for folder in (checkpoint, older):
+        target = tmp_path / f"merged_{folder.name}"
+        assert main(["merge", "--local_dir", str(folder), "--target_dir", str(target)]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(target)
+        assert merged.config.tie_word_embeddings is False
+        assert torch.equal(merged.lm_head.weight, model.lm_head.weight)
 
 
 def test_an_output_matrix_equal_to_the_embedding_stays_tied(tmp_path):

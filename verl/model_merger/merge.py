@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from loguru import logger
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
-from transformers import AutoConfig, AutoModelForTokenClassification, PretrainedConfig
+from transformers import AutoConfig, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
 from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
 from verl.utils.checkpoint.publish import disk_full
@@ -99,6 +99,13 @@ class MergedWeights(TensorSource):
             auto = AutoModelForTokenClassification if value_model else get_hf_auto_model_class(config)
             with torch.device("meta"):
                 model = auto.from_config(config, trust_remote_code=options.trust_remote_code)
+            if not options.tie_word_embedding and self._has_own_head(model):
+                for part in (config, config.get_text_config()):
+                    part.tie_word_embeddings = False
+                logger.warning("{}: tie_word_embeddings is set to false: the trained output matrix is not the "
+                               "embedding", options.local_dir)  # fmt: skip
+                with torch.device("meta"):
+                    model = auto.from_config(config, trust_remote_code=options.trust_remote_code)
         except (OSError, ValueError) as error:
             raise MergeError(f"{folder} describes no model that transformers can build: {error}") from error
         names = [n for n in model.state_dict() if n not in model.all_tied_weights_keys]
@@ -111,6 +118,12 @@ class MergedWeights(TensorSource):
         dtype = self._dtype(config)
         tensors = {n: model.state_dict()[n] for n in names}
         return config, {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+    def _has_own_head(self, model: PreTrainedModel) -> bool:
+        """Whether a weight that `model` ties to another one was trained to other values."""
+        pairs = [(self.plain[n], self.plain[source]) for n, source in model.all_tied_weights_keys.items()
+                 if n in self.plain and source in self.plain]  # fmt: skip
+        return any(not torch.equal(self.trained.read(n), self.trained.read(source)) for n, source in pairs)
 
     def _dtype(self, config: PretrainedConfig) -> torch.dtype:
         if self.options.dtype != "auto":

@@ -56,16 +56,16 @@ def redact_text(text: str) -> str:
     text = _URL_CREDENTIALS.sub(rf"\g<scheme>{HIDDEN}@", text)
     text = _SIGNED.sub(rf"\g<name>{HIDDEN}", text)
     parts, position = [], 0
-    while found := _ASSIGNED.search(text, position):
-        end = _end_of_value(text, found) if is_secret_name(found["name"]) else found.end()
-        parts.append(text[position : found.end()] + (HIDDEN if end > found.end() else ""))
+    while match := _ASSIGNED.search(text, position):
+        end = _end_of_value(text, match) if is_secret_name(match["name"]) else match.end()
+        parts.append(text[position : match.end()] + (HIDDEN if end > match.end() else ""))
         position = end
     return _SCHEME.sub(rf"\g<name>{HIDDEN}", "".join(parts) + text[position:])
 
 
-def _end_of_value(text: str, found: re.Match) -> int:
+def _end_of_value(text: str, match: re.Match) -> int:
     """Where the value after a secret name ends: that of a quoted text, list, mapping, header or word."""
-    start, name = found.end(), found["name"].lower()
+    start, name = match.end(), match["name"].lower()
     if text[start : start + 1] in tuple(_OPEN):
         depth = 0
         for end in range(start, len(text)):
@@ -75,10 +75,10 @@ def _end_of_value(text: str, found: re.Match) -> int:
         return len(text)
     if quoted := _QUOTED.match(text, start):
         return quoted.end()
-    is_colon = found["sign"].strip() == ":"
+    is_colon = match["sign"].strip() == ":"
     kind = _LINE if is_colon and name in ("authorization", "cookie", "set-cookie", "proxy-authorization") else _BARE
     value = kind.match(text, start)
-    if value is None or is_colon and not found["quote"] and name in _IN_PROSE and len(value[0]) < 12:
+    if value is None or is_colon and not match["quote"] and name in _IN_PROSE and len(value[0]) < 12:
         return start
     return value.end()
 

@@ -102,8 +102,10 @@ def test_bounds_are_of_the_largest_difference_in_float32_and_of_the_mean_in_bflo
             check(*types).first(samples(gaps))
 
 
-def test_a_quantized_engine_gets_a_warning():
-    quantized = check(*HALF, "actor_rollout_ref.rollout.quantization=fp8")
+@pytest.mark.parametrize("key", ["quantization", "+engine_kwargs.vllm.quantization"])
+def test_a_quantized_engine_gets_a_warning(key):
+    plus, name = key[: key.startswith("+")], key.removeprefix("+")
+    quantized = check(*HALF, f"{plus}actor_rollout_ref.rollout.{name}=fp8")
     (line,) = seen(lambda: quantized.first(samples([0.2])))
     assert line.startswith("WARNING") and "do not give the trainer's log-probs" in line
 

@@ -34,6 +34,8 @@ class RolloutCheck:
         self.rollout, types = roles.rollout, (roles.rollout.dtype, roles.actor.fsdp_config.dtype)
         self.exact = all(dtype in ("fp32", "float32") for dtype in types)
         self.types = f"rollout {types[0]}, trainer {types[1]}"
+        own = self.rollout.engine_kwargs.get(self.rollout.name) or {}  # the engine's options by its own names
+        self.quantized = self.rollout.quantization is not None or own.get("quantization") is not None
         self.disagreed = 0  # steps in a row
 
     @property
@@ -73,7 +75,7 @@ class RolloutCheck:
             f"{NAME}={self.rollout.name}: the first weights that it received do not give the trainer's log-probs. They "
             f"differ by {shown}; {limit} is expected. {REASONS}"
         )
-        if self.rollout.quantization is None:
+        if not self.quantized:
             raise RuntimeError(what)
         logger.warning(what)
 

@@ -18,7 +18,7 @@ from verl.workers.critic.base import BasePPOCritic
 from verl.workers.engine import FSDPEngine
 from verl.workers.policy.attention import make_packable
 from verl.workers.policy.layout_probe import agreeing_layouts, in_float32
-from verl.workers.policy.packing import pack_batch
+from verl.workers.policy.packing import on_host, pack_batch
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 
@@ -61,8 +61,9 @@ class DataParallelPPOCritic(BasePPOCritic):
 
     def _values(self, batch: TensorDict) -> torch.Tensor:
         """[B, R] float32."""
-        tokens = batch["attention_mask"].numel() if torch.is_grad_enabled() else 0
-        with self.engine.autocast(tokens):
+        mask = on_host(batch)["attention_mask"]
+        tokens = int(mask.sum()) if self.packs else mask.numel()
+        with self.engine.autocast(tokens if torch.is_grad_enabled() else 0):
             return response_values(self.engine.module, batch, self.packs)
 
 
