@@ -29,8 +29,8 @@ from verl.utils.device import default_dtype
 
 OUT = ROOT / "outputs" / "benchmarks" / "pretrained"
 PROMPTS, SAMPLES, LIMIT = 8, 8, 32
-TURNS, STEPS, WARM_UP = 3, 4, 1  # turns of each variant, steps of a turn, of which the first are left out
-TRL_ROWS = (8, 16, 32, 64)  # that TRL forwards at a time
+TURNS, STEPS, WARM_UP = 2, 3, 1  # turns of each variant, steps of a turn, of which the first are left out
+TRL_ROWS = (16, 32)  # that TRL forwards at a time
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 #: What the quick start for a CPU led to before the defaults changed; with OMP_NUM_THREADS=1, which Ray set.
 FORMER = (

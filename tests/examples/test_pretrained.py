@@ -183,7 +183,7 @@ def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
         """Leaves what the command would: TRL needs 8 times the time of ours, the former defaults 10 times."""
         if command[2] == "benchmarks.trl_steps":
             args = trl_steps.parse(command[3:])
-            taken = [9.0, 16.0] if args.steps > 1 else [16.0 if args.rows == 8 else 17.0]
+            taken = [9.0, 16.0] if args.steps > 1 else [16.0 if args.rows == 16 else 17.0]
             args.out.write_text(json.dumps({"seconds": taken, "tokens": [7.0] * len(taken)}))
             assert {path.name for path in args.folder.iterdir()} == {"prompts.parquet", "reward.py", "model"}
         elif command[2] == "benchmarks.pretrained_parts":
@@ -207,7 +207,7 @@ def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
     assert {name: rows[name].value for name in ("grpo_step_vs_trl", "grpo_step_over_parts", "defaults_speedup")} == {
         "grpo_step_vs_trl": 8.0, "grpo_step_over_parts": 1.0, "defaults_speedup": 10.0,
     }  # fmt: skip
-    assert rows["first_step_kl_float32"].value == 1e-6 and "8 rows" in rows["grpo_step_trl"].unit
+    assert rows["first_step_kl_float32"].value == 1e-6 and "16 rows" in rows["grpo_step_trl"].unit
     asked = {name for name in WANTED if name.startswith(("grpo_step_vs_trl", "grpo_step_over", "first_step"))}
     assert {name for name in asked if not name.endswith(("_short", "_long"))} <= rows.keys()
     monkeypatch.setattr(pretrained, "run_alone", None)  # nothing is measured twice
