@@ -17,7 +17,7 @@ from recipe.spd.scoring_config import PairHead, ScoreHead, ScoringModelConfig
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
 from verl.trainer.run.ranks import from_first_rank
 from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
-from verl.utils.model import register_model_loader, torch_dtype_of
+from verl.models.loading import register_model_loader, torch_dtype_of
 
 __all__ = [
     "AutoModelForSPDScoring", "SPDInputData", "ScoreHead", "ScoringActor", "ScoringModelConfig", "PairHead",

@@ -142,7 +142,7 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     from hydra import compose, initialize_config_module
 
     from verl.planning.config_check import known_tree
-    from verl.utils.config import forced_override
+    from verl.config.compose import forced_override
 
     forced = [forced_override(setting) for setting in overrides]
     with initialize_config_module("recipe.spd.config", version_base=None):
@@ -224,7 +224,7 @@ def _config_errors(args: argparse.Namespace) -> list[str]:
     from hydra.errors import HydraException
 
     from verl.planning.config_check import find_problems
-    from verl.planning.problems import WRONG
+    from verl.utils.problems import WRONG
 
     unknown = PreparedData(Path(args.blocks), rows=0, skipped_matches=0, longest_input=1024, gamma=8)
     try:

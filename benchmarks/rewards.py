@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.harness import Row, row, say
-from verl.grading.pool import ExternFunction, GradingPool
-from verl.grading.sandbox import SandboxConfig, SandboxUnavailable, run_python
+from verl.reward.pool import ExternFunction, GradingPool
+from verl.reward.sandbox import SandboxConfig, SandboxUnavailable, run_python
 
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
 RUNS, REPETITIONS, ANSWERS = 40, 5, 400
@@ -39,7 +39,7 @@ def programs(workers: int, limits: SandboxConfig) -> list[float]:
 
 def answers(source: str, text: str, truth: str, workers: int) -> list[float]:
     """Answers a second of a rule reward in `workers` processes."""
-    pool = GradingPool(ExternFunction("pkg://verl.utils.reward_score", "default_compute_score"), workers, 60.0)
+    pool = GradingPool(ExternFunction("pkg://verl.reward.rules", "default_compute_score"), workers, 60.0)
     numbers = itertools.count(100)  # no answer comes twice: a process remembers what it compared
 
     def work() -> None:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, row, say
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.utils.dataset.sft_dataset import right_padded
+from verl.data.sft_dataset import right_padded
 
 SAMPLES, LENGTH, MICRO, VOCABULARY = 32, 512, 4, 1024
 REPETITIONS = 5

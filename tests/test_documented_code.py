@@ -15,9 +15,9 @@ from tests.helpers.sft_run import compose_sft
 from tests.spd.vllm_plugin.pair import LIMIT, make_pair, make_prompts
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 from verl.tools.utils.tool_registry import initialize_tools_from_config
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.sft_dataset import get_sft_dataset_class
-from verl.utils.model import create_huggingface_actor
+from verl.data.rl_dataset import RLHFDataset
+from verl.data.sft_dataset import get_sft_dataset_class
+from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import TokenOutput

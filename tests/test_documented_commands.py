@@ -12,7 +12,7 @@ from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.documents import ROOT, SETTINGS, commands, program_of
 from verl.trainer import fsdp_sft_trainer, main_eval, main_generation
 from verl.trainer.ppo.plan import dry_run
-from verl.utils.config import validate_config
+from verl.config.compose import validate_config
 
 MODELS = re.compile(r"^(.*model\.path|model\.partial_pretrain)=")
 ENTRIES = {

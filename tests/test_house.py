@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("verl", "recipe", "dllm_reasoning")
 #: module prefix -> floor; the longest prefix counts, and imports go to the same floor or below
 FLOORS = {
-    "verl": 1, "verl.protocol": 1, "verl.base_config": 1, "verl.utils": 1, "verl.trainer.config": 1,
+    "verl": 1, "verl.protocol": 1, "verl.config.base": 1, "verl.utils": 1, "verl.trainer.config": 1,
     "verl.workers.config": 1, "verl.trainer.ppo.core_algos": 1, "verl.trainer.ppo.algos": 1,
     "verl.trainer.ppo.metric_utils": 1, "verl.algos.rollout_correction": 1,
     "verl.single_controller": 2, "verl.workers": 2, "verl.tools": 2, "verl.interactions": 2, "verl.models": 2,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dllm_reasoning.utils.noise_utils import PATTERNS, SCHEDULES
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
 from verl.config.sft import (

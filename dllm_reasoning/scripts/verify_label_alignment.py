@@ -21,8 +21,8 @@ from dllm_reasoning.losses.iterative_loss import IterativeLoss
 from dllm_reasoning.losses.layouts import IGNORED, Layout, build_layout
 from dllm_reasoning.utils.attention import mask_problem
 from dllm_reasoning.utils.noise_utils import greedy_decode_response
-from verl.utils.dataset.sft_dataset import encode_segments
-from verl.utils.model import create_huggingface_actor
+from verl.data.sft_dataset import encode_segments
+from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 
 

@@ -10,8 +10,8 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from dllm_reasoning.config.iterative import IterativeDataConfig
-from verl.utils.dataset.rl_dataset import DatasetError, data_setting
-from verl.utils.dataset.sft_dataset import Segment, SFTDataset, encode_segments, right_padded
+from verl.data.rl_dataset import DatasetError, data_setting
+from verl.data.sft_dataset import Segment, SFTDataset, encode_segments, right_padded
 
 ROW_COLUMN = "row"  # of a sample: its number in the data set
 Encoded = tuple[list[int], list[int]]

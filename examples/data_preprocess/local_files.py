@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.rl_dataset import DatasetError, read_rows
+from verl.data.rl_dataset import DatasetError, read_rows
 
 KINDS = (".parquet", ".jsonl", ".json", ".csv")
 SPLITS = {"train": ("train",), "test": ("test", "validation", "val")}

@@ -1,6 +1,6 @@
 """A data set: data.custom_cls.path=examples/extending/my_dataset.py data.custom_cls.name=ShoutedDataset"""
 
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.data.rl_dataset import RLHFDataset
 
 
 class ShoutedDataset(RLHFDataset):

@@ -13,7 +13,7 @@ from examples.spd_arithmetic.pair import PairFiles, end_tokens
 from recipe.spd.dataset import cut_at_end
 from recipe.spd.decoder import Block, greedy_generate, speculative_generate
 from scripts.spd_evaluation.rules import margin as accept_within
-from verl.utils.model import torch_dtype_of
+from verl.models.loading import torch_dtype_of
 
 
 @cache

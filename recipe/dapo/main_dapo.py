@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.utils.config import hydra_main
+from verl.config.compose import hydra_main
 
 
 @hydra_main(config_path="config", config_name="dapo_trainer")

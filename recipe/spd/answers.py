@@ -71,7 +71,7 @@ def is_correct(text: str, ground_truth: object) -> bool:
         return ours == theirs
     if not re.search(r"[\\^]", answer + expected):  # plain words and numbers hold no further mathematics
         return False
-    from verl.utils.reward_score.math_verify import is_equal
+    from verl.reward.rules.math_verify import is_equal
 
     try:
         return is_equal(answer, expected)

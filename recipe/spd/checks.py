@@ -11,7 +11,7 @@ from loguru import logger
 from omegaconf import OmegaConf
 
 from verl.planning.memory_estimate import MEASURES, ModelSize, measure_model
-from verl.planning.problems import Problem, register_check, wrong
+from verl.utils.problems import Problem, register_check, wrong
 from verl.utils.redact import redact_text
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from verl.utils.dataset.rl_dataset import read_rows
+from verl.data.rl_dataset import read_rows
 
 ROWS_AT_A_TIME = 2048  # read, checked or written together
 

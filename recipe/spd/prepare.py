@@ -22,7 +22,7 @@ from recipe.spd.dataset import (
     resolve_sep_token_id,
     truth_error,
 )
-from verl.utils.dataset.rl_dataset import read_rows
+from verl.data.rl_dataset import read_rows
 from verl.utils.tokenizer import stop_ids
 
 _OFFSETS = [(name, pa.int64()) for name in OFFSETS]

@@ -23,7 +23,7 @@ from recipe.spd.client import Completer
 from recipe.spd.dataset import SPDInputData, SPDRLHFDataset, resolve_sep_token_id
 from recipe.spd.rollout import SPDRollout
 from recipe.spd.samples import grade_blocks, judged_block
-from verl.utils.model import torch_dtype_of
+from verl.models.loading import torch_dtype_of
 
 BLOCKS_AT_A_TIME = 512  # labelled together
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
@@ -80,7 +80,7 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     """
     from spd_scorer import load_spd_scorer
     from verl.config.optimizer import build_optimizer
-    from verl.utils.config import omega_conf_to_dataclass
+    from verl.config.compose import omega_conf_to_dataclass
     from verl.utils.tokenizer import hf_tokenizer
     from verl.workers.config import RolloutConfig
     from verl.workers.engine.build import build_lr_scheduler

@@ -23,7 +23,7 @@ from recipe.spd.decoder import (
 from scripts.spd_evaluation import harm, rules
 from scripts.spd_evaluation.pool import Harm, Job, Run, Scores
 from spd_scorer import AutoModelForSPDScoring, ScoringModelConfig, resolve_sep_token_id
-from verl.utils.model import torch_dtype_of
+from verl.models.loading import torch_dtype_of
 from verl.utils.tokenizer import hf_tokenizer, stop_ids
 
 

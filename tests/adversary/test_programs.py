@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.sandbox import refused
-from verl.grading.sandbox import SandboxConfig, run_python
+from verl.reward.sandbox import SandboxConfig, run_python
 
 PROGRAMS = {
     "larger than the disk": "#" * (1 << 20) + "\n",

@@ -1,7 +1,7 @@
 """The rewards' benchmark where a kernel confines nothing. Not covered: the figures themselves."""
 
 from benchmarks import rewards
-from verl.grading.sandbox import SandboxUnavailable
+from verl.reward.sandbox import SandboxUnavailable
 
 
 def test_what_the_kernel_refuses_is_reported_and_the_other_rows_are_measured(monkeypatch):

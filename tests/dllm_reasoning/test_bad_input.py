@@ -18,7 +18,7 @@ from tests.helpers.models import make_tokenizer
 from tests.trainer.config.test_defaults import at, leaves, plain
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.utils.dataset.rl_dataset import DatasetError
+from verl.data.rl_dataset import DatasetError
 from verl.utils.tokenizer import hf_tokenizer
 
 pytestmark = pytest.mark.usefixtures("fresh_group")
@@ -174,7 +174,7 @@ def test_a_data_set_of_the_users_own_reads_files_in_shared_memory(assets, tmp_pa
     dataset = IterativeRefineTrainer.build_dataset(assets[1], config, tokenizer)
     assert type(dataset) is NumberedPairs and str(dataset.data_files[0]).startswith("/dev/shm/")
     shutil.rmtree(Path(dataset.data_files[0]).parent)
-    custom = ("data.custom_cls.path=pkg://verl.utils.dataset.sft_dataset", "data.custom_cls.name=SFTDataset")
+    custom = ("data.custom_cls.path=pkg://verl.data.sft_dataset", "data.custom_cls.name=SFTDataset")
     assert "SFTDataset is no subclass of IterativeSFTDataset" in exit_message(runs.compose(*assets, tmp_path, *custom))
 
 

@@ -11,7 +11,7 @@ from dllm_reasoning.inference.generator import GenerationResult, GenerationStats
 from dllm_reasoning.losses import layouts
 from dllm_reasoning.scripts import verify_label_alignment
 from tests.dllm_reasoning import runs
-from verl.utils.model import create_huggingface_actor
+from verl.models.loading import create_huggingface_actor
 from verl.utils.tokenizer import hf_tokenizer
 
 details_of = partial(generator.iterative_generate, return_details=True)

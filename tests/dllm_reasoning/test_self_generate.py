@@ -8,7 +8,7 @@ from dllm_reasoning.trainer import self_generate
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
 from verl.trainer import fsdp_sft_trainer
-from verl.utils.model import create_huggingface_actor
+from verl.models.loading import create_huggingface_actor
 
 pytestmark = pytest.mark.usefixtures("fresh_group")
 

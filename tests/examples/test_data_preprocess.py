@@ -9,8 +9,8 @@ import pytest
 
 from examples.data_preprocess import gsm8k, local_files, math_dataset
 from tests.helpers.models import make_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.reward_score import default_compute_score
+from verl.data.rl_dataset import RLHFDataset
+from verl.reward.rules import default_compute_score
 
 pytestmark = pytest.mark.demo
 

@@ -11,7 +11,7 @@ from tests.helpers.models import make_tokenizer
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import AbstractDataGenerator, DynamicGenDataset
 from verl.trainer.ppo.data_loading import create_rl_dataset
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.data.rl_dataset import RLHFDataset, collate_fn
 
 HERE = f"pkg://{__name__}"
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.helpers import rewards
-from verl.grading.pool import ExternFunction, FatalGradingError, GradingPool, Slots
+from verl.reward.pool import ExternFunction, FatalGradingError, GradingPool, Slots
 
 HERE = "pkg://tests.helpers.rewards"
 ROOT = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_no_worker_outlives_its_owner(tmp_path):
     file = tmp_path / "owner.py"
     file.write_text(
         "import multiprocessing\n"
-        "from verl.grading.pool import ExternFunction, GradingPool\n"
+        "from verl.reward.pool import ExternFunction, GradingPool\n"
         f"pool = GradingPool(ExternFunction({HERE!r}, 'score'), 2, 60.0)\n"
         "item = {'data_source': 'x', 'solution_str': 'hang', 'ground_truth': ''}\n"
         "pool.map([dict(item, solution_str='a')] * 2)\n"

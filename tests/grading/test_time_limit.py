@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl.grading.time_limit import Child, ChildDied, timeout_limit
+from verl.utils.time_limit import Child, ChildDied, timeout_limit
 
 ROOT = Path(__file__).parents[2]
 asked = []
@@ -82,7 +82,7 @@ def test_no_child_outlives_a_caller_that_is_killed():
     script = (
         "import os\n"
         "from tests.grading.test_time_limit import work\n"
-        "from verl.grading.time_limit import Child\n"
+        "from verl.utils.time_limit import Child\n"
         "child = Child(work)\n"
         "print(child.call(5.0, 'a')[0], flush=True)\n"
         "child.call(600.0, 'hang')\n"
@@ -100,7 +100,7 @@ def test_no_child_outlives_a_caller_that_is_killed():
 def test_mathematics_is_compared_without_torch():
     script = (
         "import sys\n"
-        "from verl.utils.reward_score import default_compute_score\n"
+        "from verl.reward.rules import default_compute_score\n"
         "print(default_compute_score('lighteval/MATH', '\\\\boxed{2+2}', '4'), 'torch' in sys.modules)\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from verl.grading.sandbox import SandboxConfig, SandboxUnavailable, run_python
+from verl.reward.sandbox import SandboxConfig, SandboxUnavailable, run_python
 
 
 @functools.cache

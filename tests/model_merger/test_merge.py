@@ -23,7 +23,7 @@ from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
 from verl.model_merger.__main__ import main
 from verl.model_merger.merge import MergedWeights, MergeOptions
-from verl.utils.checkpoint import CheckpointWriter
+from verl.checkpoint import CheckpointWriter
 from verl.utils.weight_files import WeightFileError, write_safetensors
 from verl.workers.config import HFModelConfig
 

@@ -137,7 +137,7 @@ def test_a_run_of_the_plain_trainer_is_resumed_as_dapo(tmp_path):
 
 
 UNNUMBERED = """
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.data.rl_dataset import RLHFDataset
 
 class Unnumbered(RLHFDataset):
     def __getitem__(self, item):

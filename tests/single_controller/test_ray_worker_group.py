@@ -29,7 +29,7 @@ from verl.single_controller.ray.base import (
     split_resource_pool,
 )
 from verl.single_controller.ray.watchdog import PhaseTimeout
-from verl.utils.tensordict_utils import get_tensordict
+from verl.protocol.tensordict_utils import get_tensordict
 
 
 class Adder(Worker):

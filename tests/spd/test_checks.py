@@ -15,7 +15,7 @@ from tests.helpers.models import make_tokenizer
 from verl.config.ppo import PPOConfig
 from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import estimate_memory, measure_loaded
-from verl.planning.problems import CHECKS
+from verl.utils.problems import CHECKS
 
 RECIPE = CONFIG_DIR.parents[2] / "recipe" / "spd" / "config"
 

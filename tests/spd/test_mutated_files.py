@@ -16,7 +16,7 @@ from recipe.spd.answers import normalise
 from recipe.spd.dataset import SPDRLHFDataset
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.spd.test_bad_input import block_rows, metadata_rows, write
-from verl.utils.dataset.rl_dataset import DatasetError
+from verl.data.rl_dataset import DatasetError
 
 COUNTS = {"blocks": 70, "metadata": 50, "train": 80}
 LIMITS = OmegaConf.create({"max_prompt_length": 20, "max_response_length": 4, "shuffle": False, "seed": None})

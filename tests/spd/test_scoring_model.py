@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from recipe.spd import scoring_model
 from spd_scorer import AutoModelForSPDScoring, PairHead, ScoringModelConfig, SPDInputData, load_spd_scorer
 from tests.helpers.models import save_tiny_llama
-from verl.utils.model import create_huggingface_actor
+from verl.models.loading import create_huggingface_actor
 from verl.workers.policy import get_policy
 
 CONTEXTS = [[5, 6, 7, 8], [9, 10]]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.spd_run import QUICK, TIMEOUT_S, SPDRuns, ended, send, serving
 from tests.helpers.watched_runs import wait_until
-from verl.utils.checkpoint.publish import verify_manifest
+from verl.checkpoint.publish import verify_manifest
 from verl.workers.rollout.vllm_rollout.openai_server import LocalVllmServer
 
 STEPS = 1000  # more than a fast machine finishes before the last fault

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from recipe.spd.columns import TableRows
 from recipe.spd.dataset import SPDRLHFDataset, build_spd_input, resolve_sep_token_id
 from tests.helpers.models import make_tokenizer
-from verl.utils.dataset.rl_dataset import collate_fn
+from verl.data.rl_dataset import collate_fn
 
 SEP = 3
 TOKENIZER = make_tokenizer()

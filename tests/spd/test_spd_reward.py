@@ -9,7 +9,7 @@ from recipe.spd.reward import (
     leading_matches,
     reward_config,
 )
-from verl.utils.reward_score import default_compute_score
+from verl.reward.rules import default_compute_score
 
 COEFFICIENTS = {"alpha": 0.5, "penalty_break": -7.0, "useless": -0.25, "correct_base": 3.0}
 

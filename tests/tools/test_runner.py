@@ -7,7 +7,7 @@ import pytest
 from loguru import logger
 
 from tests.tools.helpers import Acts, Counter, schema
-from verl.grading.pool import FatalGradingError
+from verl.reward.pool import FatalGradingError
 from verl.tools.runner import ToolRunner, truncate
 from verl.tools.schemas import ToolResponse
 

@@ -22,7 +22,7 @@ from tests.helpers.engines import leave_group
 from tests.helpers.models import make_tokenizer, save_tiny_llama
 from tests.helpers.ranks import run_ranks
 from verl.config.offline import EvaluationDataConfig, GenerationDataConfig, GenerationTrainerConfig
-from verl.planning.problems import ConfigError
+from verl.utils.problems import ConfigError
 from verl.single_controller.base import Worker
 from verl.trainer import main_eval, main_generation
 from verl.trainer.main_eval import evaluate

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.disks import leave_free, small_disk
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
-from verl.utils.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
-from verl.utils.checkpoint.publish import DIGESTS
+from verl.checkpoint.dcp_storage import UntrustedMetadataError, read_metadata
+from verl.checkpoint.publish import DIGESTS
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.disks import leave_free, small_disk
 from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
-from verl.utils.checkpoint import (
+from verl.checkpoint import (
     CheckpointCorruptError,
     CheckpointWriteError,
     CheckpointWriter,

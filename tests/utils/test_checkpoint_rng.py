@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from verl.utils.checkpoint.rng import get_rng_state, load_rng_state
+from verl.checkpoint.rng import get_rng_state, load_rng_state
 
 
 def draw():

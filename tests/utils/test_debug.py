@@ -8,9 +8,10 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils import debug, profiler
-from verl.utils.debug import metrics, performance
+from verl.utils.debug import performance
+from verl.algos import log_prob_metrics as metrics
 from verl.utils.metric import reduce_metrics
-from verl.utils.profiler.performance import peak_memory
+from verl.profiling.performance import peak_memory
 
 ROLLOUT, ACTOR = torch.tensor([[0.5, 0.2, 0.9], [0.4, 0.8, 0.1]]), torch.tensor([[0.3, 0.2, 0.1], [0.4, 0.4, 0.7]])
 LOG_PROBS = {"rollout_log_probs": ROLLOUT.log(), "old_log_probs": ACTOR.log()}
@@ -70,5 +71,5 @@ def test_the_profilers_names_are_those_of_debug():
         assert getattr(debug, name) is getattr(profiler, name) and name in debug.__all__
     with pytest.raises(AttributeError, match="module 'verl.utils.debug' has no attribute 'nothing'"):
         _ = debug.nothing
-    original = importlib.import_module("verl.utils.profiler.performance")
+    original = importlib.import_module("verl.profiling.performance")
     assert all(getattr(performance, name) is getattr(original, name) for name in performance.__all__)

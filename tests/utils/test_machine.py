@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from tests.helpers.disks import leave_free, small_disk
 from verl.planning.machine import GIB, available_memory, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import measure_model
-from verl.planning.problems import ABSENT, UNUSED
+from verl.utils.problems import ABSENT, UNUSED
 
 MIB = 2**20
 

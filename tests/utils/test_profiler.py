@@ -15,7 +15,7 @@ from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.worker_groups import nsight_options
 from verl.trainer.run.ray_session import run_here
 from verl.utils import profiler as p
-from verl.utils.profiler import profile as active
+from verl.profiling import profile as active
 
 
 def events(file):

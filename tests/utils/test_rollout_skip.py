@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.protocol import DataProto
-from verl.utils.rollout_skip import RolloutSkip
+from verl.trainer.ppo.rollout_skip import RolloutSkip
 
 
 def config(directory, n=2):

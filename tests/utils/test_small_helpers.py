@@ -17,14 +17,14 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlavaConfig
 
 from tests.helpers.engines import leave_group
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.trainer.config import AlgoConfig
 from verl.utils import distributed, fs, hf_processor, hf_tokenizer, ray_utils
 from verl.utils import import_utils as imp
-from verl.utils.checkpoint import should_save_ckpt_esi
+from verl.checkpoint import should_save_ckpt_esi
 from verl.utils.groupwise import as_torch_index, group_mean_std
 from verl.utils.metric import reduce_metrics
-from verl.utils.model import update_model_config
+from verl.models.loading import update_model_config
 from verl.workers.config import FSDPOptimizerConfig
 
 
@@ -46,7 +46,7 @@ def test_ranks_on_gpus_wait_longer_on_the_host_than_their_collectives_may_take(m
 @pytest.mark.process
 def test_floor_one_starts_without_ray_vllm_and_transformers():
     code = (
-        "import sys, verl.protocol, verl.utils.torch_functional, verl.utils.seqlen_balancing, verl.utils.ray_utils, "
+        "import sys, verl.protocol, verl.utils.torch_functional, verl.protocol.seqlen_balancing, verl.utils.ray_utils, "
         "verl.utils.distributed, verl.utils.fs, verl.utils.tokenizer; "
         "print([m for m in ('ray', 'vllm', 'transformers', 'hydra') if m in sys.modules])"
     )
@@ -54,12 +54,14 @@ def test_floor_one_starts_without_ray_vllm_and_transformers():
 
 
 def test_packages_offer_what_recipes_import_from_them():
-    from verl.utils import as_torch_index, config, dataset, group_mean_std, groupwise, profiler, validate_config
+    from verl.utils import as_torch_index, group_mean_std, groupwise, profiler, validate_config
+    from verl.config import compose as config
+    from verl import data as dataset
 
     assert (as_torch_index, group_mean_std) == (groupwise.as_torch_index, groupwise.group_mean_std)
     assert validate_config is config.validate_config
-    assert dataset.SFTDataset is importlib.import_module("verl.utils.dataset.sft_dataset").SFTDataset
-    profile = importlib.import_module("verl.utils.profiler.profile")
+    assert dataset.SFTDataset is importlib.import_module("verl.data.sft_dataset").SFTDataset
+    profile = importlib.import_module("verl.profiling.profile")
     assert profile.DistProfilerExtension is profiler.DistProfilerExtension
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = profile.nothing

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from verl.utils import tensordict_utils as tu
+from verl.protocol import tensordict_utils as tu
 
 
 def jagged(*rows):

@@ -10,11 +10,12 @@ from omegaconf import OmegaConf
 
 from tests.helpers import rewards
 from tests.helpers.models import make_tokenizer
-from verl.grading.pool import ExternFunction
-from verl.grading.sandbox import SandboxConfig
+from verl.reward.pool import ExternFunction
+from verl.reward.sandbox import SandboxConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.reward import compute_reward, drop_failed, get_custom_reward_fn, load_reward_manager
-from verl.utils.reward_score import default_compute_score, gsm8k
+from verl.reward.rules import default_compute_score
+from verl.reward.rules import gsm8k
 from verl.workers.config import RewardModelConfig, SandboxFusionConfig
 from verl.workers.reward_manager import (
     BatchRewardManager,
@@ -447,7 +448,7 @@ def test_mathematics_without_end_is_a_wrong_answer_and_no_fault(source, settings
 def test_an_environment_that_can_grade_nothing_is_no_dropped_row(tmp_path):
     file = tmp_path / "none.py"
     file.write_text(
-        "from verl.grading.sandbox import SandboxUnavailable\n\n\n"
+        "from verl.reward.sandbox import SandboxUnavailable\n\n\n"
         "def compute_score(**kw):\n    raise SandboxUnavailable('this machine cannot')\n"
     )
     made = NaiveRewardManager(TOKENIZER, 0, ExternFunction(str(file), "compute_score"))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
-from verl.utils.model import load_without_weights
+from verl.models.loading import load_without_weights
 from verl.workers.config import HFModelConfig, PluginConfig
 
 SIZES = dict(vocab_size=63, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.algorithm import KL_CHOICES
 from verl.config.common import (
     CheckpointConfig,
@@ -19,8 +19,8 @@ from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
-from verl.planning.problems import raise_if_any
-from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.problems import raise_if_any
+from verl.config.profiler import ProfilerConfig
 
 MUTABLE = (
     "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu",
@@ -100,7 +100,7 @@ class ActorConfig(BaseConfig, section="actor", mutable=(*MUTABLE, "global_batch_
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: dict | None = None) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
-        from verl.planning.batch_arithmetic import actor_problems
+        from verl.config.batch_sizes import actor_problems
 
         raise_if_any(actor_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n))
 

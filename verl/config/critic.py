@@ -5,14 +5,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.actor import LOSS_AGG_MODES, MUTABLE
 from verl.config.common import BaseModelConfig, CheckpointConfig, gradient_checkpointing, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
-from verl.planning.problems import raise_if_any
-from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.problems import raise_if_any
+from verl.config.profiler import ProfilerConfig
 
 
 @dataclass
@@ -58,7 +58,7 @@ class CriticConfig(BaseConfig, section="critic", mutable=MUTABLE):
 
     def validate(self, n_gpus: int, train_batch_size: int) -> None:
         """Raise ValueError where these settings cannot share a batch of `train_batch_size` prompts out to `n_gpus`."""
-        from verl.planning.batch_arithmetic import critic_problems
+        from verl.config.batch_sizes import critic_problems
 
         raise_if_any(critic_problems(self, n_gpus=n_gpus, train_batch_size=train_batch_size, rollout_n=self.rollout_n))
 

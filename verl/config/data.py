@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.common import (
     CheckpointConfig,
     entropy_in_chunks,
@@ -15,7 +15,7 @@ from verl.config.common import (
 )
 from verl.config.fields import setting
 from verl.config.optimizer import OptimizerConfig
-from verl.utils.profiler.config import ProfilerConfig
+from verl.config.profiler import ProfilerConfig
 
 MUTABLE = (
     "use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "infer_max_token_len_per_gpu",

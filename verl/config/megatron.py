@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.common import tensor_parallel_size
 from verl.config.critic import FSDPCriticConfig

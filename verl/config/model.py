@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.common import fused_kernels, gradient_checkpointing, use_liger
 from verl.config.fields import setting
 

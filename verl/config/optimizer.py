@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.fields import setting
 from verl.utils.registry import nearest
 

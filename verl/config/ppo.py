@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.algorithm import AlgoConfig
 from verl.config.common import RewardManagerConfig, TrainerConfig
@@ -13,7 +13,7 @@ from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.reward_model import RewardModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.utils.profiler.config import TOOLS, TorchMemoryToolConfig
+from verl.config.profiler import TOOLS, TorchMemoryToolConfig
 
 
 @dataclass

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.common import BaseModelConfig, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.sandbox import SandboxConfig
-from verl.utils.profiler.config import ProfilerConfig
+from verl.config.profiler import ProfilerConfig
 
 _SERVERS = "A rollout of the reward model is vLLM's server; SGLang does not serve reward models here."
 

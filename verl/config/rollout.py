@@ -5,10 +5,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.common import ModuleConfig
 from verl.config.fields import setting
-from verl.utils.profiler.config import ProfilerConfig
+from verl.config.profiler import ProfilerConfig
 
 # These generate with the actor's own module: no second engine, no second weights.
 ROLLOUTS_OF_THE_ACTOR = ("hf", "refine", "spd")

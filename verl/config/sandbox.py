@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.config.fields import setting
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from verl.interactions.base import BaseInteraction
-from verl.utils.reward_score import gsm8k
+from verl.reward.rules import gsm8k
 
 
 class Gsm8kInteraction(BaseInteraction):

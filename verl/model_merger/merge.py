@@ -15,8 +15,8 @@ from peft.utils.other import get_pattern_key
 from transformers import AutoConfig, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
 from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
-from verl.utils.checkpoint.publish import disk_full
-from verl.utils.model import get_hf_auto_model_class, torch_dtype_of
+from verl.checkpoint.publish import disk_full
+from verl.models.loading import get_hf_auto_model_class, torch_dtype_of
 from verl.utils.peft_weights import hf_name
 from verl.utils.weight_files import write_safetensors
 

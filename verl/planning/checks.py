@@ -14,7 +14,7 @@ from urllib.error import HTTPError
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.planning.problems import ConfigError, Problem, absent, one_line, wrong
+from verl.utils.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.fs import copy_to_local, is_non_local
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes, untie_by_weights
@@ -176,7 +176,7 @@ def check_splits(
 
     `make(files, split)` returns the data set, `lacks(sample)` a message about what a sample lacks.
     """
-    from verl.utils.dataset.rl_dataset import read_rows
+    from verl.data.rl_dataset import read_rows
 
     try:
         find_class()
@@ -219,7 +219,7 @@ def row_problems(
 ) -> Iterator[Problem]:
     """Problems of the first `rows` samples of the data set of `key`, and of the first of each file; `lacks` as for
     check_splits."""
-    from verl.utils.dataset.rl_dataset import MissingColumn
+    from verl.data.rl_dataset import MissingColumn
 
     broken = 0
     firsts = {file: i for i, (file, _) in reversed(list(enumerate(getattr(dataset, "origins", ()))))}

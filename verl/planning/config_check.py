@@ -14,8 +14,8 @@ from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
-from verl.planning.batch_arithmetic import batch_problems
-from verl.planning.problems import Problem, wrong
+from verl.config.batch_sizes import batch_problems
+from verl.utils.problems import Problem, wrong
 from verl.utils.import_utils import import_external_libs
 
 # Below these any key is accepted: a name anywhere, or the end of a path.

@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.fields import field_metadata, field_types, section_type
 from verl.config.megatron import tree_type
 from verl.planning.config_check import is_interpolation, paths, select, text
-from verl.planning.problems import UNUSED, Problem
+from verl.utils.problems import UNUSED, Problem
 
 
 def unused_settings(config: DictConfig, config_type: type) -> list[Problem]:

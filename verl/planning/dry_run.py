@@ -13,7 +13,7 @@ from rich.table import Table
 from verl.planning.config_check import tree_problems
 from verl.planning.config_effect import unused_settings
 from verl.planning.memory_estimate import ModelSize
-from verl.planning.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
+from verl.utils.problems import TITLES, UNUSED, WRONG, ConfigError, Problem
 from verl.utils.redact import redact_text
 
 Check = Callable[[DictConfig, Mapping[str, Any], list[Problem]], Iterable[Problem]]

@@ -13,7 +13,7 @@ from loguru import logger
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
-from verl.utils.checkpoint.publish import TRACKER
+from verl.checkpoint.publish import TRACKER
 from verl.utils.jsonl import read_objects
 
 

@@ -13,7 +13,7 @@ from jsonschema.exceptions import SchemaError, best_match
 from loguru import logger
 from referencing.jsonschema import EMPTY_REGISTRY
 
-from verl.grading.pool import FatalGradingError
+from verl.reward.pool import FatalGradingError
 from verl.tools.base_tool import BaseTool
 from verl.tools.journal import ToolJournal
 from verl.tools.schemas import ToolResponse, decode_arguments

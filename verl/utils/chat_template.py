@@ -7,7 +7,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from verl.grading.time_limit import call_interruptibly, timeout_limit
+from verl.utils.time_limit import call_interruptibly, timeout_limit
 from verl.utils.visible_text import visible
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.grading.time_limit import timeout_limit as timeout_limit  # upstream's path
+from verl.utils.time_limit import timeout_limit as timeout_limit  # upstream's path
 
 
 def deep_equal(a: Any, b: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loguru import logger
 
-from verl.planning.problems import one_line
+from verl.utils.problems import one_line
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ import pytest
 from tests.experimental.agent_loop.test_tool_agent_loop import CALL, PARTS, TEMPLATE, WORDS
 from tests.helpers.models import save_markov_llama
 from tests.helpers.rl_run import metrics_rows, overrides
-from verl.utils.checkpoint.publish import TRACKER
+from verl.checkpoint.publish import TRACKER
 
 STEPS = 4
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.helpers.sandbox import refused
-from verl.grading.sandbox import SandboxConfig, run_python
+from verl.reward.sandbox import SandboxConfig, run_python
 
 SECRET = "canary-7f3a"
 HEAD = """
@@ -263,7 +263,7 @@ def test_it_dies_with_its_keepers(victim, tmp_path, request):
         return
     mark = f"verl-orphan-{victim}-{os.getpid()}"
     inner = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
-    script = "from verl.grading.sandbox import run_python, SandboxConfig\n"
+    script = "from verl.reward.sandbox import run_python, SandboxConfig\n"
     script += f"run_python({inner!r}, b'', SandboxConfig(seconds=60))"
     file = tmp_path / "caller.py"
     file.write_text(script)

@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, SOUND, compose_ppo
-from verl.planning.batch_arithmetic import batch_problems, plan_batches, steps_in_all
+from verl.config.batch_sizes import batch_problems, plan_batches, steps_in_all
 from verl.planning.config_check import find_problems
-from verl.planning.problems import ConfigError
-from verl.utils.config import forced_override, validate_config
+from verl.utils.problems import ConfigError
+from verl.config.compose import forced_override, validate_config
 
 KNOWN = compose_ppo()
 VLLM = "actor_rollout_ref.rollout.name=vllm"
@@ -354,7 +354,7 @@ actor_rollout_ref:
 
 APP = """
 import sys
-from verl.utils.config import hydra_main
+from verl.config.compose import hydra_main
 @hydra_main(config_path=sys.argv.pop(1), config_name="toy")
 def main(config):
     from verl.planning.config_check import find_problems

@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.configs import CONFIG_DIR, compose_ppo
-from verl.base_config import BaseConfig
+from verl.config.base import BaseConfig
 from verl.planning.config_check import find_problems
 from verl.trainer.config import AlgoConfig, DataConfig, TrainerConfig
-from verl.utils.config import omega_conf_to_dataclass
+from verl.config.compose import omega_conf_to_dataclass
 from verl.utils.device import default_dtype
 from verl.workers.config import (
     FSDPActorConfig,

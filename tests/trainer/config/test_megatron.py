@@ -12,7 +12,7 @@ from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import classes
 from verl.trainer.run.ray_session import run_here
-from verl.utils.config import omega_conf_to_dataclass
+from verl.config.compose import omega_conf_to_dataclass
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig, VeOmniEngineConfig
 
 TREE = "ppo_megatron_trainer"

@@ -17,7 +17,7 @@ from verl.trainer.ppo.batching import (
     share_weights,
     shareable,
 )
-from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.algos.log_prob_metrics import calculate_debug_metrics
 
 
 def samples(groups: str, lost: str = "") -> DataProto:

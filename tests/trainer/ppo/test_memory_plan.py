@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from tests.helpers.engines import leave_group
 from tests.helpers.rl_run import compose_run
-from verl.planning.batch_arithmetic import plan_batches
+from verl.config.batch_sizes import plan_batches
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.calibration import print_step_time
 from verl.trainer.ppo.memory_plan import print_memory

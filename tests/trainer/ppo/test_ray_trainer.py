@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.utils import Role
 from verl.trainer.run.nonfinite import NonFiniteRun
 from verl.trainer.run.timing import StepFailed
-from verl.utils.checkpoint.publish import published_steps
+from verl.checkpoint.publish import published_steps
 
 
 @pytest.mark.process

@@ -9,7 +9,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.prompt_stream import PromptStream
-from verl.utils.checkpoint.publish import verify_manifest
+from verl.checkpoint.publish import verify_manifest
 
 
 class OnTwoNodes:

@@ -22,7 +22,7 @@ from verl.trainer.config import SFTConfig
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.plan import dry_run
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.utils.config import forced_override
+from verl.config.compose import forced_override
 
 KEYS_FILE = Path(__file__).with_name("public_keys.txt")
 

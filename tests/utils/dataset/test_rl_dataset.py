@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.models import make_tokenizer
-from verl.utils.dataset import RLHFDataset, collate_fn, get_dataset_class
-from verl.utils.dataset.rl_dataset import DatasetError, left_pad, read_rows, truncate_ids
+from verl.data import RLHFDataset, collate_fn, get_dataset_class
+from verl.data.rl_dataset import DatasetError, left_pad, read_rows, truncate_ids
 from verl.utils.fs import copy_to_shm
 
 TOKENIZER = make_tokenizer()
@@ -331,7 +331,7 @@ def test_loader_gives_batches_that_data_proto_takes(tmp_path):
 
 def test_custom_class_comes_from_its_file(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from verl.utils.dataset import RLHFDataset\nclass Mine(RLHFDataset):\n    pass\nthing = 3\n")
+    file.write_text("from verl.data import RLHFDataset\nclass Mine(RLHFDataset):\n    pass\nthing = 3\n")
 
     def choose(path, name):
         return get_dataset_class(OmegaConf.create({"custom_cls": {"path": path, "name": name}}))

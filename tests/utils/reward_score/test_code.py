@@ -15,12 +15,14 @@ import tenacity
 import torch
 
 from tests.helpers.sandbox import refused
-from verl.grading.pool import Slots
-from verl.grading.sandbox import SandboxConfig
+from verl.reward.pool import Slots
+from verl.reward.sandbox import SandboxConfig
 from verl.protocol import DataProto
-from verl.utils.reward_score import default_compute_score, prime_code, sandbox_fusion
-from verl.utils.reward_score.code_cases import Case, cases_of, extract_code, same_output, same_value
-from verl.utils.reward_score.sandbox_fusion import utils as sandbox_utils
+from verl.reward.rules import default_compute_score
+from verl.reward.rules import prime_code
+from verl.reward.rules import sandbox_fusion
+from verl.reward.rules.code_cases import Case, cases_of, extract_code, same_output, same_value
+from verl.reward.rules.sandbox_fusion import utils as sandbox_utils
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager
 
@@ -118,9 +120,9 @@ def add(a, b): return True
 print('true')""",
     "patched grader": """
 import sys, types
-grader = types.ModuleType('verl.utils.reward_score.code_cases')
+grader = types.ModuleType('verl.reward.rules.code_cases')
 grader.same_output = grader.same_value = lambda *a: True
-for name in ('verl', 'verl.utils', 'verl.utils.reward_score', 'verl.utils.reward_score.code_cases'):
+for name in ('verl', 'verl.utils', 'verl.reward.rules', 'verl.reward.rules.code_cases'):
     sys.modules[name] = grader
 def add(a, b): return 0
 print(0)""",
@@ -190,7 +192,7 @@ else:
     open('/proc/sys/user/max_user_namespaces', 'w').write('0')
 os.setgroups = lambda groups: None  # what is left of root here cannot, nor need it
 os.setresgid = os.setresuid = lambda *ids: None
-from verl.grading.sandbox import run_python, SandboxConfig, SandboxUnavailable
+from verl.reward.sandbox import run_python, SandboxConfig, SandboxUnavailable
 try: print('RAN', run_python('print(1)').stdout)
 except SandboxUnavailable as refusal: print('REFUSED', refusal)
 print('UNCONFINED', run_python('print(1)', limits=SandboxConfig(unconfined=True)).stdout)

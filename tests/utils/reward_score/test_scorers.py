@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from verl.utils.reward_score import (
+from verl.reward.rules import (
     default_compute_score,
     geo3k,
     gsm8k,

@@ -37,8 +37,8 @@ from verl.experimental.agent_loop.rows import (
 )
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
-from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.dataset.rl_dataset import get_dataset_class
+from verl.config.compose import omega_conf_to_dataclass
+from verl.data.rl_dataset import get_dataset_class
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer

@@ -10,7 +10,7 @@ from uuid import uuid4
 from omegaconf import DictConfig
 from pydantic import BaseModel, Field
 
-from verl.utils.config import omega_conf_to_dataclass
+from verl.config.compose import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.utils.tokenizer import stop_ids

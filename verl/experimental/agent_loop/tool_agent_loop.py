@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.base import (
     register,
 )
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-from verl.grading.pool import FatalGradingError
+from verl.reward.pool import FatalGradingError
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.journal import ToolJournal

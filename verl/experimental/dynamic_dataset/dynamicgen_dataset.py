@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import RLHFDataset, data_setting
+from verl.data.rl_dataset import RLHFDataset, data_setting
 from verl.utils.import_utils import load_extern_object
 
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoFuture, concat_batches
 from verl.utils.py_functional import DynamicEnum
-from verl.utils.tensordict_utils import chunk_tensordict
+from verl.protocol.tensordict_utils import chunk_tensordict
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup

@@ -3,7 +3,7 @@
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.profiler.profile import DistProfiler
+from verl.profiling.profile import DistProfiler
 
 
 class DistProfilerExtension:

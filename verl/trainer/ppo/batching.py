@@ -19,12 +19,12 @@ from verl.algos.rollout_correction import (
     compute_rollout_correction_and_add_to_batch,
 )
 from verl.config.algorithm import RolloutCorrectionConfig
-from verl.planning.batch_arithmetic import prompts_a_step
+from verl.config.batch_sizes import prompts_a_step
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos
-from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.algos.log_prob_metrics import calculate_debug_metrics
 from verl.utils.groupwise import as_torch_index
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.reward_manager.reward_rows import EXTRAS, LOST
 
 MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from verl.planning.batch_arithmetic import plan_batches
+from verl.config.batch_sizes import plan_batches
 from verl.planning.dry_run import print_rows
 
 STEPS = 3  # the first warms up

@@ -19,11 +19,12 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from verl.planning.problems import one_line
+from verl.utils.problems import one_line
 from verl.trainer.run.prompt_stream import PromptStream
 from verl.trainer.run.ranks import from_first_rank, is_first_rank
-from verl.utils.checkpoint import rng, should_save_ckpt_esi
-from verl.utils.checkpoint.publish import (
+from verl.checkpoint import should_save_ckpt_esi
+from verl.checkpoint import rng
+from verl.checkpoint.publish import (
     TRACKER,
     CheckpointCorruptError,
     CheckpointWriter,

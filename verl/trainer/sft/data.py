@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import collate_fn
-from verl.utils.dataset.sft_dataset import get_sft_dataset_class
+from verl.data.rl_dataset import collate_fn
+from verl.data.sft_dataset import get_sft_dataset_class
 from verl.utils.fs import copy_to_local
 from verl.utils.stop_signals import obey_parent_only
 from verl.workers.actor.batch_cuts import micro_batches

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from verl.planning.batch_arithmetic import divides_ranks, rank_count, splits_ranks
+from verl.config.batch_sizes import divides_ranks, rank_count, splits_ranks
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -36,9 +36,9 @@ from verl.planning.memory_estimate import (
     measure_model,
     training_memory,
 )
-from verl.planning.problems import ABSENT, WRONG, ConfigError, Problem, wrong
+from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
 from verl.trainer.sft.settings import engine_parts, model_settings, samples_per_forward
-from verl.utils.dataset.sft_dataset import get_sft_dataset_class
+from verl.data.sft_dataset import get_sft_dataset_class
 from verl.utils.import_utils import import_external_libs
 
 if TYPE_CHECKING:

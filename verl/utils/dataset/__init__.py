@@ -1,11 +1,5 @@
-"""Data sets: files to samples."""
+"""Compatibility with verl: import path of `verl.data`."""
 
-import warnings
+from verl.data import RLHFDataset, SFTDataset, collate_fn, get_dataset_class
 
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn, get_dataset_class
-from verl.utils.dataset.sft_dataset import SFTDataset
-
-__all__ = ["RLHFDataset", "SFTDataset", "collate_fn", "get_dataset_class"]
-
-# The loader warns at each start of its processes that there are more than cores; data.dataloader_num_workers sets them.
-warnings.filterwarnings("ignore", category=UserWarning, module=r"torchdata\.stateful_dataloader")
+__all__ = ['RLHFDataset', 'SFTDataset', 'collate_fn', 'get_dataset_class']

@@ -1,6 +1,6 @@
-"""Upstream's older path of verl.utils.profiler.performance."""
+"""Upstream's older path of verl.profiling.performance."""
 
-from verl.utils.profiler.performance import (
+from verl.profiling.performance import (
     GPUMemoryLogger,
     gather_timing,
     log_gpu_memory_usage,

@@ -7,14 +7,14 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "verl.utils.profiler.config": (
+    "verl.config.profiler": (
         "NsightToolConfig", "ProfilerConfig", "ToolConfigs", "TorchMemoryToolConfig", "TorchProfilerToolConfig",
     ),
-    "verl.utils.profiler.performance": (
+    "verl.profiling.performance": (
         "GPUMemoryLogger", "gather_timing", "log_gpu_memory_usage", "log_print", "marked_timer", "reduce_timing",
         "simple_timer", "topk_reduce_ratio_min_max",
     ),
-    "verl.utils.profiler.profile": (
+    "verl.profiling.profile": (
         "DistProfiler", "Profiler", "TorchMemoryProfiler", "mark_annotate", "mark_end_range", "mark_start_range",
     ),
     "verl.single_controller.base.profiling": ("DistProfilerExtension",),

@@ -12,7 +12,7 @@ from loguru import logger
 from tensordict import TensorDict
 
 from verl.protocol import DataProto
-from verl.utils.profiler.profile import finished_update
+from verl.profiling.profile import finished_update
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import FSDPEngine

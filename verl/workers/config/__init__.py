@@ -2,7 +2,7 @@
 # ruff: noqa: F401, I001
 
 from verl.config.common import BaseModelConfig, CheckpointConfig, ModuleConfig, RewardManagerConfig
-from verl.utils.profiler.config import ProfilerConfig, TorchMemoryToolConfig
+from verl.config.profiler import ProfilerConfig, TorchMemoryToolConfig
 from verl.config.sandbox import SandboxConfig
 from verl.config.actor import ActorConfig, FSDPActorConfig, FSDPRefConfig, PolicyLossConfig
 from verl.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.planning.problems import one_line
+from verl.utils.problems import one_line
 from verl.utils import fsdp_utils
-from verl.utils.model import torch_dtype_of
+from verl.models.loading import torch_dtype_of
 from verl.utils.peft_weights import without_adapters
 from verl.workers.config import build_optimizer
 from verl.workers.engine import build

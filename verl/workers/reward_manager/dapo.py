@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from verl.grading.pool import Failure
+from verl.reward.pool import Failure
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.naive import NaiveRewardManager

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from verl.config.reward_model import RewardModelConfig
-from verl.grading.pool import ExternFunction, Failure, GradingPool, Together
+from verl.reward.pool import ExternFunction, Failure, GradingPool, Together
 from verl.protocol import DataProto
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
@@ -36,7 +36,7 @@ class NaiveRewardManager(AbstractRewardManager):
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
-        self.compute_score = compute_score or ExternFunction("pkg://verl.utils.reward_score", "default_compute_score")
+        self.compute_score = compute_score or ExternFunction("pkg://verl.reward.rules", "default_compute_score")
         self.reward_fn_key = reward_fn_key
         self.reward_kwargs = reward_kwargs
         self.config = RewardModelConfig()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from verl.config.reward_model import RewardModelConfig
-from verl.grading.pool import Failure, GradingPool, call_by_position
+from verl.reward.pool import Failure, GradingPool, call_by_position
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.naive import NaiveRewardManager

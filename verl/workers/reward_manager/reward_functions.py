@@ -5,7 +5,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.reward_model import RewardModelConfig
-from verl.grading.pool import ExternFunction, Slots
+from verl.reward.pool import ExternFunction, Slots
 from verl.workers.reward_manager.abstract import RawRewardFn
 
 
@@ -36,4 +36,4 @@ def rule_reward(settings: RewardModelConfig, workers: int) -> RawRewardFn:
         "sandbox_fusion_url": service.url, "memory_limit_mb": service.memory_limit_mb, "sandbox": settings.sandbox,
         "concurrent_semaphore": Slots(max(1, service.max_concurrent // max(1, workers))),
     }  # fmt: skip
-    return ExternFunction("pkg://verl.utils.reward_score", "default_compute_score", bound)
+    return ExternFunction("pkg://verl.reward.rules", "default_compute_score", bound)

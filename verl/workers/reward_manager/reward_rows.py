@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from loguru import logger
 
-from verl.grading.pool import Failure
+from verl.reward.pool import Failure
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at
 from verl.utils.visible_text import visible

@@ -13,14 +13,14 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from verl.grading.pool import finished
+from verl.reward.pool import finished
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.model import torch_dtype_of
-from verl.utils.profiler.config import ProfilerConfig
-from verl.utils.profiler.performance import peak_memory
-from verl.utils.profiler.profile import DistProfiler
+from verl.config.compose import omega_conf_to_dataclass
+from verl.models.loading import torch_dtype_of
+from verl.config.profiler import ProfilerConfig
+from verl.profiling.performance import peak_memory
+from verl.profiling.profile import DistProfiler
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.registry import register
-from verl.grading.pool import ExternFunction, Failure
+from verl.reward.pool import ExternFunction, Failure
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.abstract import RawRewardFn
@@ -31,7 +31,7 @@ class NaiveRewardManager(RewardManagerBase):
         reward_router_address: str | None = None, reward_model_tokenizer: Any = None,
     ) -> None:
         super().__init__(config, tokenizer)
-        self.compute_score = compute_score or ExternFunction("pkg://verl.utils.reward_score", "default_compute_score")
+        self.compute_score = compute_score or ExternFunction("pkg://verl.reward.rules", "default_compute_score")
         self.reward_fn_key = config.data.get("reward_fn_key", "data_source")
         self.router = {} if reward_router_address is None else {
             "reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer,

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import register
-from verl.grading.pool import Together
+from verl.reward.pool import Together
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.reward_rows import Row
 

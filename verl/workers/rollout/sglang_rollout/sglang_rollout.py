@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from verl.planning.problems import Problem, absent, register_check
+from verl.utils.problems import Problem, absent, register_check
 from verl.protocol import DataProto
 from verl.utils.device import visible_device
 from verl.utils.tokenizer import stop_ids

@@ -25,8 +25,8 @@ from verl.utils.user_code import full_traceback, user_frame
 
 # The fork server imports these once, so that a killed worker is replaced in milliseconds; the slow ones only for the
 # functions that need them.
-_PRELOAD = ["verl.grading.pool"]
-_PRELOAD_FOR = {"verl.utils.reward_score": ["verl.utils.reward_score", "math_verify"]}
+_PRELOAD = ["verl.reward.pool"]
+_PRELOAD_FOR = {"verl.reward.rules": ["verl.reward.rules", "math_verify"]}
 _MEMORY_BYTES = 4 << 30  # that one worker may allocate beyond what it starts with
 _F_SETSIG = 10  # Linux
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.config.sandbox import SandboxConfig
-from verl.grading.pool import FatalGradingError
+from verl.reward.pool import FatalGradingError
 
 _JAIL = str(Path(__file__).with_name("jail.py"))
 _PYTHON = os.path.realpath(sys.executable)

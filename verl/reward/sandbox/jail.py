@@ -1,6 +1,6 @@
 """Starts one Python program without privileges, kills it at its time limit, reports how it ended.
 
-Run as a script by `verl.grading.sandbox.run`, with the standard library alone: `python -I -S jail.py CONTROL_FD`.
+Run as a script by `verl.reward.sandbox.run`, with the standard library alone: `python -I -S jail.py CONTROL_FD`.
 CONTROL_FD is a socket: a request comes in (8 bytes of length, then JSON), a report goes out (JSON); when the other end
 closes, the program is killed. Descriptors 0, 1, 2 are the program's.
 

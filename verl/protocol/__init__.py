@@ -14,7 +14,7 @@ import torch
 from loguru import logger
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from verl.utils.proto_merge import (
+from verl.protocol.merge import (
     DataProtoConfig,
     DataProtoError,
     cat_columns,
@@ -30,7 +30,7 @@ from verl.utils.proto_merge import (
     union_tensor_dict,
     unpad_dataproto,
 )
-from verl.utils.proto_serialization import (
+from verl.protocol.serialization import (
     deserialize_single_tensor,
     deserialize_tensordict,
     load_parts,
@@ -40,7 +40,7 @@ from verl.utils.proto_serialization import (
     serialize_tensordict,
 )
 from verl.utils.py_functional import deep_equal
-from verl.utils.tensordict_utils import chunk_tensordict, concat_tensordict
+from verl.protocol.tensordict_utils import chunk_tensordict, concat_tensordict
 
 if TYPE_CHECKING:
     import ray

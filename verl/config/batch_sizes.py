@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.planning.problems import UNUSED, Problem, wrong
+from verl.utils.problems import UNUSED, Problem, wrong
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

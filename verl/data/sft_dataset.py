@@ -1,0 +1,146 @@
+"""Question and answer pairs for supervised fine-tuning, tokenised and masked."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.utils.data import Dataset
+
+from verl.config.sft import SFTDataConfig
+from verl.utils.chat_template import ChatTemplateError, render_chat
+from verl.data.rl_dataset import FileRows, custom_dataset_class, data_setting, truncate_ids
+from verl.utils.tokenizer import hf_tokenizer, stop_ids
+
+Segment = tuple[str, bool]
+"""Part of a sample's text, and whether its tokens count in the loss."""
+
+
+def encode_segments(tokenizer: Any, segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
+    """(ids, learned) of the concatenated pieces, each of length T; learned 1 means that the token counts in the loss.
+
+    Each piece is tokenised by itself, so that a prompt has the same tokens as in generation. A learned piece counts up
+    to its end of turn, without what a template writes after it (a line break): its last special token, if that ends
+    an answer (`stop_ids`) or only white space follows. The EOS token is added to a sample that ends in a learned piece
+    without an end of turn.
+    """
+    ids: list[int] = []
+    learned: list[int] = []
+    stops = set(stop_ids(tokenizer))
+    special = {*tokenizer.all_special_ids, *unnamed_special_ids(tokenizer), *stops}
+    for number, (text, counts) in enumerate(segments, 1):
+        piece = tokenizer(text, add_special_tokens=False)["input_ids"]
+        last = next((i for i in range(len(piece), 0, -1) if piece[i - 1] in special), 0)
+        if not last or (piece[last - 1] not in stops and tokenizer.decode(piece[last:]).strip()):  # no end of turn
+            if counts and number == len(segments):
+                piece = [*piece, tokenizer.eos_token_id]
+            last = len(piece)
+        ids += piece
+        learned += [int(counts and i < last) for i in range(len(piece))]
+    return ids, learned
+
+
+def unnamed_special_ids(tokenizer: Any) -> set[int]:
+    """Special tokens of the tokenizer that have no name such as eos_token: Gemma's <end_of_turn> and the like."""
+    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added - set(tokenizer.all_special_ids)
+
+
+class SFTDataset(FileRows):
+    """One sample per row: input_ids, attention_mask, position_ids, loss_mask, each int64 [max_length], right-padded.
+
+    loss_mask is 1 on the tokens that are learned (targets): the answer and its EOS. The question is a user's
+    turn in the chat template. Settings are those of the `data` section: prompt_key, prompt_dict_keys, response_key,
+    response_dict_keys, max_length, truncation, chat_template, apply_chat_template_kwargs. `max_samples` keeps the
+    first rows; -1 keeps all.
+    """
+
+    for_conversations = "Set data.multiturn.enable=true."
+
+    def __init__(
+        self, parquet_files: str | Sequence[str], tokenizer: Any, config: DictConfig, max_samples: int = -1
+    ) -> None:
+        super().__init__(parquet_files)
+        self.tokenizer = hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.config = config
+        if (template := self.setting("chat_template")) is not None:
+            self.tokenizer.chat_template = template
+        self.max_length = self.setting("max_length")
+        self.truncation = self.setting("truncation")
+        self.template_kwargs = dict(self.setting("apply_chat_template_kwargs") or {})
+        if max_samples >= 0:
+            self._keep(list(range(min(max_samples, len(self)))))
+
+    def setting(self, name: str) -> Any:
+        """A value of the `data` section."""
+        return data_setting(self.config, name, SFTDataConfig)
+
+    def text_of(self, item: int, kind: str) -> str:
+        """The text of a row's `prompt` or `response`, through the keys that lead to it."""
+        names = {f"data.{each}_key": self.setting(f"{each}_key") for each in ("prompt", "response")}
+        name = names[f"data.{kind}_key"]
+        value, path = self.column(item, name, f"data.{kind}_key", names), f"column '{name}'"
+        for key in self.setting(f"{kind}_dict_keys") or []:
+            if not isinstance(value, Mapping) or key not in value:
+                have = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+                raise self.error(item, f"{path} has no key '{key}' (it holds: {have}). Set data.{kind}_dict_keys.")
+            value, path = value[key], f"{path}.{key}"
+        if not isinstance(value, str):
+            what = f"{path} is a {type(value).__name__}, not a text"
+            raise self.error(item, f"{what}. Set data.{kind}_key or data.{kind}_dict_keys.")
+        return value
+
+    def render(self, item: int, messages: list[dict[str, Any]], **settings: Any) -> str:
+        """The chat template's text of these messages."""
+        try:
+            return render_chat(self.tokenizer, messages, **{**self.template_kwargs, **settings})
+        except ChatTemplateError as error:
+            raise self.error(item, f"the chat template failed: {error}") from error
+
+    def segments(self, item: int) -> list[Segment]:
+        """The row's text in pieces."""
+        prompt, response = self.text_of(item, "prompt"), self.text_of(item, "response")
+        asked = self.render(item, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        return [(asked, False), (f"{response}{self.tokenizer.eos_token}", True)]
+
+    def encode(self, item: int) -> tuple[list[int], list[int]]:
+        """(ids, learned) of a row, each of at most max_length; raises DatasetError where truncation is `error`."""
+        segments = [(self.encodable(item, text), counts) for text, counts in self.segments(item)]
+        ids, learned = encode_segments(self.tokenizer, segments)
+        if len(ids) > self.max_length and self.truncation == "error":
+            what = f"the sample has {len(ids)} tokens, data.max_length={self.max_length}"
+            raise self.error(item, f"{what}. Raise it, or set data.truncation to left or right.")
+        return tuple(truncate_ids(values, self.max_length, self.truncation) for values in (ids, learned))
+
+    def version_notes(self) -> dict[str, str]:
+        """What is learned in another way than in earlier versions, for `Starts`; seen in the first row."""
+        unnamed = unnamed_special_ids(self.tokenizer)
+        learned = {token for token, counts in zip(*self.encode(0), strict=True) if counts}
+        if not learned & unnamed:
+            return {}
+        names = ", ".join(self.tokenizer.convert_ids_to_tokens(sorted(learned & unnamed)))
+        what = "are ends of turns without a further EOS or line break, which earlier versions learned too"
+        return {"end_of_turn": f"loss mask: special tokens without a name ({names}) {what} (applied)"}
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        return right_padded(*self.encode(item), self.max_length, self.tokenizer.pad_token_id)
+
+
+def right_padded(ids: list[int], learned: list[int], length: int, pad_id: int) -> dict[str, torch.Tensor]:
+    """A sample of at most `length` tokens as tensors, each int64 [length]; position_ids of padding are 0."""
+    missing = length - len(ids)
+    columns = {
+        "input_ids": ids + [pad_id] * missing,
+        "attention_mask": [1] * len(ids) + [0] * missing,
+        "position_ids": [*range(len(ids))] + [0] * missing,
+        "loss_mask": learned + [0] * missing,
+    }
+    return {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
+
+
+def get_sft_dataset_class(data_config: DictConfig) -> type[Dataset]:
+    """The class of `data.custom_cls`, else MultiTurnSFTDataset with data.multiturn.enable, else SFTDataset."""
+    from verl.data.multiturn_sft_dataset import MultiTurnSFTDataset
+
+    several_turns = data_setting(data_config, "multiturn", SFTDataConfig)["enable"]
+    return custom_dataset_class(data_config) or (MultiTurnSFTDataset if several_turns else SFTDataset)

@@ -1,1 +1,0 @@
-"""Grading of answers: processes with time limits, and a sandbox for programs."""

@@ -1,0 +1,1 @@
+"""Building models and reading their weights from disk."""

@@ -1,0 +1,336 @@
+"""Builds Hugging Face models through a registry of loaders."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from verl.utils.problems import one_line
+from verl.utils.registry import Registry
+from verl.utils.weight_files import untie_by_weights
+
+if TYPE_CHECKING:
+    from verl.models.stored_weights import StoredWeights
+    from verl.workers.config import HFModelConfig
+
+ModelLoader = Callable[..., nn.Module]
+TORCH_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+}  # fmt: skip
+
+
+def torch_dtype_of(name: str, key: str) -> torch.dtype:
+    """The torch dtype of a config value; `key` names the config key in the error."""
+    if name not in TORCH_DTYPES:
+        raise ValueError(f"{key}={name!r} is not a dtype. Known: {', '.join(TORCH_DTYPES)}.")
+    return TORCH_DTYPES[name]
+
+
+_LOADERS: Registry[str, ModelLoader] = Registry(
+    "actor_rollout_ref.model.loader.name",
+    "Your own: register it in a module named by actor_rollout_ref.model.external_lib.",
+)
+
+
+def register_model_loader(name: str) -> Callable[[ModelLoader], ModelLoader]:
+    """Decorator: files `load(model_config, torch_dtype, **kwargs) -> nn.Module` under `name`."""
+    return _LOADERS.register(name)
+
+
+def get_model_loader(name: str) -> ModelLoader:
+    """The loader registered under `name`; an unknown name is refused with the nearest known one."""
+    return _LOADERS.find(name)
+
+
+def _model_dir(model_config: HFModelConfig) -> str:
+    return model_config.local_path or model_config.path
+
+
+def _config_dir(model_config: HFModelConfig) -> str:
+    return model_config.local_hf_config_path or _model_dir(model_config)
+
+
+# Config values of a built-in loader, in addition to the user's override_config. A critic's value must not change from
+# one forward to the next.
+_OWN_CONFIG: dict[str, dict[str, Any]] = {"auto": {}, "value_head": {"num_labels": 1, "classifier_dropout": 0.0}}
+
+
+def _prepared(loader: str, model_config: HFModelConfig) -> tuple[type, PretrainedConfig, dict[str, Any]]:
+    """The auto class of a built-in loader, the config to build from, and what else from_pretrained gets."""
+    changes = {**model_config.override_config, **_OWN_CONFIG[loader]}
+    # The files' own config, not model_config.hf_config: other code may hold and change that object.
+    hf_config = get_huggingface_actor_config(
+        _config_dir(model_config), changes, trust_remote_code=model_config.trust_remote_code
+    )
+    untie_by_weights(hf_config, _model_dir(model_config))
+    auto_class = AutoModelForTokenClassification if loader == "value_head" else get_hf_auto_model_class(hf_config)
+    key = "attn_implementation"
+    return auto_class, hf_config, {k: v for k, v in model_config.override_config.items() if k == key}
+
+
+def load_without_weights(
+    model_config: HFModelConfig, torch_dtype: torch.dtype
+) -> tuple[PreTrainedModel, StoredWeights] | None:
+    """The module of model.loader with placeholders for its stored parameters, and where these are; see StoredWeights.
+
+    What is not stored is drawn as in a full load. None where only the loader itself can make the model: loaders of the
+    user's own, loader.kwargs, models with code of their own, folders that `StoredWeights.create` does not take.
+    """
+    from verl.models.stored_weights import StoredWeights
+
+    name, directory = model_config.loader.name, _model_dir(model_config)
+    if name not in _OWN_CONFIG or model_config.loader.kwargs or not os.path.isdir(directory):
+        return None
+    auto_class, hf_config, extra = _prepared(name, model_config)
+    if "auto_map" in hf_config.to_dict():
+        return None
+    with torch.device("meta"):
+        meta = auto_class.from_config(hf_config, dtype=torch_dtype)
+    stored = StoredWeights.create(meta, directory)
+    if stored is None:
+        return None
+    module = type(meta).from_pretrained(
+        None, config=hf_config, state_dict=stored.placeholders(torch_dtype), dtype=torch_dtype, **extra
+    )
+    module.name_or_path = module.config.name_or_path = directory
+    if module.can_generate():
+        module.generation_config = get_generation_config(directory) or module.generation_config
+    return module, stored
+
+
+def _load_from_auto_class(
+    loader: str, model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs
+) -> nn.Module:
+    directory, trust = _model_dir(model_config), model_config.trust_remote_code
+    auto_class, hf_config, extra = _prepared(loader, model_config)
+    try:
+        return auto_class.from_pretrained(
+            directory, config=hf_config, dtype=torch_dtype, trust_remote_code=trust, **{**extra, **kwargs}
+        )
+    except (pickle.UnpicklingError, SafetensorError, EOFError) as error:
+        raise ValueError(f"{directory} holds a file that is not loaded: {one_line(error)}") from error
+
+
+@register_model_loader("auto")
+def load_causal_lm(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
+    """AutoModelForCausalLM (or the class its config names) with weights, on the CPU."""
+    return _load_from_auto_class("auto", model_config, torch_dtype, **kwargs)
+
+
+@register_model_loader("value_head")
+def load_token_regression(model_config: HFModelConfig, torch_dtype: torch.dtype, **kwargs) -> nn.Module:
+    """AutoModelForTokenClassification with one label per token: a critic or a reward model. Logits are [B, T, 1]."""
+    return _load_from_auto_class("value_head", model_config, torch_dtype, **kwargs)
+
+
+@dataclass
+class _LoaderRequest:
+    """What a loader reads of HFModelConfig, for callers that have only a directory."""
+
+    path: str
+    local_path: str | None
+    override_config: dict[str, Any]
+    trust_remote_code: bool
+    local_hf_config_path: str | None = None
+    hf_config: Any = None
+
+
+def create_huggingface_actor(
+    model_name: str,
+    override_config_kwargs: dict | None = None,
+    automodel_kwargs: dict | None = None,
+    loader: str = "auto",
+    loader_kwargs: dict | None = None,
+) -> nn.Module:
+    """Loads the model in directory `model_name` with the loader of that name.
+
+    `automodel_kwargs` may hold `dtype` (or `torch_dtype`) and `trust_remote_code`; the rest goes to `from_pretrained`.
+    """
+    options = dict(automodel_kwargs or {})
+    dtype = options.pop("torch_dtype", None) or options.pop("dtype", None) or torch.float32
+    trust = bool(options.pop("trust_remote_code", False))
+    request = _LoaderRequest(model_name, model_name, dict(override_config_kwargs or {}), trust)
+    return get_model_loader(loader)(request, dtype, **options, **(loader_kwargs or {}))
+
+
+def create_huggingface_critic(
+    model_name: str, override_config_kwargs: dict | None = None, automodel_kwargs: dict | None = None
+) -> nn.Module:
+    """Loads `model_name` with one value per token; logits are [B, T, 1]."""
+    return create_huggingface_actor(model_name, override_config_kwargs, automodel_kwargs, loader="value_head")
+
+
+def load_valuehead_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: PretrainedConfig, trust_remote_code: bool
+) -> nn.Module:
+    """Token classification model with one label, built with the given config; logits are [B, T, 1]."""
+    model_config.num_labels = 1
+    return AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
+    )
+
+
+def update_model_config(module_config: PretrainedConfig, override_config_kwargs: dict) -> None:
+    """Sets each key on the config, in place; a nested mapping goes into the sub-config of that name."""
+    for key, value in override_config_kwargs.items():
+        if isinstance(value, Mapping) and isinstance(getattr(module_config, key, None), PretrainedConfig):
+            update_model_config(getattr(module_config, key), value)
+        else:
+            setattr(module_config, key, value)
+
+
+def get_huggingface_actor_config(
+    model_name: str, override_config_kwargs: dict | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """The directory's config with the overrides applied."""
+    config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust_remote_code)
+    update_model_config(config, dict(override_config_kwargs or {}))
+    return config
+
+
+def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
+    """The model's generation_config.json, else one derived from its config; None where there is neither."""
+    try:
+        return GenerationConfig.from_pretrained(model)
+    except OSError:
+        logger.debug("{} has no generation_config.json", model)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except OSError:
+        logger.debug("{} has no config.json either", model)
+        return None
+    return GenerationConfig.from_model_config(config)
+
+
+def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
+    """The transformers auto class that builds a text generator from this config."""
+    if type(hf_config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if type(hf_config) in AutoModelForSeq2SeqLM._model_mapping:
+        return AutoModelForSeq2SeqLM
+    auto_map = hf_config.to_dict().get("auto_map") or {}
+    for auto_class in (AutoModelForCausalLM, AutoModelForTokenClassification):
+        if auto_class.__name__ in auto_map:
+            return auto_class
+    raise ValueError(
+        f"model_type {hf_config.model_type!r} is not a causal language model that transformers knows. "
+        "Name a loader for it in actor_rollout_ref.model.loader.name."
+    )
+
+
+def get_hf_model_path(config) -> str:
+    """Directory of the model named by a config with `model.path`."""
+    return config.model.path
+
+
+def get_lora_rank_from_adapter(adapter_path: str | os.PathLike) -> int:
+    """The rank `r` in a peft adapter's adapter_config.json."""
+    file = Path(adapter_path) / "adapter_config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"lora_adapter_path={str(adapter_path)!r} holds no adapter_config.json")
+    described = json.loads(file.read_text())
+    if "r" not in described:
+        raise ValueError(f"{file} names no rank 'r'; is it a LoRA adapter?")
+    return int(described["r"])
+
+
+def _matches_module_list(wanted: str | list[str] | None, key: str) -> bool:
+    """peft's rule: a string is a whole-name regular expression, a list holds names or dotted tails."""
+    if wanted is None:
+        return False
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, key) is not None
+    return key in wanted or any(key.endswith(f".{name}") for name in wanted)
+
+
+def check_exclude_modules(config, key: str) -> bool:
+    """Whether a peft config excludes the module named `key`."""
+    return _matches_module_list(config.exclude_modules, key)
+
+
+def check_target_modules(config, key: str) -> bool:
+    """Whether a peft config adapts the module named `key`."""
+    return _matches_module_list(config.target_modules, key)
+
+
+class LambdaLayer(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, fn: Callable):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args, **kwargs):
+        return self.fn(*args, **kwargs)
+
+
+def squeeze(x: torch.Tensor) -> torch.Tensor:
+    """[..., 1] -> [...]."""
+    return torch.squeeze(x, dim=-1)
+
+
+def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Positions 0, 1, 2... of the attended tokens; padding in front gets 0. [B, T] -> [B, T] int64; 1 = attended."""
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def get_model_size(model: nn.Module, scale: str = "auto") -> tuple[float, str]:
+    """(number of parameters in units of `scale`, the unit): "B", "M", "K", "" or "auto"."""
+    count = sum(p.numel() for p in model.parameters())
+    units = {"B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
+    if scale == "auto":
+        scale = next(unit for unit, value in units.items() if count >= value or unit == "")
+    if scale not in units:
+        raise ValueError(f"scale={scale!r} is unknown. Known: auto, {', '.join(repr(u) for u in units)}.")
+    return count / units[scale], scale
+
+
+def print_model_size(model: nn.Module, name: str | None = None) -> None:
+    """Logs the number of parameters, and how many of them are trained."""
+    count, unit = get_model_size(model)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    logger.info("{} has {:.3f}{} parameters, {} trained", name or type(model).__name__, count, unit, trained)
+
+
+def convert_weight_keys(state_dict: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors, of any shape, by their names in the model's checkpoint files, for models that rename on loading."""
+    reverse = {new: old for old, new in (model._checkpoint_conversion_mapping or {}).items()}
+    if not reverse:
+        return state_dict
+
+    def stored_name(key: str) -> str:
+        new = next((n for n in reverse if key.startswith(n)), None)
+        return key if new is None else reverse[new].lstrip("^").split("(")[0] + key[len(new) :]
+
+    return {stored_name(key): tensor for key, tensor in state_dict.items()}
+
+
+@dataclass
+class CausalLMOutputForPPO(CausalLMOutputWithPast):
+    """A causal model's output that carries log-probs and entropy of the labels, both [B, T]."""
+
+    log_probs: torch.FloatTensor | None = None
+    entropy: torch.FloatTensor | None = None

@@ -1,0 +1,1 @@
+"""Profiling of roles and timing of code."""

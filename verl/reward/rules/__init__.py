@@ -1,0 +1,108 @@
+"""Rule rewards by data source."""
+
+import importlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from verl.utils.registry import nearest
+
+_HERE = "verl.reward.rules"
+# data source (a pattern, * for any text) -> module, function of (solution_str, ground_truth, **kwargs)
+_SCORERS: dict[str, tuple[str, str]] = {
+    "openai/gsm8k": ("gsm8k", "compute_score"),
+    "lighteval/MATH": ("math_verify", "compute_score"),
+    "DigitalLearningGmbH/MATH-lighteval": ("math_verify", "compute_score"),
+    "HuggingFaceH4/MATH-500": ("math_verify", "compute_score"),
+    "math_dapo": ("math_dapo", "compute_score"),
+    "math": ("math_dapo", "compute_score"),
+    "math_dapo_reasoning": ("math_dapo", "compute_score"),
+    "aime*": ("math_dapo", "compute_score"),
+    "numina_*": ("math_verify", "compute_score"),
+    "hiyouga/geometry3k": ("geo3k", "compute_score"),
+    "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
+}
+_CODE = ("codecontests", "apps", "codeforces", "taco")
+_SPD = "spd_scorer"
+
+
+def known_sources() -> list[str]:
+    """The data sources that have a rule."""
+    return [*_SCORERS, *_CODE, _SPD]
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None, concurrent_semaphore: Any = None, memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> float | dict[str, Any]:
+    """Score of one answer by the rule of its data source: a number, or a dict with 'score'.
+
+    Programs run at `sandbox_fusion_url`, else in the local sandbox, both limited by `sandbox` (a SandboxConfig; the
+    service takes its `seconds`). Hostile text may crash the process: `verl.reward.pool` calls it where that is caught.
+    """
+    sandbox = kwargs.pop("sandbox", None)
+    if data_source in _CODE:
+        if sandbox_fusion_url:
+            from verl.reward.rules import sandbox_fusion
+
+            where = (sandbox_fusion_url, concurrent_semaphore, memory_limit_mb)
+            if sandbox is not None:
+                kwargs.setdefault("timeout", sandbox.seconds)
+            return sandbox_fusion.compute_score(*where, solution_str, ground_truth, continuous=True, **kwargs)[0]
+        from verl.reward.rules import prime_code
+
+        return prime_code.compute_score(solution_str, ground_truth, continuous=True, sandbox=sandbox, **kwargs)[0]
+    if data_source == _SPD:
+        from verl.reward.rules import spd_scorer_reward
+
+        return spd_scorer_reward.compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
+    module, name = _scorer(str(data_source))
+    result = getattr(importlib.import_module(f"{_HERE}.{module}"), name)(solution_str, ground_truth, **kwargs)
+    return result if isinstance(result, dict) else float(result)
+
+
+def has_rule(data_source: str) -> bool:
+    """Whether `default_compute_score` knows this data source."""
+    return any(fnmatchcase(str(data_source), pattern) for pattern in known_sources())
+
+
+def truth_problem(data_source: str, ground_truth: Any) -> str | None:
+    """Why no answer can equal this ground truth by the rule of its data source; None if one can, or without a rule."""
+    if data_source == _SPD or not has_rule(data_source):
+        return None
+    rule = "code" if data_source in _CODE else _scorer(str(data_source))[0]
+    if rule == "code":
+        return None if ground_truth else f"ground_truth={ground_truth!r} has no test cases"
+    if rule == "search_r1_like_qa_em":
+        targets = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+        answers = [targets] if isinstance(targets, str) else targets or ()
+        if any(str(answer).strip() for answer in answers):
+            return None
+        return f"ground_truth={ground_truth!r} has no answers; the rule reads {{'target': text or list of texts}}"
+    shown = f"ground_truth={str(ground_truth)[:80]!r}"
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, str | int | float):
+        return f"{shown} is a {type(ground_truth).__name__}, which equals no answer; give a text or a number"
+    text = str(ground_truth).strip()
+    if not text or "####" in text or "\\boxed" in text:
+        return f"{shown} equals no answer: give the final answer alone, such as '18'"
+    if rule == "gsm8k":
+        from verl.reward.rules.gsm8k import plain_number
+        from verl.reward.rules.math_reward import same_number
+
+        number = plain_number(text)
+        return None if same_number(number, number) else f"{shown} is no number, which the rule compares"
+    return None
+
+
+def unknown_source(data_source: str) -> str:
+    """The error message for a data source without a rule."""
+    unknown = f"no rule reward for data_source={data_source!r}{nearest(data_source, known_sources()) or '.'}"
+    return f"{unknown} Known: {', '.join(known_sources())}. Give your own in custom_reward_function.path."
+
+
+def _scorer(data_source: str) -> tuple[str, str]:
+    for pattern, scorer in _SCORERS.items():
+        if fnmatchcase(data_source, pattern):
+            return scorer
+    raise NotImplementedError(unknown_source(data_source))

@@ -1,0 +1,99 @@
+"""Decides with math-verify whether a boxed answer equals the ground truth."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+
+from loguru import logger
+
+from verl.utils.time_limit import Child, ChildDied
+from verl.reward.rules.math_reward import boxed_answer, is_equiv
+
+_SECONDS = 10.0
+_LONGEST = 2000  # characters; a longer answer counts as wrong
+
+
+def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, seconds: float = _SECONDS) -> float:
+    """1.0 when the last boxed answer equals the ground truth, else 0.0.
+
+    `timeout_score` when the comparison takes longer than `seconds`: a hostile answer such as 9^{9^{9^9}} is wrong, not
+    an error.
+    """
+    answer = boxed_answer(model_output)
+    verdict = False if answer is None else _verdict(answer, str(ground_truth), seconds)
+    return float(timeout_score if verdict is None else verdict)
+
+
+def is_equal(answer: str, ground_truth: str) -> bool:
+    """Whether two pieces of LaTeX (or plain numbers) are equal, as text or as expressions, within 10 s.
+
+    Text goes through math-verify's LaTeX grammar only, never through sympy's `parse_expr`, which runs Python. A ground
+    truth that cannot be parsed is a ValueError.
+    """
+    return bool(_verdict(answer, str(ground_truth), _SECONDS))
+
+
+def _verdict(answer: str, truth: str, seconds: float) -> bool | None:
+    """Whether they are equal; None when that cannot be decided in time."""
+    if is_equiv(answer, truth):
+        return True
+    return len(answer) <= _LONGEST and _as_expressions(answer, truth, seconds)
+
+
+@functools.lru_cache(maxsize=4096)  # samples of one prompt often give the same wrong answer
+def _as_expressions(answer: str, truth: str, seconds: float) -> bool | None:
+    comparer = _comparer(os.getpid())
+    verdict = comparer.ask(answer, truth, seconds)
+    if verdict is None and comparer.ask(truth, truth, _SECONDS) is None:
+        raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics within {_SECONDS:g} s.")
+    return verdict
+
+
+@functools.cache
+def _comparer(process: int) -> _Comparer:
+    """The comparer of the process with this id: a fork must not use the child of its parent."""
+    return _Comparer()
+
+
+class _Comparer:
+    """Compares expressions in a child that is kept: a fork for each answer would cost more than the comparison."""
+
+    def __init__(self) -> None:
+        self.child: Child | None = None
+        self.lock = threading.Lock()
+
+    def ask(self, answer: str, truth: str, seconds: float) -> bool | None:
+        """Whether they are equal; None when that takes too long or too much memory."""
+        import math_verify  # noqa: F401 - before the fork, which is then ready at once
+
+        with self.lock:
+            while True:  # one that died idle is replaced; only in a fresh one is the answer to blame
+                fresh = self.child is None or self.child.gone
+                self.child = Child(_compare) if fresh else self.child
+                try:
+                    return self.child.call(seconds, answer, truth)
+                except TimeoutError:
+                    return None
+                except ChildDied as error:
+                    if fresh:
+                        logger.warning("the answer {!r} cannot be compared: {}", answer[:100], error)
+                        return None
+
+
+def _compare(answer: str, truth: str) -> bool:
+    """Whether they are equal expressions; runs in the child."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about parsing_timeout=None
+
+    def read(text: str) -> list:
+        # Its own time limit needs the main thread and cannot stop arithmetic in C.
+        return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+
+    expected = read(truth)
+    if not expected:
+        raise ValueError(f"the ground truth {truth!r} cannot be read as mathematics.")
+    return bool(verify(expected, read(answer), timeout_seconds=None))

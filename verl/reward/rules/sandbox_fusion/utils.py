@@ -1,0 +1,172 @@
+"""Requests to a SandboxFusion service, and its verdicts on a program, case by case."""
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import tenacity
+
+from verl.reward.rules.code_cases import Case, cases_of
+
+DEFAULT_TIMEOUT = 10  # seconds of one program
+MAX_RETRIES = 5  # requests for one verdict
+INITIAL_RETRY_DELAY = 0.5  # seconds
+API_TIMEOUT = 30  # seconds of a request beyond those of its program: it may wait in the service's queue
+SUPPORTED_LANGUAGES = [
+    "python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda",
+    "lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog",
+    "python_gpu", "lean", "swift", "racket",
+]  # fmt: skip
+_BUSY = (429, 500, 502, 503, 504)
+
+
+class SandboxServiceError(RuntimeError):
+    """The service gave no verdict after several attempts, or refused the request."""
+
+
+class _TryAgain(SandboxServiceError):
+    pass
+
+
+def call_sandbox_api(
+    sandbox_fusion_url: str, code: str, stdin: str | None, compile_timeout: float, run_timeout: float,
+    memory_limit_mb: int | None, language: str = "python",
+) -> tuple[dict[str, Any] | None, str | None]:
+    """(the service's reply, None), or (None, why there is none) after several attempts.
+
+    Times are in seconds, memory in MB.
+    """
+    if language not in SUPPORTED_LANGUAGES:
+        return None, f"language {language!r} is unknown. Known: {', '.join(SUPPORTED_LANGUAGES)}."
+    body = _request(code, stdin, compile_timeout, run_timeout, memory_limit_mb, language)
+
+    async def ask() -> dict[str, Any]:
+        async with _session(compile_timeout + run_timeout) as session:
+            return await _ask(session, sandbox_fusion_url, body)
+
+    try:
+        return _in_thread(ask()), None
+    except SandboxServiceError as error:
+        return None, str(error)
+
+
+def check_correctness(
+    sandbox_fusion_url: str, in_outs: dict | None, generation: str, timeout: float = DEFAULT_TIMEOUT,
+    memory_limit_mb: int | None = 1024, language: str = "python", concurrent_semaphore: Any = None,
+) -> tuple[list[Any], list[dict[str, Any]]]:  # fmt: skip
+    """(results, reports) of a program for the cases `in_outs`: {inputs, outputs, fn_name (Python only)}.
+
+    A result is True (passed), False (wrong output), -1 (the service gave no verdict), -2 (the program failed), -3
+    (time limit), -4 (it does not compile). `concurrent_semaphore` (acquire and release, or None) bounds the requests.
+    Raises ValueError for an unknown language and for cases that cannot be read.
+    """
+    if in_outs is None:
+        raise ValueError("check_correctness needs in_outs: {inputs, outputs}; got None.")
+    if language not in SUPPORTED_LANGUAGES:
+        raise ValueError(f"language {language!r} is unknown. Known: {', '.join(SUPPORTED_LANGUAGES)}.")
+    cases = cases_of(generation, in_outs)
+    if language != "python" and any(case.is_call for case in cases):
+        raise ValueError(f"fn_name works with Python programs only, not {language}.")
+    where = (sandbox_fusion_url, cases, timeout, memory_limit_mb, language, concurrent_semaphore)
+    outcomes = judged(*where, keep_going=True)
+    return [result for result, _ in outcomes], [report for _, report in outcomes]
+
+
+def judged(
+    url: str, cases: list[Case], timeout: float, memory_limit_mb: int | None, language: str, semaphore: Any,
+    keep_going: bool = False,
+) -> list[tuple[Any, dict[str, Any]]]:  # fmt: skip
+    """(result, report) of each case, as `check_correctness` describes them; the cases run concurrently.
+
+    The first case without a verdict raises SandboxServiceError, unless `keep_going`.
+    """
+
+    async def all_cases() -> list[tuple[Any, dict[str, Any]]]:
+        async with _session(2 * timeout) as session:
+
+            async def run(case: Case) -> tuple[Any, dict[str, Any]]:
+                body = _request(case.program, case.stdin, timeout, timeout, memory_limit_mb, language)
+                while semaphore is not None and not semaphore.acquire(False):  # a waiting thread cannot be cancelled
+                    await asyncio.sleep(0.05)
+                try:
+                    return verdict(case, await _ask(session, url, body))
+                except SandboxServiceError as error:
+                    if not keep_going:
+                        raise
+                    return -1, {"passed": False, "status": "api_error", "api_request_error": str(error)}
+                finally:
+                    if semaphore is not None:
+                        semaphore.release()
+
+            return list(await asyncio.gather(*map(run, cases)))
+
+    return _in_thread(all_cases())
+
+
+def verdict(case: Case, reply: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(result, report) of a case from the service's reply."""
+    compiled, ran = reply.get("compile_result") or {}, reply.get("run_result") or {}
+    if compiled.get("status", "Finished") != "Finished" or compiled.get("return_code"):
+        result = -3 if compiled.get("status") == "TimeLimitExceeded" else -4
+    elif ran.get("status") == "TimeLimitExceeded":
+        result = -3
+    elif reply["status"] != "Success" or ran.get("return_code") != 0:
+        result = -2
+    else:
+        result = case.passes(ran.get("stdout") or "")
+    return result, {
+        "passed": result is True, "status": reply["status"], "compile_status": compiled.get("status"),
+        "run_status": ran.get("status"), "stdout": ran.get("stdout"),
+        "stderr": ran.get("stderr") or compiled.get("stderr"), "exit_code": ran.get("return_code"),
+        "input": case.stdin, "expected_output": case.expected,
+    }  # fmt: skip
+
+
+def _request(
+    code: str, stdin: str | None, compile_timeout: float, run_timeout: float, memory_limit_mb: int | None, language: str
+) -> dict[str, Any]:
+    body = {
+        "code": code, "stdin": stdin or "", "compile_timeout": compile_timeout, "run_timeout": run_timeout,
+        "language": language, "files": {}, "fetch_files": [],
+    }  # fmt: skip
+    return body if memory_limit_mb is None else {**body, "memory_limit_MB": memory_limit_mb}
+
+
+def _session(seconds: float) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds + API_TIMEOUT), trust_env=False)
+
+
+def _in_thread(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, also where the caller's thread runs an event loop of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type((_TryAgain, aiohttp.ClientError, TimeoutError)),
+    stop=tenacity.stop_after_attempt(MAX_RETRIES),
+    wait=tenacity.wait_exponential_jitter(INITIAL_RETRY_DELAY, max=10, jitter=0.5), reraise=True,
+)  # fmt: skip
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with session.post(url, json=body) as response:
+        if response.status != 200:
+            kind = _TryAgain if response.status in _BUSY else SandboxServiceError
+            raise kind(f"{url} answered {response.status}: {(await response.text())[:200]}")
+        reply = await response.json()
+    if not isinstance(reply, dict) or "status" not in reply:
+        raise SandboxServiceError(f"{url} answered no verdict: {str(reply)[:200]}")
+    if reply["status"] == "SandboxError":
+        raise _TryAgain(f"{url} reported an error of its own: {str(reply.get('message'))[:200]}")
+    return reply
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return await _post(session, url, body)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise SandboxServiceError(
+            f"the sandbox service {url} gave no answer in {MAX_RETRIES} attempts: {type(error).__name__}: {error}. "
+            "Check that it runs, or unset reward_model.sandbox_fusion.url to run programs here."
+        ) from error
