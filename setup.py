@@ -26,6 +26,14 @@ setup(
     packages=find_packages(include=["verl", "verl.*", "recipe", "recipe.*", "dllm_reasoning", "dllm_reasoning.*"]),
     py_modules=["spd_scorer", "train_spd_scorer"],
     package_data={"": ["*.yaml", "*.html", "*.jinja"]},
+    entry_points={
+        "verl.rollouts": [
+            "refine.sync = dllm_reasoning.rollout:RefineRollout",
+            "spd.sync = recipe.spd.rollout:SPDRollout",
+        ],
+        "verl.auxiliary_losses": ["refine_loss = dllm_reasoning.losses.refine_loss:RefineLoss"],
+        "verl.reward_rules": ["spd_scorer = recipe.spd.reward:compute_score"],
+    },
     install_requires=requirements("base"),
     extras_require={
         "cuda": ["vllm==0.32.0"],

@@ -15,9 +15,9 @@ from recipe.spd.features import FeatureStore
 from recipe.spd.masks import create_hybrid_attention_mask, create_position_ids, create_spd_attention_mask
 from recipe.spd.scoring_config import PairHead, ScoreHead, ScoringModelConfig
 from recipe.spd.scoring_model import AutoModelForSPDScoring, ScoringActor
+from verl.models.loading import register_model_loader, torch_dtype_of
 from verl.trainer.run.ranks import from_first_rank
 from verl.utils.fingerprint import cached_folder_fingerprint, model_fingerprint, model_folder
-from verl.models.loading import register_model_loader, torch_dtype_of
 
 __all__ = [
     "AutoModelForSPDScoring", "SPDInputData", "ScoreHead", "ScoringActor", "ScoringModelConfig", "PairHead",

@@ -141,8 +141,8 @@ def compose_config(overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
     """The training config, and the same tree without the overrides; raises HydraException for a malformed setting."""
     from hydra import compose, initialize_config_module
 
-    from verl.planning.config_check import known_tree
     from verl.config.compose import forced_override
+    from verl.planning.config_check import known_tree
 
     forced = [forced_override(setting) for setting in overrides]
     with initialize_config_module("recipe.spd.config", version_base=None):

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import Row, alternate, ratios, row, say
-from verl.trainer.sft.trainer import FSDPSFTTrainer
 from verl.data.sft_dataset import right_padded
+from verl.trainer.sft.trainer import FSDPSFTTrainer
 
 SAMPLES, LENGTH, MICRO, VOCABULARY = 32, 512, 4, 1024
 REPETITIONS = 5

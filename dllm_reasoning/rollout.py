@@ -12,8 +12,8 @@ from dllm_reasoning.inference.lenient import LenientDraws
 from dllm_reasoning.inference.model_runner import ModelRunner
 from dllm_reasoning.inference.settings import NOISE_KEY, RefineRolloutSettings, trained_window
 from verl.config.rollout import RolloutConfig
-from verl.utils.problems import Problem, register_check, wrong
 from verl.protocol import DataProto
+from verl.utils.problems import Problem, register_check, wrong
 from verl.workers.rollout.base import register_rollout
 from verl.workers.rollout.hf_rollout import HFRollout, choose
 from verl.workers.rollout.sampling import GenerationRequest, answered, right_padded

@@ -3,8 +3,8 @@
 from omegaconf import DictConfig
 
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
-from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.config.compose import hydra_main
+from verl.trainer.fsdp_sft_trainer import run_sft
 
 
 @hydra_main(config_path="config", config_name="iterative_refine")

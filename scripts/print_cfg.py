@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from verl.config.compose import hydra_main  # noqa: E402
 from verl.planning.config_check import known_tree, unknown_keys  # noqa: E402
 from verl.utils.problems import ConfigError  # noqa: E402
-from verl.config.compose import hydra_main  # noqa: E402
 from verl.utils.redact import redact  # noqa: E402
 
 

@@ -20,14 +20,14 @@ from dllm_reasoning.trainer.self_generate import KEY, own_answers
 from dllm_reasoning.trainer.sft_dataset import ROW_COLUMN, IterativeSFTDataset
 from dllm_reasoning.utils.attention import kinds_problem
 from dllm_reasoning.utils.noise_utils import PATTERNS, draw_seeds, noise_token_of
-from verl.utils.problems import Problem, wrong
+from verl.config.compose import omega_conf_to_dataclass
+from verl.data.rl_dataset import custom_dataset_class
 from verl.trainer.run.ranks import summed
 from verl.trainer.sft.data import cut
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.config.compose import omega_conf_to_dataclass
-from verl.data.rl_dataset import custom_dataset_class
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
+from verl.utils.problems import Problem, wrong
 from verl.workers.policy.causal_lm import causal_model
 from verl.workers.policy.packing import moved, on_host
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from loguru import logger
 
+from verl.data.rl_dataset import collate_fn
 from verl.protocol import DataProto
 from verl.trainer.ppo import batching
 from verl.trainer.ppo.batching import DropCounts
 from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer
-from verl.data.rl_dataset import collate_fn
 from verl.workers.reward_manager.reward_rows import reward_extras
 
 SUMMED = ("training/requested_samples", "training/scored_samples", "training/dropped_samples", "reward/errors",

@@ -5,8 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.config.compose import hydra_main
+from verl.trainer.main_ppo import TaskRunner, run_ppo
 
 
 @hydra_main(config_path="config", config_name="dapo_trainer")

@@ -18,8 +18,8 @@ from loguru import logger
 from omegaconf import DictConfig
 
 from recipe.spd.columns import ROWS_AT_A_TIME, Lists, TableRows, joined, read_table_rows
-from verl.utils.problems import one_line
 from verl.data.rl_dataset import FileRows, left_pad
+from verl.utils.problems import one_line
 
 OFFSETS = ("context_len", "draft_start", "draft_len", "target_start", "target_len")
 IDS = ("context_ids", "draft_ids", "target_ids")

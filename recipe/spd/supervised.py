@@ -23,7 +23,7 @@ from recipe.spd.client import Completer
 from recipe.spd.dataset import SPDInputData, SPDRLHFDataset, resolve_sep_token_id
 from recipe.spd.rollout import SPDRollout
 from recipe.spd.samples import grade_blocks, judged_block
-from verl.models.loading import torch_dtype_of
+from verl.models.loading import get_model_loader, torch_dtype_of
 
 BLOCKS_AT_A_TIME = 512  # labelled together
 MEMORISED = 1.1  # the last cross-entropy in validation over the lowest, from which training has memorised
@@ -78,9 +78,8 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
     completions that labels may use; None labels every block. Validation blocks, if they are others than the training
     blocks, are labelled without a budget; their cross-entropy after each epoch decides which weights are saved.
     """
-    from spd_scorer import load_spd_scorer
-    from verl.config.optimizer import build_optimizer
     from verl.config.compose import omega_conf_to_dataclass
+    from verl.config.optimizer import build_optimizer
     from verl.utils.tokenizer import hf_tokenizer
     from verl.workers.config import RolloutConfig
     from verl.workers.engine.build import build_lr_scheduler
@@ -117,7 +116,7 @@ def train_supervised(config: DictConfig, budget: int | None) -> Path:
                             override_config={})  # fmt: skip
     loader = OmegaConf.to_container(model.loader.kwargs, resolve=True)
     kept, compute = (torch_dtype_of(actor.fsdp_config[name], name) for name in ("model_dtype", "dtype"))
-    scorer = load_spd_scorer(source, kept, **loader).to(device).train()
+    scorer = get_model_loader("spd_scorer")(source, kept, **loader).to(device).train()
     optim = omega_conf_to_dataclass(actor.optim)
     optim.total_training_steps = count = (
         steps.total_training_steps or steps.total_epochs * -(-len(labels) // config.data.train_batch_size)

@@ -14,8 +14,8 @@ import torch
 from benchmarks import dataproto, rl, rl_forward, rl_logprob, rl_rollout, rl_transport, rl_whole_step, trl_steps
 from benchmarks.run import WANTED
 from tests.helpers.configs import compose_ppo
-from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.config.compose import validate_config
+from verl.trainer.ppo.utils import need_critic, uses_kl
 from verl.workers.rollout import get_rollout_class
 
 MODULES = {

@@ -16,9 +16,9 @@ from dllm_reasoning.trainer.sft_dataset import IterativeSFTDataset
 from tests.dllm_reasoning import runs
 from tests.helpers.models import make_tokenizer
 from tests.trainer.config.test_defaults import at, leaves, plain
+from verl.data.rl_dataset import DatasetError
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.data.rl_dataset import DatasetError
 from verl.utils.tokenizer import hf_tokenizer
 
 pytestmark = pytest.mark.usefixtures("fresh_group")

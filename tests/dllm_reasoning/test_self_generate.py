@@ -7,8 +7,8 @@ import torch
 from dllm_reasoning.trainer import self_generate
 from dllm_reasoning.trainer.iterative_refine_trainer import IterativeRefineTrainer
 from tests.dllm_reasoning import runs
-from verl.trainer import fsdp_sft_trainer
 from verl.models.loading import create_huggingface_actor
+from verl.trainer import fsdp_sft_trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_group")
 

@@ -12,8 +12,8 @@ from dllm_reasoning.inference import generator
 from dllm_reasoning.trainer.iterative_refine_trainer import VALIDATION_SEED, IterativeRefineTrainer, StepInputs
 from dllm_reasoning.utils.noise_utils import row_generator, window_starts
 from tests.dllm_reasoning import runs
-from verl.trainer.sft.data import cut
 from verl.models.loading import create_huggingface_actor
+from verl.trainer.sft.data import cut
 
 details_of = partial(generator.iterative_generate, return_details=True)
 

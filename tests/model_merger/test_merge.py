@@ -21,9 +21,9 @@ from transformers import (
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.models import make_tokenizer
 from tests.helpers.ranks import run_ranks
+from verl.checkpoint import CheckpointWriter
 from verl.model_merger.__main__ import main
 from verl.model_merger.merge import MergedWeights, MergeOptions
-from verl.checkpoint import CheckpointWriter
 from verl.utils.weight_files import WeightFileError, write_safetensors
 from verl.workers.config import HFModelConfig
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.engines import FakeEngine, make_engine
 from tests.models.families import FAMILIES, model_of
+from verl.checkpoint import CheckpointWriter
 from verl.model_merger.__main__ import main as merge
 from verl.protocol import DataProto
-from verl.checkpoint import CheckpointWriter
 from verl.utils.peft_weights import without_adapters
 from verl.workers.config import RolloutConfig
 from verl.workers.policy import get_policy

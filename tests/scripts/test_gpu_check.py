@@ -20,10 +20,10 @@ from scripts.loss_compare import TRAININGS
 from tests.helpers.configs import compose_ppo
 from tests.helpers.engines import leave_group
 from tests.helpers.ranks import run_ranks
-from verl.utils.problems import WRONG
+from verl.checkpoint.publish import STEP_FOLDER
 from verl.trainer import fsdp_sft_trainer
 from verl.trainer.ppo.plan import ENTRY
-from verl.checkpoint.publish import STEP_FOLDER
+from verl.utils.problems import WRONG
 
 ROOT = gpu_check.ROOT
 TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,

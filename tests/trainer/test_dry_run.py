@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.configs import compose_ppo
 from verl.planning.checks import check_url
-from verl.utils.problems import CHECKS, UNUSED, Problem, absent, register_check, wrong
 from verl.trainer.ppo.plan import dry_run
+from verl.utils.problems import CHECKS, UNUSED, Problem, absent, register_check, wrong
 
 
 def prompts(count, **changes):

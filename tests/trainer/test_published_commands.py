@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 from hydra import compose, initialize_config_module
 
-from verl.trainer.ppo.plan import dry_run
 from verl.config.compose import forced_override
+from verl.trainer.ppo.plan import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
-from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 from verl.checkpoint import CheckpointCorruptError, CheckpointWriter, find_valid_checkpoint, verify_manifest
+from verl.trainer.run.checkpoints import TrainerState, read_trainer_state, write_trainer_state
 
 WATCHED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.helpers.disks import leave_free, small_disk
-from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
 from verl.checkpoint import (
     CheckpointCorruptError,
     CheckpointWriteError,
@@ -20,6 +19,7 @@ from verl.checkpoint import (
     should_save_ckpt_esi,
     verify_manifest,
 )
+from verl.trainer.run.checkpoints import TrainerState, write_trainer_state
 
 
 def save(root, step, max_to_keep=None, text="weights"):

@@ -6,12 +6,12 @@ import psutil
 import pytest
 import torch
 
+from verl.algos import log_prob_metrics as metrics
+from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
 from verl.utils import debug, profiler
 from verl.utils.debug import performance
-from verl.algos import log_prob_metrics as metrics
 from verl.utils.metric import reduce_metrics
-from verl.profiling.performance import peak_memory
 
 ROLLOUT, ACTOR = torch.tensor([[0.5, 0.2, 0.9], [0.4, 0.8, 0.1]]), torch.tensor([[0.3, 0.2, 0.1], [0.4, 0.4, 0.7]])
 LOG_PROBS = {"rollout_log_probs": ROLLOUT.log(), "old_log_probs": ACTOR.log()}

@@ -11,11 +11,11 @@ from omegaconf import open_dict
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rl_run import compose_run
+from verl.profiling import profile as active
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.worker_groups import nsight_options
 from verl.trainer.run.ray_session import run_here
 from verl.utils import profiler as p
-from verl.profiling import profile as active
 
 
 def events(file):

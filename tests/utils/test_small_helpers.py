@@ -17,14 +17,14 @@ from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlavaConfig
 
 from tests.helpers.engines import leave_group
+from verl.checkpoint import should_save_ckpt_esi
 from verl.config.base import BaseConfig
+from verl.models.loading import update_model_config
 from verl.trainer.config import AlgoConfig
 from verl.utils import distributed, fs, hf_processor, hf_tokenizer, ray_utils
 from verl.utils import import_utils as imp
-from verl.checkpoint import should_save_ckpt_esi
 from verl.utils.groupwise import as_torch_index, group_mean_std
 from verl.utils.metric import reduce_metrics
-from verl.models.loading import update_model_config
 from verl.workers.config import FSDPOptimizerConfig
 
 
@@ -54,9 +54,9 @@ def test_floor_one_starts_without_ray_vllm_and_transformers():
 
 
 def test_packages_offer_what_recipes_import_from_them():
-    from verl.utils import as_torch_index, group_mean_std, groupwise, profiler, validate_config
-    from verl.config import compose as config
     from verl import data as dataset
+    from verl.config import compose as config
+    from verl.utils import as_torch_index, group_mean_std, groupwise, profiler, validate_config
 
     assert (as_torch_index, group_mean_std) == (groupwise.as_torch_index, groupwise.group_mean_std)
     assert validate_config is config.validate_config

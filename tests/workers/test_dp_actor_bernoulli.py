@@ -6,8 +6,8 @@ import torch
 
 from tests.helpers.engines import leave_group, make_engine, weights_of
 from tests.workers.test_policy_bernoulli import TableModel
-from verl.protocol import DataProto
 from verl.models.loading import register_model_loader
+from verl.protocol import DataProto
 from verl.workers.actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, PluginConfig
 from verl.workers.policy import get_policy

@@ -10,8 +10,7 @@ import torch
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch, weights_of
 from tests.helpers.models import save_tiny_llama
 from tests.helpers.ranks import run_ranks
-from verl.checkpoint import CheckpointWriter
-from verl.checkpoint import publish
+from verl.checkpoint import CheckpointWriter, publish
 from verl.utils.distributed import host_barrier
 from verl.utils.fsdp_utils import full_tensor
 from verl.workers.config import FSDPOptimizerConfig

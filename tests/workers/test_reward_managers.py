@@ -10,12 +10,11 @@ from omegaconf import OmegaConf
 
 from tests.helpers import rewards
 from tests.helpers.models import make_tokenizer
-from verl.reward.pool import ExternFunction
-from verl.reward.sandbox import SandboxConfig
 from verl.protocol import DataProto
+from verl.reward.pool import ExternFunction
+from verl.reward.rules import default_compute_score, gsm8k
+from verl.reward.sandbox import SandboxConfig
 from verl.trainer.ppo.reward import compute_reward, drop_failed, get_custom_reward_fn, load_reward_manager
-from verl.reward.rules import default_compute_score
-from verl.reward.rules import gsm8k
 from verl.workers.config import RewardModelConfig, SandboxFusionConfig
 from verl.workers.reward_manager import (
     BatchRewardManager,

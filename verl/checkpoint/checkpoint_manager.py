@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from verl.workers.config import CheckpointConfig
+    from verl.config.common import CheckpointConfig
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from verl.utils.problems import one_line
 from verl.checkpoint.publish import CheckpointCorruptError
+from verl.utils.problems import one_line
 
 METADATA_FILE = ".metadata"
 #: every class and function that the metadata of a checkpoint of plain tensors names

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from verl.utils.problems import one_line
 from verl.checkpoint import rng
 from verl.checkpoint.checkpoint_manager import BaseCheckpointManager
 from verl.checkpoint.dcp_storage import load_tensors, read_metadata, save_tensors
@@ -31,6 +30,7 @@ from verl.checkpoint.publish import CheckpointCorruptError, digest_files, disk_f
 from verl.utils.distributed import HOST_TIMEOUT, host_barrier
 from verl.utils.fsdp_utils import gathered, local_tensor
 from verl.utils.peft_weights import adapter_weights, full_weights, peft_models, without_adapters
+from verl.utils.problems import one_line
 
 EXTRA_FILE = "extra_state.json"
 #: files of the layout below a folder, and those that name the rank which writes them; rank 0 writes all others

@@ -5,8 +5,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.config.base import BaseConfig
 from verl.config.algorithm import KL_CHOICES
+from verl.config.base import BaseConfig
 from verl.config.common import (
     CheckpointConfig,
     entropy_in_chunks,
@@ -19,8 +19,8 @@ from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
-from verl.utils.problems import raise_if_any
 from verl.config.profiler import ProfilerConfig
+from verl.utils.problems import raise_if_any
 
 MUTABLE = (
     "ppo_mini_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_infer_micro_batch_size_per_gpu",

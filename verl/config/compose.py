@@ -10,7 +10,6 @@ from typing import Any
 from loguru import logger
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.utils.problems import raise_if_any
 from verl.utils.import_utils import load_class_from_fqn
 
 
@@ -79,19 +78,3 @@ def update_dict_with_config(dictionary: dict, config: DictConfig) -> None:
     for key in dictionary:
         if key in config:
             dictionary[key] = config[key]
-
-
-def validate_config(
-    config: DictConfig, use_reference_policy: bool, use_critic: bool, known: DictConfig | None = None
-) -> None:
-    """Raise one ConfigError (a ValueError) that lists all problems; warn of settings without effect.
-
-    `known`: see `verl.planning.config_check.find_problems`.
-    """
-    from verl.config.ppo import PPOConfig
-    from verl.planning.config_check import find_problems
-    from verl.planning.config_effect import unused_settings
-
-    raise_if_any(find_problems(config, known=known, use_reference_policy=use_reference_policy, use_critic=use_critic))
-    for problem in unused_settings(config, PPOConfig):
-        logger.warning("{}", problem.message)

@@ -5,14 +5,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from verl.config.base import BaseConfig
 from verl.config.actor import LOSS_AGG_MODES, MUTABLE
+from verl.config.base import BaseConfig
 from verl.config.common import BaseModelConfig, CheckpointConfig, gradient_checkpointing, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
 from verl.config.optimizer import FSDPOptimizerConfig, OptimizerConfig
-from verl.utils.problems import raise_if_any
 from verl.config.profiler import ProfilerConfig
+from verl.utils.problems import raise_if_any
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.config.base import BaseConfig
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
+from verl.config.base import BaseConfig
 from verl.config.common import tensor_parallel_size
 from verl.config.critic import FSDPCriticConfig
 from verl.config.engine import EngineConfig

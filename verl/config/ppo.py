@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.base import BaseConfig
 from verl.config.actor import FSDPActorConfig, FSDPRefConfig
 from verl.config.algorithm import AlgoConfig
+from verl.config.base import BaseConfig
 from verl.config.common import RewardManagerConfig, TrainerConfig
 from verl.config.critic import FSDPCriticConfig
 from verl.config.data import DataConfig
 from verl.config.fields import setting
 from verl.config.model import HFModelConfig
+from verl.config.profiler import TOOLS, TorchMemoryToolConfig
 from verl.config.reward_model import RewardModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.profiler import TOOLS, TorchMemoryToolConfig
 
 
 @dataclass

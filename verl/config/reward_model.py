@@ -7,8 +7,8 @@ from verl.config.base import BaseConfig
 from verl.config.common import BaseModelConfig, sequence_parallel_size
 from verl.config.engine import STRATEGIES, STRATEGY_HINT, FSDPEngineConfig
 from verl.config.fields import setting
-from verl.config.sandbox import SandboxConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.sandbox import SandboxConfig
 
 _SERVERS = "A rollout of the reward model is vLLM's server; SGLang does not serve reward models here."
 

@@ -14,8 +14,8 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from transformers import AutoConfig, AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 
-from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
 from verl.checkpoint.publish import disk_full
+from verl.model_merger.sources import Described, HuggingFaceFolder, MergeError, TensorSource, nbytes, open_checkpoint
 from verl.models.loading import get_hf_auto_model_class, torch_dtype_of
 from verl.utils.peft_weights import hf_name
 from verl.utils.weight_files import write_safetensors

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from verl.utils.problems import one_line
 from verl.checkpoint.dcp_storage import METADATA_FILE, UntrustedMetadataError, load_tensors, read_metadata
 from verl.checkpoint.publish import MANIFEST, CheckpointCorruptError, verify_manifest
+from verl.utils.problems import one_line
 from verl.utils.weight_files import DTYPES, WeightFileError, safetensors_of
 
 Described = dict[str, torch.Tensor]  # name -> a tensor on the meta device, of the stored shape and dtype

@@ -31,8 +31,8 @@ from verl.utils.registry import Registry
 from verl.utils.weight_files import untie_by_weights
 
 if TYPE_CHECKING:
+    from verl.config.model import HFModelConfig
     from verl.models.stored_weights import StoredWeights
-    from verl.workers.config import HFModelConfig
 
 ModelLoader = Callable[..., nn.Module]
 TORCH_DTYPES = {

@@ -14,8 +14,8 @@ from urllib.error import HTTPError
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl.utils.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.fs import copy_to_local, is_non_local
+from verl.utils.problems import ConfigError, Problem, absent, one_line, wrong
 from verl.utils.redact import redact_text
 from verl.utils.weight_files import safetensors_of, tensor_shapes, untie_by_weights
 

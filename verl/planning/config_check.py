@@ -10,13 +10,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.algos.names import reads_reference
+from verl.config.batch_sizes import batch_problems
 from verl.config.fields import field_types, section_type, value_errors
 from verl.config.megatron import tree_type
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
-from verl.config.batch_sizes import batch_problems
-from verl.utils.problems import Problem, wrong
 from verl.utils.import_utils import import_external_libs
+from verl.utils.problems import Problem, wrong
 
 # Below these any key is accepted: a name anywhere, or the end of a path.
 OPEN = (
@@ -217,7 +217,8 @@ def registered_names(plain: Mapping[str, Any]) -> list[Problem]:
     }
     others = {key: name for key, known in built_in.items() if (name := select(plain, key, MISSING)) not in known}
     if others:
-        from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn  # takes seconds
+        from verl.algos.advantage import get_adv_estimator_fn  # takes seconds
+        from verl.algos.policy_loss import get_policy_loss_fn
 
         look_up = dict(zip(built_in, (get_adv_estimator_fn, get_policy_loss_fn), strict=True))
         for key, name in others.items():

@@ -7,9 +7,9 @@ from typing import Any
 
 import psutil
 
+from verl.checkpoint.publish import published_steps
 from verl.planning.memory_estimate import BYTES, ModelSize
 from verl.utils.problems import UNUSED, Problem, absent
-from verl.checkpoint.publish import published_steps
 
 GIB = 2**30
 # Shares of what is there above which a plan is warned of. The largest process was measured 39 % above its prediction.

@@ -39,8 +39,8 @@ from verl.protocol.serialization import (
     serialize_single_tensor,
     serialize_tensordict,
 )
-from verl.utils.py_functional import deep_equal
 from verl.protocol.tensordict_utils import chunk_tensordict, concat_tensordict
+from verl.utils.py_functional import deep_equal
 
 if TYPE_CHECKING:
     import ray

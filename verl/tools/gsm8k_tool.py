@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from verl.reward.rules import gsm8k
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.reward.rules import gsm8k
 
 _NO_PROGRESS = -0.05  # step reward of an answer that is no better than the one before
 

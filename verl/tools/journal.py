@@ -11,9 +11,9 @@ from uuid import uuid4
 
 from loguru import logger
 
+from verl.checkpoint.publish import TRACKER
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
-from verl.checkpoint.publish import TRACKER
 from verl.utils.jsonl import read_objects
 
 

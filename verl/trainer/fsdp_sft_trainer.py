@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
+from verl.config.compose import hydra_main
 from verl.trainer.run.failure import failure_message
 from verl.trainer.sft.data import create_sft_dataset
 from verl.trainer.sft.plan import dry_run, refuse_bad_input, refuse_bad_rows
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.config.compose import hydra_main
 from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 from verl.utils.stop_signals import stop_with_parent
 

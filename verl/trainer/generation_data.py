@@ -15,10 +15,10 @@ from uuid import uuid4
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from verl.utils.problems import Problem, one_line, wrong
 from verl.data.rl_dataset import DatasetError, RLHFDataset, no_chat_template
 from verl.utils.fingerprint import data_fingerprint, model_dir_fingerprint, model_folder
 from verl.utils.jsonl import read_objects
+from verl.utils.problems import Problem, one_line, wrong
 from verl.utils.weight_files import WeightFileError
 
 # Parts that main_generation shares with main_ppo name main_ppo's keys in their messages.

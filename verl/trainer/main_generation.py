@@ -18,14 +18,14 @@ from loguru import logger
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.compose import hydra_main, omega_conf_to_dataclass
 from verl.config.offline import GenerationDataConfig, GenerationTrainerConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.data.rl_dataset import collate_fn
 from verl.planning.checks import Findings
 from verl.protocol import DataProto
 from verl.trainer.generation_data import GenerationPrompts, PartialAnswers, own_keys
 from verl.trainer.offline_plan import check_inputs, generation_entry
-from verl.config.compose import hydra_main, omega_conf_to_dataclass
-from verl.data.rl_dataset import collate_fn
 from verl.utils.distributed import (
     destroy_global_process_group,
     ensure_process_group,

@@ -12,10 +12,11 @@ import ray
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from verl.utils.problems import ConfigError, Problem
+from verl.config.compose import hydra_main
+from verl.planning.config_effect import validate_config
 from verl.trainer.ppo.utils import Role, need_critic, serves_reward_model, uses_kl
 from verl.trainer.run.ray_session import run_here, run_until_done, started_session
-from verl.config.compose import hydra_main, validate_config
+from verl.utils.problems import ConfigError, Problem
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]  # noqa: F822
 

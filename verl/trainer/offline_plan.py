@@ -9,12 +9,12 @@ from rich.console import Console
 
 from verl.config.offline import EvaluationConfig, GenerationConfig
 from verl.config.rollout import ROLLOUTS_OF_THE_ACTOR
+from verl.data.rl_dataset import read_rows
 from verl.planning.checks import Findings, check_gpus, check_length, check_liger, check_models, row_problems
 from verl.planning.config_check import select, text
 from verl.planning.dry_run import Entry, count_text, print_rows
-from verl.utils.problems import Problem, one_line, wrong
 from verl.trainer.generation_data import GenerationPrompts, PartialAnswers, own_keys
-from verl.data.rl_dataset import read_rows
+from verl.utils.problems import Problem, one_line, wrong
 
 
 def generation_entry() -> Entry:

@@ -1,7 +1,5 @@
-"""Compatibility with verl: import path of `verl.config.compose`."""
+"""Compatibility with verl: import path of what composes and checks configs."""
+# ruff: noqa: F401
 
-import sys
-
-from verl.config import compose
-
-sys.modules[__name__] = compose
+from verl.config.compose import forced_override, hydra_main, omega_conf_to_dataclass, update_dict_with_config
+from verl.planning.config_effect import validate_config

@@ -1,7 +1,9 @@
-"""A table of named plug-ins that suggests the nearest entry for an unknown name."""
+"""A table of named plug-ins that suggests the nearest entry for an unknown name, and plug-ins of installed packages."""
 
 import difflib
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -13,6 +15,16 @@ def nearest(name: str, known: list[str]) -> str:
     lower = {entry.lower(): entry for entry in known}
     close = difflib.get_close_matches(str(name).lower(), lower, n=1)
     return f"; did you mean '{lower[close[0]]}'?" if close else ""
+
+
+@cache
+def installed_plugins(kind: str) -> dict[str, str]:
+    """Name -> dotted name of the plug-ins that installed packages declare as entry points of the group `verl.<kind>`.
+
+    The groups are `verl.rollouts` (names `<rollout.name>.<rollout.mode>`), `verl.auxiliary_losses` and
+    `verl.reward_rules` (names are data sources).
+    """
+    return {point.name: point.value.replace(":", ".") for point in entry_points(group=f"verl.{kind}")}
 
 
 class Registry(dict[K, T]):

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from verl.utils.registry import installed_plugins
+
 FRAME = re.compile(r'File "([^"<]+)", line (\d+), in (\S+)')
 CHAINED = re.compile(r"\n\s*(?:The above exception was|During handling of the above)")
 PROJECT = Path(__file__).resolve().parents[2]
@@ -18,7 +20,9 @@ NOT_OF_USERS = tuple(
     str(path)
     for path in (
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        *(PROJECT / name for name in ("verl", "recipe", "dllm_reasoning")),
+        PROJECT / "verl",
+        *(PROJECT / name.split(".")[0] for kind in ("rollouts", "auxiliary_losses")
+          for name in installed_plugins(kind).values()),
     )
 )
 

@@ -5,6 +5,7 @@ import pytest
 from tests.helpers.configs import SOUND, compose_ppo
 from tests.helpers.engines import leave_group, make_actor, make_engine, rl_batch
 from tests.helpers.rl_run import compose_run, metrics_rows
+from verl.config.compose import omega_conf_to_dataclass
 from verl.config.ppo import PPOConfig
 from verl.planning.config_check import find_problems
 from verl.planning.config_effect import unused_settings
@@ -12,7 +13,6 @@ from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.worker_groups import classes
 from verl.trainer.run.ray_session import run_here
-from verl.config.compose import omega_conf_to_dataclass
 from verl.workers.config import McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig, VeOmniEngineConfig
 
 TREE = "ppo_megatron_trainer"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl.algos.log_prob_metrics import calculate_debug_metrics
 from verl.protocol import DataProto
 from verl.trainer.ppo.batching import (
     DropCounts,
@@ -17,7 +18,6 @@ from verl.trainer.ppo.batching import (
     share_weights,
     shareable,
 )
-from verl.algos.log_prob_metrics import calculate_debug_metrics
 
 
 def samples(groups: str, lost: str = "") -> DataProto:

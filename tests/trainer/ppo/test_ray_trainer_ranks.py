@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from tests.helpers.rl_run import compose_run, metrics_rows, overrides
 from tests.helpers.watched_runs import CANARY, SECRETS, family, files_with_secrets, listening, wait_until
-from verl.trainer.run.ray_session import SESSION_FILE
 from verl.checkpoint.publish import published_steps
+from verl.trainer.run.ray_session import SESSION_FILE
 from verl.utils.stop_signals import SAME_STOP_S
 
 # Two mini-batches with a KL term: the old-log-prob pass and the reference engine take part.

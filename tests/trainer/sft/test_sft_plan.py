@@ -17,12 +17,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.helpers.engines import leave_group, make_engine
 from tests.helpers.sft_run import compose_sft, overrides, write_pairs
 from tests.trainer.config.test_defaults import at, leaves, plain
+from verl.config.compose import forced_override
 from verl.trainer import fsdp_sft_trainer
 from verl.trainer.config import SFTConfig
 from verl.trainer.fsdp_sft_trainer import run_sft
 from verl.trainer.sft.plan import dry_run
 from verl.trainer.sft.trainer import FSDPSFTTrainer
-from verl.config.compose import forced_override
 
 KEYS_FILE = Path(__file__).with_name("public_keys.txt")
 

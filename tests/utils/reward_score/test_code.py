@@ -15,14 +15,12 @@ import tenacity
 import torch
 
 from tests.helpers.sandbox import refused
-from verl.reward.pool import Slots
-from verl.reward.sandbox import SandboxConfig
 from verl.protocol import DataProto
-from verl.reward.rules import default_compute_score
-from verl.reward.rules import prime_code
-from verl.reward.rules import sandbox_fusion
+from verl.reward.pool import Slots
+from verl.reward.rules import default_compute_score, prime_code, sandbox_fusion
 from verl.reward.rules.code_cases import Case, cases_of, extract_code, same_output, same_value
 from verl.reward.rules.sandbox_fusion import utils as sandbox_utils
+from verl.reward.sandbox import SandboxConfig
 from verl.workers.config import RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager
 

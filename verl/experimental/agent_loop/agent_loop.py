@@ -15,6 +15,8 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
+from verl.config.compose import omega_conf_to_dataclass
+from verl.data.rl_dataset import get_dataset_class
 from verl.experimental.agent_loop.base import (
     AgentLoopBase,
     AgentLoopMetrics,
@@ -37,8 +39,6 @@ from verl.experimental.agent_loop.rows import (
 )
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.protocol import DataProto
-from verl.config.compose import omega_conf_to_dataclass
-from verl.data.rl_dataset import get_dataset_class
 from verl.utils.import_utils import import_external_libs, load_class_from_fqn
 from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr
 from verl.utils.tokenizer import policy_tokenizer

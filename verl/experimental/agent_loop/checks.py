@@ -10,9 +10,9 @@ from verl.experimental.agent_loop.base import _agent_loop_registry
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.experimental.agent_loop.utils import resolve_config_path
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.utils.problems import UNUSED, Problem, one_line, register_check, wrong
 from verl.tools.runner import ToolRunner
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
+from verl.utils.problems import UNUSED, Problem, one_line, register_check, wrong
 from verl.utils.tokenizer import stop_ids
 from verl.workers.rollout.message_encoder import USER, MessageEncoder
 from verl.workers.rollout.replica import RolloutReplicaRegistry

@@ -18,9 +18,9 @@ from verl.experimental.agent_loop.base import (
     register,
 )
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
-from verl.reward.pool import FatalGradingError
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.reward.pool import FatalGradingError
 from verl.tools.journal import ToolJournal
 from verl.tools.runner import ToolConversation, ToolRunner
 from verl.tools.schemas import ToolResponse

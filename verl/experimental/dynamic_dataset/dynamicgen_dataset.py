@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
-from verl.protocol import DataProto
 from verl.data.rl_dataset import RLHFDataset, data_setting
+from verl.protocol import DataProto
 from verl.utils.import_utils import load_extern_object
 
 

@@ -8,10 +8,10 @@ import ray
 import torch
 from omegaconf import DictConfig
 
+from verl.config.compose import omega_conf_to_dataclass
 from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls
 from verl.experimental.reward_loop.reward_model import ServedRewardManager
 from verl.protocol import DataProto
-from verl.config.compose import omega_conf_to_dataclass
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_object
 from verl.utils.tokenizer import hf_tokenizer, policy_tokenizer

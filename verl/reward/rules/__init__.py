@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from verl.utils.registry import nearest
+from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.registry import installed_plugins, nearest
 
 _HERE = "verl.reward.rules"
 # data source (a pattern, * for any text) -> module, function of (solution_str, ground_truth, **kwargs)
@@ -23,12 +24,12 @@ _SCORERS: dict[str, tuple[str, str]] = {
     "searchR1_*": ("search_r1_like_qa_em", "compute_score"),
 }
 _CODE = ("codecontests", "apps", "codeforces", "taco")
-_SPD = "spd_scorer"
+_PLUGINS = installed_plugins("reward_rules")  # data source -> dotted name of a compute_score
 
 
 def known_sources() -> list[str]:
     """The data sources that have a rule."""
-    return [*_SCORERS, *_CODE, _SPD]
+    return [*_SCORERS, *_CODE, *_PLUGINS]
 
 
 def default_compute_score(
@@ -53,10 +54,9 @@ def default_compute_score(
         from verl.reward.rules import prime_code
 
         return prime_code.compute_score(solution_str, ground_truth, continuous=True, sandbox=sandbox, **kwargs)[0]
-    if data_source == _SPD:
-        from verl.reward.rules import spd_scorer_reward
-
-        return spd_scorer_reward.compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
+    if data_source in _PLUGINS:
+        rule = load_class_from_fqn(_PLUGINS[data_source], "reward rule")
+        return rule(data_source, solution_str, ground_truth, extra_info, **kwargs)
     module, name = _scorer(str(data_source))
     result = getattr(importlib.import_module(f"{_HERE}.{module}"), name)(solution_str, ground_truth, **kwargs)
     return result if isinstance(result, dict) else float(result)
@@ -69,7 +69,7 @@ def has_rule(data_source: str) -> bool:
 
 def truth_problem(data_source: str, ground_truth: Any) -> str | None:
     """Why no answer can equal this ground truth by the rule of its data source; None if one can, or without a rule."""
-    if data_source == _SPD or not has_rule(data_source):
+    if data_source in _PLUGINS or not has_rule(data_source):
         return None
     rule = "code" if data_source in _CODE else _scorer(str(data_source))[0]
     if rule == "code":

@@ -9,8 +9,8 @@ import threading
 
 from loguru import logger
 
-from verl.utils.time_limit import Child, ChildDied
 from verl.reward.rules.math_reward import boxed_answer, is_equiv
+from verl.utils.time_limit import Child, ChildDied
 
 _SECONDS = 10.0
 _LONGEST = 2000  # characters; a longer answer counts as wrong

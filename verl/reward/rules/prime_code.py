@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from verl.reward.sandbox import SandboxConfig, run_python
 from verl.reward.rules.code_cases import cases_of, extract_code, share_passed
+from verl.reward.sandbox import SandboxConfig, run_python
 
 # All cases of one answer together may take this many times the limit of one.
 CASES_BUDGET = 10

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoFuture, concat_batches
-from verl.utils.py_functional import DynamicEnum
 from verl.protocol.tensordict_utils import chunk_tensordict
+from verl.utils.py_functional import DynamicEnum
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup

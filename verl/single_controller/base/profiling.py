@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from verl.single_controller.base.decorator import Dispatch, register
 from verl.profiling.profile import DistProfiler
+from verl.single_controller.base.decorator import Dispatch, register
 
 
 class DistProfilerExtension:

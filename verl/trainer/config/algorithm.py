@@ -1,3 +1,3 @@
-"""Import path of verl; the settings live in `verl.config.algorithm`."""
+"""Compatibility with verl: the settings live in `verl.config.algorithm`."""
 
 from verl.config.algorithm import *  # noqa: F403

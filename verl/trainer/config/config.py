@@ -1,3 +1,3 @@
-"""Import path of verl; the settings live in `verl.config.common`."""
+"""Compatibility with verl: the settings live in `verl.config.common`."""
 
 from verl.config.common import *  # noqa: F403

@@ -13,6 +13,7 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.algos.log_prob_metrics import calculate_debug_metrics
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
     compute_rollout_corr_metrics_from_logprobs,
@@ -21,10 +22,9 @@ from verl.algos.rollout_correction import (
 from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.batch_sizes import prompts_a_step
 from verl.protocol import DataProto
-from verl.trainer.ppo import core_algos
-from verl.algos.log_prob_metrics import calculate_debug_metrics
-from verl.utils.groupwise import as_torch_index
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.trainer.ppo import core_algos
+from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import EXTRAS, LOST
 
 MASKED, NO_BASELINE = "masked", "no_baseline"  # texts in LOST that count by themselves

@@ -9,13 +9,13 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from verl.experimental.dataset.sampler import AbstractSampler
-from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.config.batch_sizes import steps_in_all
-from verl.protocol import DataProto
-from verl.trainer.run.prompt_stream import PromptStream
 from verl.data.rl_dataset import RLHFDataset, data_setting, get_dataset_class
 from verl.data.rl_dataset import collate_fn as default_collate_fn
+from verl.experimental.dataset.sampler import AbstractSampler
+from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
+from verl.protocol import DataProto
+from verl.trainer.run.prompt_stream import PromptStream
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.import_utils import load_extern_object
 from verl.utils.stop_signals import obey_parent_only

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl.config.batch_sizes import batch_problems, plan_batches
+from verl.config.compose import omega_conf_to_dataclass
 from verl.planning.dry_run import memory_table
 from verl.planning.machine import available_memory, check_disk, check_memory, checkpoint_bytes
 from verl.planning.memory_estimate import (
@@ -20,9 +21,8 @@ from verl.planning.memory_estimate import (
     estimate_memory,
     measure_loaded,
 )
-from verl.utils.problems import WRONG, Problem
 from verl.trainer.ppo.utils import need_critic, uses_kl
-from verl.config.compose import omega_conf_to_dataclass
+from verl.utils.problems import WRONG, Problem
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.engine.memory_trace import MicroBatch, traced_update
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 import verl.experimental.agent_loop.checks  # noqa: F401  (registers its checks)
 from verl.algos.names import COMPARES_SAMPLES
-from verl.config.ppo import PPOConfig
 from verl.config.batch_sizes import plan_batches, steps_in_all
+from verl.config.ppo import PPOConfig
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -28,8 +28,8 @@ from verl.planning.checks import (
 )
 from verl.planning.config_check import ARITHMETIC, find_problems, rl_problems
 from verl.planning.dry_run import Entry, count_text, print_rows
-from verl.utils.problems import ABSENT, CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 from verl.trainer.ppo.utils import uses_kl
+from verl.utils.problems import ABSENT, CHECKS, UNUSED, WRONG, ConfigError, Problem, absent, wrong
 
 TENSOR_PARALLEL = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size"
 PROMPTS_MEASURED = 1000  # whose tokens a dry run counts
@@ -72,8 +72,8 @@ def refuse_bad_input(config: DictConfig) -> None:
 
 def check_plugins(config: DictConfig) -> Iterator[Problem]:
     """Names that the registries of the workers must know, and the user's reward function."""
-    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.models.loading import get_model_loader
+    from verl.trainer.ppo.reward import check_reward_arguments, get_custom_reward_fn, get_manager_class
     from verl.workers.policy import get_policy
     from verl.workers.rollout.base import get_rollout_class
 
@@ -109,9 +109,9 @@ def check_group_size(config: DictConfig) -> Iterator[Problem]:
 
 def check_data(config: DictConfig, findings: Findings, rows: int = ROWS_CHECKED) -> None:
     """Files, columns and the first `rows` rows of both data sets, read by the data set class of the run."""
-    from verl.trainer.ppo.data_loading import create_rl_dataset
     from verl.data.rl_dataset import RLHFDataset, get_dataset_class, no_chat_template
     from verl.reward.rules import has_rule, truth_problem, unknown_source
+    from verl.trainer.ppo.data_loading import create_rl_dataset
 
     data, parts = config.data, (config.data, findings.tokenizer, findings.processor)
 
@@ -210,8 +210,8 @@ def _whole_layers(config: DictConfig) -> list[str]:
 
 def _longest_prompt(config: DictConfig, findings: Findings) -> dict[str, str]:
     """A row about the first prompts as the chat template renders them; none for a data set of another kind."""
-    from verl.utils.chat_template import ChatTemplateError, render_chat
     from verl.data.rl_dataset import DatasetError, RLHFDataset
+    from verl.utils.chat_template import ChatTemplateError, render_chat
 
     prompts = findings.datasets.get("data.train_files")
     if not isinstance(prompts, RLHFDataset):

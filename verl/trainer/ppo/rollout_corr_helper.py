@@ -1,3 +1,3 @@
-"""Import path of verl; the functions live in `verl.algos.rollout_correction`."""
+"""Compatibility with verl: the functions live in `verl.algos.rollout_correction`."""
 
 from verl.algos.rollout_correction import *  # noqa: F403

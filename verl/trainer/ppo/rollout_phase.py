@@ -13,8 +13,8 @@ from verl.trainer.ppo.batching import LOST, compute_response_mask
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.reward import compute_reward, drop_failed
 from verl.trainer.ppo.reward_stream import RewardStream, grades_rows
-from verl.trainer.ppo.utils import serves_reward_model
 from verl.trainer.ppo.rollout_skip import RolloutSkip
+from verl.trainer.ppo.utils import serves_reward_model
 from verl.utils.tokenizer import stop_ids
 from verl.workers.reward_manager.reward_rows import GRADED, place_scores
 from verl.workers.rollout.replica import RolloutReplicaRegistry

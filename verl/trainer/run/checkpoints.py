@@ -19,11 +19,7 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from verl.utils.problems import one_line
-from verl.trainer.run.prompt_stream import PromptStream
-from verl.trainer.run.ranks import from_first_rank, is_first_rank
-from verl.checkpoint import should_save_ckpt_esi
-from verl.checkpoint import rng
+from verl.checkpoint import rng, should_save_ckpt_esi
 from verl.checkpoint.publish import (
     TRACKER,
     CheckpointCorruptError,
@@ -31,8 +27,11 @@ from verl.checkpoint.publish import (
     find_valid_checkpoint,
     verify_manifest,
 )
+from verl.trainer.run.prompt_stream import PromptStream
+from verl.trainer.run.ranks import from_first_rank, is_first_rank
 from verl.utils.distributed import host_barrier
 from verl.utils.fs import copy_into
+from verl.utils.problems import one_line
 
 STATE_FILE = "trainer_state.json"
 DATA_FILE = "data.pt"

@@ -8,9 +8,9 @@ from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.protocol import DataProto
 from verl.data.rl_dataset import collate_fn
 from verl.data.sft_dataset import get_sft_dataset_class
+from verl.protocol import DataProto
 from verl.utils.fs import copy_to_local
 from verl.utils.stop_signals import obey_parent_only
 from verl.workers.actor.batch_cuts import micro_batches

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl.config.batch_sizes import divides_ranks, rank_count, splits_ranks
+from verl.data.sft_dataset import get_sft_dataset_class
 from verl.planning.checks import (
     ROWS_AT_START,
     ROWS_CHECKED,
@@ -36,10 +37,9 @@ from verl.planning.memory_estimate import (
     measure_model,
     training_memory,
 )
-from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
 from verl.trainer.sft.settings import engine_parts, model_settings, samples_per_forward
-from verl.data.sft_dataset import get_sft_dataset_class
 from verl.utils.import_utils import import_external_libs
+from verl.utils.problems import ABSENT, WRONG, ConfigError, Problem, wrong
 
 if TYPE_CHECKING:
     from verl.trainer.sft.trainer import FSDPSFTTrainer

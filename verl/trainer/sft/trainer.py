@@ -19,7 +19,8 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from verl.config.sft import SFTConfig
-from verl.utils.problems import Problem
+from verl.data.sft_dataset import SFTDataset
+from verl.profiling.performance import peak_memory
 from verl.protocol import DataProto
 from verl.trainer.run.checkpoints import Checkpoints
 from verl.trainer.run.nonfinite import count_skipped
@@ -28,11 +29,10 @@ from verl.trainer.run.ranks import any_rank, largest, summed
 from verl.trainer.run.run_log import RunLog, update_best
 from verl.trainer.sft.data import PaddedRows, RankShares, create_sft_dataset, cut, make_loader
 from verl.trainer.sft.settings import engine_parts, samples_per_forward
-from verl.data.sft_dataset import SFTDataset
 from verl.utils.fingerprint import data_fingerprint
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.fs import copy_to_local
-from verl.profiling.performance import peak_memory
+from verl.utils.problems import Problem
 from verl.utils.stop_signals import StopSignals
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import FSDPEngine

@@ -1,5 +1,4 @@
 """Compatibility with verl: import path of `verl.data`."""
+# ruff: noqa: F401
 
 from verl.data import RLHFDataset, SFTDataset, collate_fn, get_dataset_class
-
-__all__ = ['RLHFDataset', 'SFTDataset', 'collate_fn', 'get_dataset_class']

@@ -1,4 +1,4 @@
-"""Import path of the SPD data set, which lives in `recipe.spd.dataset`; nothing is imported before it is used."""
+"""Compatibility with verl: import path of `recipe.spd.dataset`, which is imported when a name is used."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Upstream's path of verl.utils.profiler: the same names, imported on first use."""
+"""Compatibility with verl: the older path of `verl.utils.profiler`, the same names, imported on first use."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Upstream's older path of verl.profiling.performance."""
+"""Compatibility with verl: the older import path of `verl.profiling.performance`."""
 
 from verl.profiling.performance import (
     GPUMemoryLogger,

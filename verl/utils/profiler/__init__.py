@@ -1,4 +1,4 @@
-"""Profiling of roles and timing of code: settings, tools, timers, memory logs.
+"""Compatibility with verl: import path of settings, tools, timers and memory logs of `verl.profiling`.
 
 Names are imported on first use: settings need no torch, and DistProfilerExtension is part of the single controller.
 """

@@ -1,5 +1,4 @@
 """Compatibility with verl: import path of `verl.reward.rules`."""
+# ruff: noqa: F401
 
 from verl.reward.rules import default_compute_score, has_rule, known_sources, nearest, truth_problem, unknown_source
-
-__all__ = ['default_compute_score', 'has_rule', 'known_sources', 'nearest', 'truth_problem', 'unknown_source']

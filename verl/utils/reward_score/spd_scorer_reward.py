@@ -1,4 +1,4 @@
-"""Import path of the SPD reward, which lives in `recipe.spd.reward`; nothing is imported before it is used."""
+"""Compatibility with verl: import path of `recipe.spd.reward`, which is imported when a name is used."""
 
 import importlib
 from typing import Any

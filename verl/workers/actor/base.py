@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_class_from_fqn
-from verl.utils.registry import Registry
+from verl.utils.registry import Registry, installed_plugins
 from verl.workers.config import ActorConfig
 
 
@@ -56,7 +56,7 @@ class AuxiliaryLoss(ABC):
 _AUXILIARY_LOSSES: Registry[str, type[AuxiliaryLoss] | str] = Registry(
     "auxiliary loss", "Register it with register_auxiliary_loss in a module named by model.external_lib."
 )
-_AUXILIARY_LOSSES["refine_loss"] = "dllm_reasoning.losses.refine_loss.RefineLoss"
+_AUXILIARY_LOSSES |= installed_plugins("auxiliary_losses")
 
 
 def register_auxiliary_loss(name: str) -> Callable[[type[AuxiliaryLoss]], type[AuxiliaryLoss]]:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from verl.protocol import DataProto
-from verl.utils.groupwise import groups_of
 from verl.protocol.seqlen_balancing import prepare_dynamic_batch
+from verl.utils.groupwise import groups_of
 
 
 def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[int]]:

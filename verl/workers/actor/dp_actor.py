@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens
+from verl.algos.aggregation import agg_loss
+from verl.algos.kl import kl_penalty
+from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens, get_policy_loss_fn
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor, auxiliary_losses
 from verl.workers.actor.batch_cuts import micro_batches

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from loguru import logger
 from tensordict import TensorDict
 
-from verl.protocol import DataProto
 from verl.profiling.profile import finished_update
+from verl.protocol import DataProto
 from verl.workers.actor.batch_cuts import micro_batches, mini_batches, restore_order
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import FSDPEngine

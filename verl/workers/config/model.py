@@ -1,3 +1,3 @@
-"""Import path of verl; the settings live in `verl.config.model`."""
+"""Compatibility with verl: the settings live in `verl.config.model`."""
 
 from verl.config.model import *  # noqa: F403

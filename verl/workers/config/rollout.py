@@ -1,3 +1,3 @@
-"""Import path of verl; the settings live in `verl.config.rollout`."""
+"""Compatibility with verl: the settings live in `verl.config.rollout`."""
 
 from verl.config.rollout import *  # noqa: F403

@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from verl.algos.policy_loss import compute_value_loss
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import compute_value_loss
 from verl.utils.peft_weights import without_adapters
 from verl.utils.torch_functional import masked_mean
 from verl.workers.actor.batch_cuts import micro_batches

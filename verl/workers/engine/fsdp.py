@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from verl.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.models.loading import print_model_size, torch_dtype_of
 from verl.planning.machine import available_memory
 from verl.planning.memory_estimate import checkpoints_layers
 from verl.protocol import DataProto
 from verl.utils import fsdp_utils
-from verl.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.distributed import ensure_process_group
-from verl.models.loading import print_model_size, torch_dtype_of
 from verl.utils.peft_weights import (
     adapted_layers,
     adapter_weights,

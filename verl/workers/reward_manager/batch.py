@@ -6,8 +6,8 @@ from typing import Any
 
 from loguru import logger
 
-from verl.reward.pool import Failure, GradingPool, call_for_batch
 from verl.protocol import DataProto
+from verl.reward.pool import Failure, GradingPool, call_for_batch
 from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register

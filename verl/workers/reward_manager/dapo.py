@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from verl.reward.pool import Failure
 from verl.protocol import DataProto
+from verl.reward.pool import Failure
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register

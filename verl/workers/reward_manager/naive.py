@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from verl.config.reward_model import RewardModelConfig
-from verl.reward.pool import ExternFunction, Failure, GradingPool, Together
 from verl.protocol import DataProto
+from verl.reward.pool import ExternFunction, Failure, GradingPool, Together
 from verl.workers.reward_manager.abstract import AbstractRewardManager, RawRewardFn
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.reward_rows import GRADED, Row, log_examples, parse_results, place_results, rows_of

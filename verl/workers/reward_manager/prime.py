@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from verl.config.reward_model import RewardModelConfig
-from verl.reward.pool import Failure, GradingPool, call_by_position
 from verl.protocol import DataProto
+from verl.reward.pool import Failure, GradingPool, call_by_position
 from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.registry import register

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from loguru import logger
 
-from verl.reward.pool import Failure
 from verl.protocol import DataProto
+from verl.reward.pool import Failure
 from verl.utils.user_code import defined_at
 from verl.utils.visible_text import visible
 

@@ -13,14 +13,14 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
-from verl.reward.pool import finished
-from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.config.compose import omega_conf_to_dataclass
-from verl.models.loading import torch_dtype_of
 from verl.config.profiler import ProfilerConfig
+from verl.models.loading import torch_dtype_of
 from verl.profiling.performance import peak_memory
 from verl.profiling.profile import DistProfiler
+from verl.protocol import DataProto
+from verl.reward.pool import finished
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 from verl.workers.config import CheckpointConfig, FSDPActorConfig, FSDPRefConfig, HFModelConfig, RolloutConfig

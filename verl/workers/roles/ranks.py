@@ -4,16 +4,16 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from transformers import PretrainedConfig
 
+from verl.config.compose import omega_conf_to_dataclass
+from verl.config.profiler import ProfilerConfig
+from verl.profiling.profile import DistProfiler
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.profiling import DistProfilerExtension
-from verl.config.compose import omega_conf_to_dataclass
 from verl.utils.device import get_device_name, rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.flops_counter import FlopsCounter
-from verl.config.profiler import ProfilerConfig
-from verl.profiling.profile import DistProfiler
 from verl.workers.engine.fsdp import FSDPEngine
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from verl.single_controller.base.decorator import Dispatch, register
 from verl.config.compose import omega_conf_to_dataclass
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import visible_device
 from verl.workers.config import RewardModelConfig
 from verl.workers.roles.ranks import ModelWorker

@@ -10,7 +10,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_class_from_fqn
-from verl.utils.registry import Registry, nearest
+from verl.utils.registry import Registry, installed_plugins, nearest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,13 +74,12 @@ _ROLLOUT_REGISTRY: Registry[tuple[str, str], type[BaseRollout] | str] = Registry
 )
 _ROLLOUT_REGISTRY |= {
     ("hf", "sync"): "verl.workers.rollout.hf_rollout.HFRollout",
-    ("refine", "sync"): "dllm_reasoning.rollout.RefineRollout",
     ("sglang", "async"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
     ("sglang", "sync"): "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter",
-    ("spd", "sync"): "recipe.spd.rollout.SPDRollout",
     ("vllm", "async"): "verl.workers.rollout.vllm_rollout.vllm_async_server.vLLMAsyncRollout",
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout.vLLMRollout",
 }
+_ROLLOUT_REGISTRY |= {tuple(name.rsplit(".", 1)): value for name, value in installed_plugins("rollouts").items()}
 
 
 def register_rollout(name: str, mode: str = "sync") -> Callable[[type[BaseRollout]], type[BaseRollout]]:

@@ -6,10 +6,10 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 
+from verl.config.compose import omega_conf_to_dataclass
 from verl.reward.pool import finished
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.config.compose import omega_conf_to_dataclass
 from verl.utils.device import rank_device_index
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import HFModelConfig, RolloutConfig

@@ -1,4 +1,4 @@
-"""Import path of the SPD recipe's rollout; importing it registers the rollout under `rollout.name=spd`."""
+"""Compatibility with verl: import path of `recipe.spd.rollout`."""
 
 import importlib
 from typing import Any

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from verl.reward.pool import Failure
 from verl.protocol import DataProto
+from verl.reward.pool import Failure
 from verl.workers.reward_manager.reward_rows import GRADED, parse_results, place_results, rows_of
 
 

@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.registry import register
-from verl.reward.pool import ExternFunction, Failure
 from verl.protocol import DataProto
+from verl.reward.pool import ExternFunction, Failure
 from verl.utils.user_code import defined_at
 from verl.workers.reward_manager.abstract import RawRewardFn
 from verl.workers.reward_manager.reward_rows import RewardError, Row, rows_of, split

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from loguru import logger
 
-from verl.utils.problems import Problem, absent, register_check
 from verl.protocol import DataProto
 from verl.utils.device import visible_device
+from verl.utils.problems import Problem, absent, register_check
 from verl.utils.tokenizer import stop_ids
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
