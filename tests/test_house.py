@@ -22,17 +22,16 @@ from tests.helpers.documents import FENCE, SETTINGS, commands, program_of, track
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("verl", "recipe", "dllm_reasoning")
-#: module prefix -> floor; the longest prefix counts, and imports go to the same floor or below
-FLOORS = {
-    "verl": 1, "verl.protocol": 1, "verl.config.base": 1, "verl.utils": 1, "verl.trainer.config": 1,
-    "verl.workers.config": 1, "verl.trainer.ppo.core_algos": 1, "verl.trainer.ppo.algos": 1,
-    "verl.trainer.ppo.metric_utils": 1, "verl.algos.rollout_correction": 1,
-    "verl.single_controller": 2, "verl.workers": 2, "verl.tools": 2, "verl.interactions": 2, "verl.models": 2,
-    "verl.experimental": 3, "verl.workers.roles": 3, "verl.workers.actor": 3, "verl.workers.critic": 3,
-    "verl.workers.fsdp_workers": 3, "verl.model_merger": 4, "verl.trainer": 4, "verl.trainer.main_ppo": 5,
-    "recipe": 5, "dllm_reasoning": 5, "spd_scorer": 5, "train_spd_scorer": 5,
-}  # fmt: skip
-RECIPES = ("recipe", "dllm_reasoning", "spd_scorer", "train_spd_scorer")
+#: Every package and top-level module from the lowest layer to the highest: imports go to lower ones or stay inside.
+LAYERS = (
+    "verl.utils", "verl.config", "verl.protocol", "verl.algos", "verl.models", "verl.checkpoint", "verl.reward",
+    "verl.data", "verl.profiling", "verl.planning", "verl.single_controller", "verl.tools", "verl.interactions",
+    "verl.workers", "verl.experimental", "verl.report", "verl.trainer", "verl.model_merger", "recipe.dapo",
+    "dllm_reasoning", "recipe.spd", "spd_scorer", "train_spd_scorer",
+)  # fmt: skip
+WITHOUT_RAY = LAYERS[: LAYERS.index("verl.single_controller")]
+ROOTS = ("verl", "recipe", "setup")  # files that belong to no layer: __init__.py and setup.py
+COMPATIBILITY = '"""Compatibility with verl:'  # how the docstring of a module of verl's names begins
 
 
 def product_files():
@@ -43,8 +42,14 @@ def module_of(file):
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def floor_of(module):
-    return max(((p, f) for p, f in FLOORS.items() if module == p or module.startswith(f"{p}.")), default=("", None))[1]
+def package_of(module):
+    return ".".join(module.split(".")[: 2 if module.split(".")[0] in ("verl", "recipe") else 1])
+
+
+def live_files():
+    """{module: file} of what is not there for imports of verl's users alone."""
+    files = {module_of(file): file for file in product_files()}
+    return {module: file for module, file in files.items() if not file.read_text().startswith(COMPATIBILITY)}
 
 
 def imports_of(file):
@@ -60,17 +65,26 @@ def imports_of(file):
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
-def test_imports_only_go_down_and_verl_knows_no_recipe():
-    upward, seen = [], 0
-    for file in product_files():
-        here = floor_of(module_of(file))
-        for line, name in imports_of(file) if here else ():
-            there = floor_of(name)
-            seen += there is not None
-            recipe = module_of(file).split(".")[0] == "verl" and name.split(".")[0] in RECIPES
-            if recipe or (there or 0) > here:
-                upward.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
-    assert seen > 500 and not upward
+def test_imports_go_to_lower_layers_and_never_to_compatibility_modules():
+    modules, live, wrong, seen = {module_of(file) for file in product_files()}, live_files(), [], 0
+    assert {package_of(module) for module in live} == {*LAYERS, *ROOTS}
+    assert len(modules - live.keys()) > 20
+    for module, file in live.items():
+        for line, name in imports_of(file):
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            layers = [LAYERS.index(package_of(m)) for m in (module, name) if package_of(m) in LAYERS]
+            seen += len(layers) == 2
+            if name and name not in live or len(layers) == 2 and layers[0] < layers[1]:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    assert seen > 1000 and not wrong
+
+
+def test_verl_names_no_module_of_a_recipe():
+    name = re.compile(r"""["'](recipe\.\w+|dllm_reasoning)\b[\w.]*["']""")
+    files = [file for module, file in live_files().items() if module.startswith("verl.")]
+    assert not [f"{file.relative_to(ROOT)}: {m.group()}" for file in files for m in name.finditer(file.read_text())]
+    assert name.search('_REGISTRY["spd"] = "recipe.spd.rollout.SPDRollout"')
 
 
 def imports_at_load(file, modules):
@@ -130,9 +144,10 @@ def test_no_file_names_a_path_of_one_machine():
 
 
 @pytest.mark.process
-def test_floor_one_needs_no_ray_and_no_process_group():
-    """In one fresh process: everything on floor 1 is imported, and neither Ray nor vLLM came with it."""
-    modules = [m for f in product_files() if (m := module_of(f)) and floor_of(m) == 1 and not m.endswith("__main__")]
+def test_layers_below_the_single_controller_need_no_ray_and_no_process_group():
+    """In one fresh process: all of their modules are imported, and neither Ray nor vLLM came with them."""
+    modules = [m for m in live_files() if package_of(m) in WITHOUT_RAY and not m.endswith("__main__")]
+    assert len(modules) > 100
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}:\n    importlib.import_module(name)\n"
