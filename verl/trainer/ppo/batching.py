@@ -13,6 +13,7 @@ import torch
 from loguru import logger
 from omegaconf import DictConfig
 
+from verl.algos import advantage, kl
 from verl.algos.log_prob_metrics import calculate_debug_metrics
 from verl.algos.reweight import compute_pf_ppo_reweight_data
 from verl.algos.rollout_correction import (
@@ -23,7 +24,6 @@ from verl.config.algorithm import RolloutCorrectionConfig
 from verl.config.batch_sizes import prompts_a_step
 from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.trainer.ppo import core_algos
 from verl.utils.groupwise import as_torch_index
 from verl.workers.reward_manager.reward_rows import EXTRAS, LOST
 
@@ -47,7 +47,7 @@ def needs_old_log_probs(config: DictConfig) -> bool:
         or prompts_a_step(config)[1] > actor.ppo_mini_batch_size
         or algorithm.use_kl_in_reward
         or config.actor_rollout_ref.rollout.calculate_log_probs
-        or "old_log_probs" in core_algos.inputs_of(algorithm.adv_estimator)
+        or "old_log_probs" in advantage.inputs_of(algorithm.adv_estimator)
     )
 
 
@@ -287,30 +287,30 @@ def correct_rollout(data: DataProto, correction: RolloutCorrectionConfig | None)
 
 
 def apply_kl_penalty(
-    data: DataProto, kl_ctrl: core_algos.FixedKLController, kl_penalty: str = "kl"
+    data: DataProto, kl_ctrl: kl.FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
     """token_level_rewards = token_level_scores - coefficient * KL(old || ref) on counted tokens; all [B, R].
 
     Then the controller sees the batch's KL: mean over samples of the mean over their counted tokens.
     """
     mask = data.batch["response_mask"]
-    kl = core_algos.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
+    gap = kl.kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
     coefficient = kl_ctrl.value
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
-    current = (kl.sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * gap
+    current = (gap.sum(-1) / mask.sum(-1).clamp(min=1)).mean().item()
     kl_ctrl.update(current_kl=current, n_steps=len(data))
     return data, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
 
 
 def compute_advantage(
-    data: DataProto, adv_estimator: core_algos.AdvantageEstimator | str, gamma: float = 1.0, lam: float = 1.0,
+    data: DataProto, adv_estimator: advantage.AdvantageEstimator | str, gamma: float = 1.0, lam: float = 1.0,
     num_repeat: int = 1, norm_adv_by_std_in_grpo: bool = True, config: Any = None,
 ) -> DataProto:
     """Add advantages and returns [B, R] by the registered estimator, which takes what its signature names."""
     settings = {"gamma": gamma, "lam": lam, "num_repeat": num_repeat, "config": config,
                 "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     inputs = {**settings, "index": data.non_tensor_batch["uid"], **dict(data.batch.items())}
-    advantages, returns = core_algos.estimate_advantages(adv_estimator, inputs)
+    advantages, returns = advantage.estimate_advantages(adv_estimator, inputs)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     if float(advantages.abs().max()) < 1e-6:  # less than rounding leaves of equal rewards
         reward = data.batch["token_level_rewards"].sum(-1).mean().item()

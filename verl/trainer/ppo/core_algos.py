@@ -1,4 +1,4 @@
-"""The algorithms' public face: every advantage, loss and KL function under verl's import path."""
+"""Compatibility with verl: import path of every advantage, loss and KL function."""
 # ruff: noqa: F401, I001 (names to be imported from here, several a line)
 
 from verl.algos.advantage import (

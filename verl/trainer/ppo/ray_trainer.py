@@ -13,10 +13,11 @@ from loguru import logger
 from torch.utils.data import Dataset, Sampler
 from tqdm import tqdm
 
+from verl.algos import advantage, aggregation, kl
 from verl.algos.rollout_correction import apply_bypass_mode
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo import batching, core_algos, metric_utils, utils
+from verl.trainer.ppo import batching, metric_utils, utils
 from verl.trainer.ppo.batching import DropCounts, apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.data_loading import RLData
 from verl.trainer.ppo.reward import load_served_reward
@@ -80,14 +81,14 @@ class RayPPOTrainer:
         self.rm_wg: RayWorkerGroup | None = None
         self.n = rollout.n
         self.critic_warmup = config.trainer.critic_warmup
-        self.kl_ctrl = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        self.kl_ctrl = kl.get_kl_controller(config.algorithm.kl_ctrl)
         self.correction = utils.rollout_correction(config)
         self.keeps_groups_whole = bool(actor.share_prompt_forward)
         self.needs_old_log_probs = batching.needs_old_log_probs(config)
         self.scorer = ThreadPoolExecutor(1) if config.reward_model.launch_reward_fn_async else None
         self.rollout_check, self.early_syncs = RolloutCheck(config), 0  # syncs before the first step or validation
         self.pending_scores: Future | None = None  # of the step's samples, from `_gather_batch` to `_await_scores`
-        self.needs_greedy_baseline = "reward_baselines" in core_algos.inputs_of(config.algorithm.adv_estimator)
+        self.needs_greedy_baseline = "reward_baselines" in advantage.inputs_of(config.algorithm.adv_estimator)
         self.global_steps = self.resumed_step = 0
         self.counters = {"requested": 0, "scored": 0, "dropped": 0, "nonfinite_in_row": 0}
         self.best: dict[str, Any] = {}
@@ -316,7 +317,7 @@ class RayPPOTrainer:
         output = self._on_ranks(self.actor_rollout_wg.compute_log_prob, batch)
         batch.batch["old_log_probs"] = output.batch["old_log_probs"]
         actor = self.config.actor_rollout_ref.actor
-        entropy = core_algos.agg_loss(
+        entropy = aggregation.agg_loss(
             output.batch["entropys"], batch.batch["response_mask"], actor.loss_agg_mode,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
