@@ -315,7 +315,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _given(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
         """Append what the model is given, if it fits."""
-        ids = self.encoder.added(messages, self.tool_schemas)
+        ids = self.encoder.added(messages, self.tool_schemas, after=data.prompt_ids[-1])
         fills = len(data.prompt_ids) + len(ids) >= most_tokens(self.rollout_config)
         if fills or len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
             return data.end("length")

@@ -1,0 +1,61 @@
+"""The table of chat templates, and that its comparison tells templates apart, on templates of our own."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.chat_templates import HERMES_CALLS, IM, IM_PROMPT, QWEN_TOOL, THOUGHT, calls, turns
+from tests.models import templates
+from tests.models.templates import APPENDED, EXACT, FOLDER, KEPT, REFUSED, SPLIT, counted, played, stored_templates
+
+ASSISTANT = "<|im_start|>assistant\n{{ c }}" + HERMES_CALLS + "<|im_end|>\n"
+REASONS = "<|im_start|>assistant\n<think>{{ m.reasoning_content }}</think>{{ c }}" + HERMES_CALLS + "<|im_end|>\n"
+LATER = "{% if loop.index0 < messages | length - 2 %} (before){% endif %}"
+
+
+def test_at_least_55_of_60_templates_are_exact():
+    rows = stored_templates()
+    right, tested = counted(rows)
+    assert tested == 60 and right >= 55
+    assert all(("reason" in row) == (row["result"] in (SPLIT, REFUSED)) for row in rows.values())
+    assert set(rows) == set(templates.STOPS)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (turns(IM % "user", ASSISTANT, QWEN_TOOL, prompt=IM_PROMPT), APPENDED),
+        (turns(IM % "user", REASONS, QWEN_TOOL, prompt=IM_PROMPT), APPENDED),
+        (turns(IM % "user", REASONS, QWEN_TOOL, prompt=IM_PROMPT + "<think>"), APPENDED),
+        (turns(IM % "user", THOUGHT + HERMES_CALLS + "<|im_end|>\n", QWEN_TOOL, prompt=IM_PROMPT), KEPT),
+        (turns(IM % "user" + LATER, ASSISTANT, QWEN_TOOL, prompt=IM_PROMPT), SPLIT),
+        (turns(IM % "user", ASSISTANT, QWEN_TOOL + LATER, prompt=IM_PROMPT), SPLIT),
+        (turns(IM % "user", ASSISTANT + LATER, QWEN_TOOL, prompt=IM_PROMPT), SPLIT),
+        (turns(IM % "user", ASSISTANT.replace("{{ c }}", "{{ c[:6] if not loop.last else c }}"), QWEN_TOOL,
+               prompt=IM_PROMPT), REFUSED),
+        (turns(IM % "user", ASSISTANT, QWEN_TOOL, prompt=IM_PROMPT).replace("{{ c }}", "{{ c | upper }}"), REFUSED),
+        (turns(IM % "user", "<|im_start|>assistant\n{{ c }}<|im_end|>\n", QWEN_TOOL, prompt=IM_PROMPT), REFUSED),
+        (turns(IM % "user", ASSISTANT.replace("{{ c }}", "<|im_end|>\n<|im_start|>assistant\n{{ c }}"), QWEN_TOOL,
+               prompt=IM_PROMPT), REFUSED),
+        (turns(IM % "user", ASSISTANT), REFUSED),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_is_found(monkeypatch, template, expected):
+    monkeypatch.setitem(templates.STOPS, "own", ["<|im_end|>"])
+    assert played("own", template)["result"] == expected
+
+
+def test_a_template_counts_if_it_renders_a_call_and_its_answer():
+    renders = turns(IM % "user", ASSISTANT, QWEN_TOOL)
+    assert templates.is_testable(renders)
+    assert not templates.is_testable(turns(IM % "user", ASSISTANT))
+    assert not templates.is_testable(turns(IM % "user", "{{ c }}", QWEN_TOOL))
+    assert not templates.is_testable(turns(IM % "user", calls("{{ '' + f.arguments }}"), QWEN_TOOL))
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the templates are fetched by make test-models")
+def test_the_files_are_those_of_the_table():
+    hashes = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(FOLDER).glob("*.jinja")}
+    assert hashes == {name: row["sha256"] for name, row in stored_templates().items()}
+    assert sum(row["result"] in EXACT for row in stored_templates().values()) > 55
