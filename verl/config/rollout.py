@@ -59,7 +59,7 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
         "Compare a conversation's ids with its finished messages, encoded at once, and warn of the first difference.",
         choices=("disable", "strict", "ignore_strippable"),
     )
-    format: str = setting("hermes", "Format of tool calls: hermes, qwen3_coder, gpt-oss, llama3_json, or your own.")
+    format: str = setting("hermes", "Format of tool calls: hermes, llama3_json, ... (docs/agents.md), or your own.")
     num_repeat_rollouts: int | None = setting(
         None, "Conversations of each prompt; null, or the same as rollout.n.", low=1
     )
