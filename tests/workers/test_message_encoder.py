@@ -94,6 +94,27 @@ def test_arguments_are_given_as_text_to_a_template_that_raises_for_an_object():
     assert call["function"]["arguments"] == {"a": [1, "é"]}, "the messages were changed"
 
 
+MOVES = "{% if loop.last %}(rules){% endif %}"
+
+
+def test_a_template_that_rewrites_turns_is_checked_by_what_it_renders_at_once():
+    template = turns(IM % "user" + MOVES, "<|im_start|>assistant\n{{ c }}<|im_end|>\n" + MOVES, IM % "tool" + MOVES)
+    tokenizer = byte_tokenizer(Format(template.replace("<|im_end|>\n", "!"), "<|im_end|>", None, None))
+    encoder = MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    for role in ("tool", "user"):
+        hint = "Set rollout.multi_turn.row_per_turn=true"
+        with pytest.raises(ValueError, match=f"role '{role}' cannot be added.* {hint}"):
+            encoder.check([role])
+        encoder.check([role], at_once=True)
+    with pytest.raises(ValueError, match="leaves messages of role 'user' out"):
+        tokenizer.chat_template = turns("?", "<|im_start|>assistant\n{{ c }}<|im_end|>\n")
+        encoder.check(["user"], at_once=True)
+    with pytest.raises(ValueError, match="no tools"):
+        encoder.check(["tool"], at_once=True)
+    with pytest.raises(ValueError, match="role 'tool' cannot be added.*no (tools|system message)$"):
+        encoder.check(["tool"])
+
+
 SYSTEM = "<|im_start|>system\n{{ who or 'Be good.' }}<|im_end|>\n"
 
 

@@ -54,6 +54,10 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     use_inference_chat_template: bool = setting(
         False, "Generate from the messages so far, encoded at once: the template may drop reasoning of earlier turns."
     )
+    row_per_turn: bool = setting(
+        False,
+        "Generate as with use_inference_chat_template, and train each turn as a row after the prompt it was given.",
+    )
     tokenization_sanity_check_mode: str = setting(
         "strict",
         "Compare a conversation's ids with its finished messages, encoded at once, and warn of the first difference.",

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
 
@@ -119,6 +119,31 @@ def test_several_calls_with_nested_arguments(name):
     assert calls == [("find", NESTED, None), ("now", {}, None)]
     assert content == before + LEFT[name]
     assert parse(name, "I add [a] {b}.") == ("I add [a] {b}.", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", "<think>\nHm.\n</think>\n\nYes." + CALLS["hermes"] % 1,
+         {"content": "Yes.", "reasoning_content": "Hm."}),
+        ("glm45", "\n<think></think>\nYes.", {"content": "Yes."}),
+        ("deepseek_v31", "Hm.</think>" + CALLS["deepseek_v31"] % 1, {"content": "", "reasoning_content": "Hm."}),
+        ("gpt-oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+         "to=functions.add<|message|>{}", {"content": "", "thinking": "Hm."}),
+        ("gpt-oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+         {"content": "Yes."}),
+    ],
+)  # fmt: skip
+def test_the_message_of_a_turn_has_its_parts(name, text, expected):
+    parser = ToolParser.get_tool_parser(name, Text())
+    assert parser.message([ord(c) for c in text]) == {"role": "assistant", **expected}
+
+
+def test_a_call_is_a_message_if_it_can_be_read():
+    call, broken, listed = (FunctionCall(name="f", arguments=text, id="1") for text in ('{"a": [1]}', "{", "[1]"))
+    assert call.as_message() == {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}
+    assert broken.as_message() is listed.as_message() is None
+    assert FunctionCall(name="f", arguments="{}", error="no").as_message() is None
 
 
 def test_a_call_of_kimi_has_the_id_that_the_model_gave_it():
@@ -250,7 +275,7 @@ def test_gpt_oss():
 
 
 def test_unknown_and_own():
-    with pytest.raises(ValueError, match="rollout.multi_turn.format='xml' is unknown. Known: deepseek_v3, .*, gpt-oss, hermes"):
+    with pytest.raises(ValueError, match="format='xml' is unknown. Known: deepseek_v3, .*, gpt-oss, hermes"):
         ToolParser.get_tool_parser("xml", Text())
 
     @ToolParser.register("shout")

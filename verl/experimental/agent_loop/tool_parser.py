@@ -22,6 +22,13 @@ class FunctionCall(BaseModel):
     error: str | None = None
     id: str | None = None
 
+    def as_message(self) -> dict[str, Any] | None:
+        """The call in a message's `tool_calls`, with arguments as an object; None if it cannot be read."""
+        if self.error is not None or named_call(self.name, self.arguments).error is not None:
+            return None
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @functools.cache
 def _tagged(begin: str, end: str) -> re.Pattern[str]:
@@ -78,21 +85,15 @@ class ToolParser(ABC):
         return [part for part in (*parts, (text[start:], False)) if part[0]]
 
     def message(self, ids: list[int]) -> dict[str, Any]:
-        """What a chat template is given of a turn without calls that cannot be read: content and reasoning_content.
-
-        Calls and special tokens are left out of the content.
-        """
+        """What a chat template is given of a turn without its end token: content without calls, reasoning_content."""
         content, thought = "", ""
         for text, is_reasoning in self._parts(self.tokenizer.decode(ids)):
             if is_reasoning:
                 thought += text.removeprefix("<think>").removesuffix("</think>")
             else:
                 content += self.parse(text)[0]
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = {*self.tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        content, thought = (functools.reduce(lambda text, token: text.replace(token, ""), special, text).strip()
-                            for text in (content, thought))  # fmt: skip
-        return {"role": "assistant", "content": content} | ({"reasoning_content": thought} if thought else {})
+        reasoning = {"reasoning_content": thought.strip()} if thought.strip() else {}
+        return {"role": "assistant", "content": content.strip()} | reasoning
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -411,7 +412,13 @@ class GptOssToolParser(ToolParser):
         r"(?:<\|end\|>|<\|call\|>|<\|return\|>|$)|.+",
         re.DOTALL,
     )
+    ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)", re.DOTALL)
     RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+    def message(self, ids: list[int]) -> dict[str, Any]:
+        """With the analysis as `thinking`, which the template takes unless there is content."""
+        message, thinking = super().message(ids), "".join(self.ANALYSIS.findall(self.tokenizer.decode(ids)))
+        return message | ({"thinking": thinking} if thinking and not message["content"] else {})
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
         content, calls = [], []

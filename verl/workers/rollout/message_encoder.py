@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 from verl.utils.chat_template import ChatTemplateError, render_chat
@@ -145,16 +146,35 @@ class MessageEncoder:
                 return longer[end + 1 :], ""
         return None, DIFFERENT
 
-    def check(self, roles: Collection[str], tools: list[dict[str, Any]] | None = None) -> None:
-        """Raise ValueError, naming the case, unless messages of these roles can be added, and appear in the text."""
+    def check(
+        self, roles: Collection[str], tools: list[dict[str, Any]] | None = None, *, at_once: bool = False
+    ) -> None:
+        """Raise ValueError, naming the case, unless messages of these roles can be added, and appear in the text.
+
+        `at_once`: messages are rendered with those before them (multi_turn.row_per_turn), and need not be what can be
+        added to earlier ids.
+        """
         for role in roles:
             for before in ([], ["4217"])[: 1 + (role == "tool")]:
-                with_text, without = (
-                    self.added([{"role": role, "content": text} for text in [*before, last]], tools)
-                    for last in ("58", "")
-                )
+                with_text, without = (self._checked(role, [*before, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
                     raise ValueError(f"the chat template leaves messages of role {role!r} out")
+
+    def _checked(self, role: str, texts: list[str], tools: Any, at_once: bool) -> list[int]:
+        messages = [{"role": role, "content": text} for text in texts]
+        if not at_once:
+            try:
+                return self.added(messages, tools)
+            except ValueError as error:
+                with suppress(ChatTemplateError):
+                    self._checked(role, texts, tools, at_once=True)
+                    raise ValueError(f"{error}. Set rollout.multi_turn.row_per_turn=true for this template") from None
+                raise
+        if role != "tool":
+            return self.prompt([USER, ANSWER, *messages], tools)
+        messages = [{"tool_call_id": CALL_ID % i, "name": "tool", **message} for i, message in enumerate(messages)]
+        calls = [_call_of(message, ARGUMENTS[0]) for message in messages]
+        return self.prompt([USER, {**CALLING, "tool_calls": calls}, *messages], tools)
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
         text = render_chat(self.tokenizer, messages, tools=tools or None, **settings, **self.kwargs)
