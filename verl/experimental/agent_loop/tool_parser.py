@@ -68,7 +68,7 @@ class ToolParser(ABC):
 
     def _parts(self, text: str) -> list[tuple[str, bool]]:
         """The text in parts, and whether each is reasoning."""
-        if self.THINK_TAGS is None:
+        if not self.THINK_TAGS:
             return [(text, False)]
         opened, closed = self.THINK_TAGS
         tagged = _tagged(self.THINK_TAGS, self.TAGS)
