@@ -118,7 +118,8 @@ class MessageEncoder:
         if mode == "ignore_strippable" and ours.strip() == theirs.strip():
             return None
         return (f"the ids differ from those of the finished messages, encoded at once, from position {start}: "
-                f"{ours[:80]!r} against {theirs[:80]!r}. The generated ids are kept.")  # fmt: skip
+                f"{ours[:80]!r} against {theirs[:80]!r}. The generated ids are kept; with multi_turn.row_per_turn=true "
+                "each turn follows what the template renders.")  # fmt: skip
 
     def _difference(
         self, base: list[dict[str, Any]], messages: list[dict[str, Any]], tools: Any, add_generation_prompt: bool,
@@ -184,7 +185,7 @@ class MessageEncoder:
 
 def _call_of(answer: dict[str, Any], arguments: Any) -> dict[str, Any]:
     """A call that a tool's message answers: templates show its name, or its id."""
-    function = {"name": answer.get("name", "tool"), "arguments": arguments}
+    function = {"name": answer.get("name") or "tool", "arguments": arguments}
     return {"id": answer["tool_call_id"], "type": "function", "function": function}
 
 
