@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.helpers.chat_templates import FORMATS, IM, IM_PROMPT, Format, byte_tokenizer, turns
+from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, Format, byte_tokenizer, turns
 from verl.utils.chat_template import initialize_system_prompt
 from verl.workers.rollout.message_encoder import MessageEncoder
 
@@ -98,14 +98,19 @@ MOVES = "{% if loop.last %}(rules){% endif %}"
 
 
 def test_a_template_that_rewrites_turns_is_checked_by_what_it_renders_at_once():
-    template = turns(IM % "user" + MOVES, "<|im_start|>assistant\n{{ c }}<|im_end|>\n" + MOVES, IM % "tool" + MOVES)
-    tokenizer = byte_tokenizer(Format(template.replace("<|im_end|>\n", "!"), "<|im_end|>", None, None))
+    answer = "<|im_start|>assistant\n{{ c }}" + HERMES_CALLS + "<|im_end|>\n" + MOVES
+    template = turns(IM % "user" + MOVES, answer, IM % "tool" + MOVES).replace("<|im_end|>\n", "!")
+    tokenizer = byte_tokenizer(Format(template, "<|im_end|>", None, None))
     encoder = MessageEncoder(tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
     for role in ("tool", "user"):
         hint = "Set rollout.multi_turn.row_per_turn=true"
         with pytest.raises(ValueError, match=f"role '{role}' cannot be added.* {hint}"):
             encoder.check([role])
         encoder.check([role], at_once=True)
+    tokenizer.chat_template = template.replace(HERMES_CALLS, "")
+    encoder.check(["user"], at_once=True)
+    with pytest.raises(ValueError, match="the chat template leaves calls of tools out"):
+        encoder.check(["tool"], at_once=True)
     with pytest.raises(ValueError, match="leaves messages of role 'user' out"):
         tokenizer.chat_template = turns("?", "<|im_start|>assistant\n{{ c }}<|im_end|>\n")
         encoder.check(["user"], at_once=True)

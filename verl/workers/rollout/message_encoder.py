@@ -156,12 +156,16 @@ class MessageEncoder:
         added to earlier ids.
         """
         for role in roles:
-            for before in ([], ["4217"])[: 1 + (role == "tool")]:
+            for before in (["4217"], [])[role != "tool" :]:
                 with_text, without = (self._checked(role, [*before, last], tools, at_once) for last in ("58", ""))
                 if with_text == without:
                     raise ValueError(f"the chat template leaves messages of role {role!r} out")
+            if at_once and role == "tool" and self._checked(role, ["58"], tools, True, {"value": "2"}) == with_text:
+                raise ValueError("the chat template leaves calls of tools out")
 
-    def _checked(self, role: str, texts: list[str], tools: Any, at_once: bool) -> list[int]:
+    def _checked(
+        self, role: str, texts: list[str], tools: Any, at_once: bool, arguments: Any = ARGUMENTS[0]
+    ) -> list[int]:
         messages = [{"role": role, "content": text} for text in texts]
         if not at_once:
             try:
@@ -174,7 +178,7 @@ class MessageEncoder:
         if role != "tool":
             return self.prompt([USER, ANSWER, *messages], tools)
         messages = [{"tool_call_id": CALL_ID % i, "name": "tool", **message} for i, message in enumerate(messages)]
-        calls = [_call_of(message, ARGUMENTS[0]) for message in messages]
+        calls = [_call_of(message, arguments) for message in messages]
         return self.prompt([USER, {**CALLING, "tool_calls": calls}, *messages], tools)
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, **settings: Any) -> list[int]:
