@@ -35,13 +35,15 @@ def worker_of(tmp_path_factory):
     @functools.cache
     def make(name: str, parallel: int, **more) -> AgentLoopWorkerBase:
         folder = tmp_path_factory.mktemp("format")
-        byte_tokenizer(FORMATS[name]).save_pretrained(folder)
+        tokenizer, format = byte_tokenizer(FORMATS[name]), FORMATS[name]
+        tokenizer.save_pretrained(folder)
         tools = folder / "tools.yaml"
         tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.SayTool", "config": {}}]}))
         parser = "gpt-oss" if name == "gpt-oss" else "hermes"
         multi_turn = {"tool_config_path": str(tools), "max_parallel_calls": parallel, "journal_tool_calls": False,
                       "max_tool_response_length": 40, "format": parser, **more}  # fmt: skip
-        rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True}
+        rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True,
+                   "stop_token_ids": tokenizer.convert_tokens_to_ids([format.stop, *format.more_stops])}  # fmt: skip
         config = compose_ppo(*SOUND)
         OmegaConf.update(config, "actor_rollout_ref.rollout", rollout | {"multi_turn": multi_turn})
         config.actor_rollout_ref.model.path = str(folder)
