@@ -11,7 +11,8 @@
 #   make test                     the tests, without the longest, and those of demos, benchmarks, audit and fault injection (under 15 minutes)
 #   make test-quick               the tests that start no process (under 3 minutes)
 #   make test-all                 every test
-#   make test-models              what works for each model family, against the stored table (tests/models), on ranks and in vLLM too
+#   make test-models              what works for each model family and chat template (fetched first), against the stored tables
+#                                 (tests/models); families on ranks and in vLLM too
 #   make test-sglang              the tests of SGLang with a real server on the CPU (environment of make sglang-env)
 #   make bench                    measurements, medians in one run (benchmarks/)
 #   make bench BENCH=agents       one of them by name
@@ -20,6 +21,7 @@
 #   make bench BENCH=dllm_demo    the dLLM demo on three seeds (an hour and more), only by name
 #   make bench BENCH=speculative  rollouts with drafts, from make demo-refine-rl, only by name
 #   make bench BENCH=time_to_reward  seconds until GRPO reaches 80 % against TRL, three seeds, only by name
+#   make bench BENCH=models       chat templates (fetched first) and model families that are right, only by name
 #   make test-v2                  the scorer in vLLM's V2 runner, in Triton's interpreter (fetches Triton, 1 GB on disk)
 #   make chaos                    fault injection: its tests, then 20 random SIGKILLs of SPD trainings and 10 of one with tools
 #   make gpu-check                CUDA paths against a CPU or one GPU, throughput, MFU and memory; a list without a GPU

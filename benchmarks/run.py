@@ -12,6 +12,7 @@ NAMES = ("spd", "spd_prepare", "rl", "rewards", "sft", "dllm", "agents", "scale"
 # Take long: by name only.
 LONG = (
     "grpo_demo", "dllm_demo", "spd_gamma", "spd_transfer", "spd_served", "speculative", "time_to_reward", "pretrained",
+    "models",
 )  # fmt: skip
 WANTED: dict[str, Bound] = {
     "spd_step_speedup": ("at least", 5),
@@ -81,6 +82,8 @@ WANTED: dict[str, Bound] = {
     "p_value_lenient": ("under", 0.001),
     "opd_gain_points": ("at least", GAIN_POINTS),
     "time_to_reward_vs_trl": ("at least", 2),
+    "templates_exact": ("at least", 55),
+    "families_right": ("at least", 25),
     "grpo_gain_points": ("at least", pretrained_demo.GAIN_POINTS),
     "grpo_gain_seconds": ("at most", pretrained_demo.TIME_S),
     "grpo_gain_control": ("at most", 0),

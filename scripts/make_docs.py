@@ -29,7 +29,8 @@ from verl.config.sft import SFTConfig  # noqa: E402
 from verl.utils.metric.names import METRICS  # noqa: E402
 
 SPD = make_dataclass("SPD", [("spd", SPDSettings, setting(SPDSettings))], bases=(PPOConfig,))
-MODELS = "tests/models/table.json"
+MODELS, TEMPLATES = "tests/models/table.json", "tests/models/templates.json"
+BAR = "&#124;"  # a bar in a table's cell
 CONFIG = ROOT / "verl/trainer/config"
 TREES = {
     "python -m verl.trainer.main_ppo": (CONFIG / "ppo_trainer.yaml", PPOConfig),
@@ -183,8 +184,8 @@ def api_page() -> str:
 
 
 def models_page() -> str:
-    """docs/models.md from the table that the tests of model families compare with."""
-    rows = json.loads((ROOT / MODELS).read_text())
+    """docs/models.md from the tables that the tests of model families and chat templates compare with."""
+    rows, templates = (json.loads((ROOT / table).read_text()) for table in (MODELS, TEMPLATES))
     columns = list(next(iter(rows.values())))
     lines = [
         "# Models", "",
@@ -202,7 +203,25 @@ def models_page() -> str:
         "`tests/models` also merges a checkpoint of each family, whose logits must be those of the engine, shards all "
         "families over two ranks by FSDP2, and runs some in vLLM on a CPU.", "",
         f"| family | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|",
-        *(f"| {name} | {' | '.join(row[column] for column in columns)} |" for name, row in rows.items()),
+        *(f"| {name} | {' | '.join(row[column] for column in columns)} |" for name, row in rows.items()), "",
+        "## Chat templates", "",
+        f"From `{TEMPLATES}`: conversations with a tool in the templates of published models, which `make test-models` "
+        "takes from the source distribution of llama-cpp-python (they are not part of this repository). A question, a "
+        "call, its answer, an answer with reasoning and a second question are encoded turn by turn, as agent loops do, "
+        "and compared with what the template renders, token by token.", "",
+        "- *Appended*: a conversation is one row, whose ids are those that the template renders of all of it.",
+        "- *Appended, reasoning kept*: the same, but that the template leaves reasoning of earlier turns out, or "
+        "replaces it by an empty one; the row keeps what was generated.",
+        "- *One row per turn*: the template renders earlier turns, or what stands between them, differently later on. "
+        "With `multi_turn.row_per_turn=true` each turn is a row after the prompt that the template renders for it.",
+        "- *Refused*: for the reason named. The table's last part are templates that do not render a call (whose "
+        "arguments are an object) and its answer without settings of their own.", "",
+        "*Calls*: the values of `multi_turn.format` that read the call which the template writes; without one, a "
+        "parser of your own is needed.", "",
+        "| template | conversations | calls | why |", "|---|---|---|---|",
+        *(f"| {name} | {row['result']} | {row['calls']} | "
+          f"{row.get('reason', '').replace('|', BAR).replace('<', '&lt;')} |"
+          for name, row in sorted(templates.items(), key=lambda item: not item[1]["testable"])),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

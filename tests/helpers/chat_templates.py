@@ -193,5 +193,16 @@ FORMATS = {
         ("<|call|>",)),
     "glm4": Format(turns("<|user|>\n{{ c }}", "<|assistant|>\n{{ c }}", "<|observation|>\n{{ c }}",
                          "<|system|>\n{{ c }}", start="[gMASK]<sop>", prompt="<|assistant|>"),
-                   "<|user|>", None, None, ("<|observation|>",)),
+                   "<|user|>", "\n42<|assistant|>", "\nAgain<|assistant|>", ("<|observation|>",)),
+    "apertus": Format(turns(
+        "<|user_start|>{{ c }}<|user_end|>",
+        "<|assistant_start|>{{ c }}" + calls("<|tools_prefix|>{{ f.name }}<|tools_suffix|>")
+        + "{% if not loop.last and not m.tool_calls %}<|assistant_end|>{% endif %}", "[{{ c }}]", "{{ c }}",
+        prompt="{% if messages[-1].role == 'user' %}<|assistant_start|>{% endif %}"), "<|assistant_end|>",
+        "[42]", "<|user_start|>Again<|user_end|><|assistant_start|>", ("<|tools_suffix|>",)),
+    "apriel": Format(turns(
+        "<|begin_user|>\n{{ c }}\n",
+        "<|begin_assistant|>\n{{ c }}{% if not loop.last %}\n<|end|>\n{% endif %}",
+        "<|begin_tool_result|>\n{{ c }}\n", "{{ c }}", prompt="<|begin_assistant|>\n"), "<|end|>",
+        "\n<|begin_tool_result|>\n42\n<|begin_assistant|>\n", "\n<|begin_user|>\nAgain\n<|begin_assistant|>\n"),
 }  # fmt: skip

@@ -54,12 +54,16 @@ class MultiTurnConfig(BaseConfig, section="rollout.multi_turn", mutable=("max_as
     use_inference_chat_template: bool = setting(
         False, "Generate from the messages so far, encoded at once: the template may drop reasoning of earlier turns."
     )
+    row_per_turn: bool = setting(
+        False,
+        "Generate as with use_inference_chat_template, and train each turn as a row after the prompt it was given.",
+    )
     tokenization_sanity_check_mode: str = setting(
         "strict",
         "Compare a conversation's ids with its finished messages, encoded at once, and warn of the first difference.",
         choices=("disable", "strict", "ignore_strippable"),
     )
-    format: str = setting("hermes", "Format of tool calls: hermes, qwen3_coder, gpt-oss, llama3_json, or your own.")
+    format: str = setting("hermes", "Format of tool calls: hermes, llama3_json, ... (docs/agents.md), or your own.")
     num_repeat_rollouts: int | None = setting(
         None, "Conversations of each prompt; null, or the same as rollout.n.", low=1
     )

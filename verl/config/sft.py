@@ -29,6 +29,9 @@ class SFTMultiturnConfig(BaseConfig, section="data.multiturn"):
     messages_key: str = setting("messages", "Column of the messages, a list of {role, content}.")
     tools_key: str = setting("tools", "Column of the tools for the chat template; optional.")
     enable_thinking_key: str = setting("enable_thinking", "Column that turns thinking on or off; optional.")
+    row_per_turn: bool = setting(
+        False, "Each turn of the assistant is a sample, after the prompt that the template renders of those before."
+    )
 
 
 @dataclass

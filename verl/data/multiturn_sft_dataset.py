@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 from omegaconf import DictConfig
 
 from verl.data.sft_dataset import Segment, SFTDataset
+
+TURN = "__turn__"  # column: number of the message that is learned (data.multiturn.row_per_turn)
 
 
 def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
@@ -23,6 +26,9 @@ def convert_nested_value_to_list_recursive(data_item: Any) -> Any:
 class MultiTurnSFTDataset(SFTDataset):
     """SFTDataset whose rows hold messages, tools and enable_thinking (`data.multiturn.*_key`; the last two may be
     missing). loss_mask is 1 on each assistant turn, its end-of-turn token included, 0 on every other token.
+
+    With `data.multiturn.row_per_turn` each assistant turn is a sample: the prompt that the template renders of the
+    messages before it, and the turn. A template may then render earlier turns differently.
     """
 
     def __init__(
@@ -32,6 +38,16 @@ class MultiTurnSFTDataset(SFTDataset):
         super().__init__(parquet_files, tokenizer, config, max_samples)
         self.processor = processor
         self.keys = self.setting("multiturn")
+        if self.keys["row_per_turn"]:
+            turns = [self._turns(row) for row in self.rows]
+            self.origins = [origin for origin, own in zip(self.origins, turns, strict=True) for _ in own]
+            self.rows = [{**row, TURN: n} for row, own in zip(self.rows, turns, strict=True) for n in own]
+
+    def _turns(self, row: dict[str, Any]) -> list[int]:
+        """The numbers of the assistant's messages; [0] if there are none, which is an error once the row is read."""
+        messages = row.get(self.keys["messages_key"])
+        given = messages if isinstance(messages, list) else []
+        return [n for n, m in enumerate(given) if isinstance(m, dict) and m.get("role") == "assistant"] or [0]
 
     def segments(self, item: int) -> list[Segment]:
         """Alternately the assistant's input and its answers, cut from the rendered conversation.
@@ -41,6 +57,8 @@ class MultiTurnSFTDataset(SFTDataset):
         """
         messages = self.chat(item, self.keys["messages_key"], "data.multiturn.messages_key")
         settings = self._row_settings(item)
+        if self.keys["row_per_turn"]:
+            return self._last_turn(item, messages[: self.rows[item][TURN] + 1], settings)
         full = self.render(item, messages, **settings)
         pieces: list[Segment] = []
         done = 0
@@ -56,6 +74,7 @@ class MultiTurnSFTDataset(SFTDataset):
                     item,
                     f"the chat template's generation prompt ends with {begun!r}, which its text of message {number} "
                     "does not have there: what is learned would not be what the model has to generate. Set "
+                    "data.multiturn.row_per_turn=true if the contents have reasoning that ends with </think>, or "
                     "data.chat_template to one without it, or a key of data.apply_chat_template_kwargs that turns it "
                     "off.",
                 )
@@ -63,14 +82,50 @@ class MultiTurnSFTDataset(SFTDataset):
                 raise self.error(
                     item,
                     f"the chat template writes message {number} differently once other messages follow, so that the "
-                    "assistant's tokens cannot be identified. Set data.chat_template to one that does not, or split "
-                    "the row into one row per answer.",
+                    "assistant's tokens cannot be identified. Set data.multiturn.row_per_turn=true, or "
+                    "data.chat_template to one that does not.",
                 )
             pieces += [(full[done : len(before)], False), (full[len(before) : len(after)], True)]
             done = len(after)
         if not pieces:
             raise self.error(item, "no message has the role 'assistant': nothing can be learned from it. Drop the row.")
         return [*pieces, (full[done:], False)] if full[done:] else pieces
+
+    def _last_turn(self, item: int, messages: list[dict[str, Any]], settings: dict[str, Any]) -> list[Segment]:
+        """The prompt of the last message and, as what is learned, that message.
+
+        Where the prompt begins a thought that the template leaves out of the text, the message's own content follows:
+        the rest of the thought, </think>, the answer. After a prompt that ends a thought, the template's text does.
+        """
+        number, message = len(messages) - 1, messages[-1]
+        if message["role"] != "assistant":
+            raise self.error(item, "no message has the role 'assistant': nothing can be learned from it. Drop the row.")
+        before = self.render(item, messages[:-1], add_generation_prompt=True, **settings) if number else ""
+        after = self.render(item, messages, **settings)
+        if after.startswith(before):
+            return [(before, False), (after[len(before) :], True)]
+        if (closed := re.search(r"(<think>\s*)?</think>\s*$", before)) and after.startswith(before[: closed.start()]):
+            return [(before, False), (after[closed.start() :], True)]
+        begun = re.search(r"<think>\s*$", before)
+        thought, ended, answer = str(message["content"]).partition("</think>")
+        shown = after[begun.start() :] if begun and after.startswith(before[: begun.start()]) else ""
+        space = len(shown) - len(shown.lstrip())
+        if ended and answer.strip() and shown[space:].startswith(answer.strip()):
+            thought = thought.removeprefix(begun[0]).removeprefix("<think>")
+            lead = answer[: len(answer) - len(answer.lstrip())]
+            return [(before, False), (f"{thought}</think>{lead}{shown[space:]}", True)]
+        if shown:
+            raise self.error(
+                item,
+                f"the chat template's generation prompt ends with {begun[0]!r}, but the content of message {number} "
+                "has no reasoning that ends with </think>, and an answer after it. Write it into the content, or set "
+                "data.chat_template to one without it, or a key of data.apply_chat_template_kwargs that turns it off.",
+            )
+        raise self.error(
+            item,
+            f"the chat template's text up to message {number} is not its prompt for that, {before[-40:]!r}, and what "
+            "follows: what is learned would not be what the model has to generate. Set data.chat_template.",
+        )
 
     def _row_settings(self, item: int) -> dict[str, Any]:
         """Template settings of the row itself."""

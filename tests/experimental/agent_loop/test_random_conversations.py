@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests.dllm_reasoning.models import captured_warnings
+from tests.experimental.agent_loop.parts import SayTool
 from tests.experimental.agent_loop.scripted import ScriptedEngine
-from tests.helpers.chat_templates import FORMATS, byte_tokenizer
+from tests.helpers.chat_templates import FORMATS, HERMES_CALLS, IM, IM_PROMPT, QWEN_TOOL, Format, byte_tokenizer, turns
 from tests.helpers.configs import SOUND, compose_ppo
 from verl.experimental.agent_loop import tool_agent_loop
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorkerBase
+from verl.trainer.ppo.turn_rows import to_rows
 from verl.workers.rollout.replica import ServerHandle
 
 PARTS = "tests.experimental.agent_loop.parts"
@@ -33,13 +35,15 @@ def worker_of(tmp_path_factory):
     @functools.cache
     def make(name: str, parallel: int, **more) -> AgentLoopWorkerBase:
         folder = tmp_path_factory.mktemp("format")
-        byte_tokenizer(FORMATS[name]).save_pretrained(folder)
+        tokenizer, format = byte_tokenizer(FORMATS[name]), FORMATS[name]
+        tokenizer.save_pretrained(folder)
         tools = folder / "tools.yaml"
         tools.write_text(json.dumps({"tools": [{"class_name": f"{PARTS}.SayTool", "config": {}}]}))
         parser = "gpt-oss" if name == "gpt-oss" else "hermes"
         multi_turn = {"tool_config_path": str(tools), "max_parallel_calls": parallel, "journal_tool_calls": False,
                       "max_tool_response_length": 40, "format": parser, **more}  # fmt: skip
-        rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True}
+        rollout = {"prompt_length": 1000, "response_length": RESPONSE, "calculate_log_probs": True,
+                   "stop_token_ids": tokenizer.convert_tokens_to_ids([format.stop, *format.more_stops])}  # fmt: skip
         config = compose_ppo(*SOUND)
         OmegaConf.update(config, "actor_rollout_ref.rollout", rollout | {"multi_turn": multi_turn})
         config.actor_rollout_ref.model.path = str(folder)
@@ -108,18 +112,97 @@ def test_the_row_is_what_the_engine_saw(worker_of, data):
     assert output.extra_fields["end_reason"] in ("stop", "length")
 
 
-def held(worker, *turns):
-    """(the engine, the output) of a conversation whose tool says "42"."""
+def held(worker, *turns, texts=("42",)):
+    """(the engine, the output) of a conversation whose tool says "42", or texts[i]."""
     answers = list(turns)
     worker.server_manager = engine = ScriptedEngine(worker.rollout_config, lambda *asked: answers.pop(0))
     output = asyncio.run(
         worker._run_agent_loop(
             {"logprobs": True}, {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False},
             agent_name="tool_agent", raw_prompt=[{"role": "user", "content": "?"}],
-            tools_kwargs={"say": {"execute_kwargs": {"texts": ["42"]}}}, interaction_kwargs={},
+            tools_kwargs={"say": {"execute_kwargs": {"texts": list(texts)}}}, interaction_kwargs={},
         )
     )  # fmt: skip
     return engine, output
+
+
+def said(i, id):
+    function = {"name": "say", "arguments": {"i": i}}
+    return {"id": id, "type": "function", "function": function}
+
+
+#: A template that leaves reasoning of earlier turns out, and one that moves the rules behind the last message.
+REWRITING = {
+    "qwen3": ("<tool_call>%s</tool_call>", "hermes", FORMATS["qwen3"]),
+    "rules last": ("<tool_call>%s</tool_call>", "hermes", Format(
+        turns(IM % "user", "<|im_start|>assistant\n{{ c }}" + HERMES_CALLS + "<|im_end|>\n", QWEN_TOOL,
+              prompt="(rules)" + IM_PROMPT), "<|im_end|>", None, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWRITING)
+def test_each_turn_is_a_row_after_what_the_template_renders(worker_of, monkeypatch, name):
+    shape, parser, format = REWRITING[name]
+    monkeypatch.setitem(FORMATS, f"rows {name}", format)
+    worker = worker_of(f"rows {name}", 2, row_per_turn=True, format=parser)
+    tokenizer = worker.tokenizer
+    calls = [shape % json.dumps({"name": "say", "arguments": {"i": i}}) for i in (0, 1)]
+    thought = "<think>\nI quote " + calls[0] + "\n</think>\n\n"
+    written = [thought + "a" + calls[0] + calls[1] + "<|im_end|>", thought + calls[1] + "<|im_end|>", "b<|im_end|>"]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in written]
+    engine, output = held(worker, *ids, texts=["42", "58"])
+
+    def answer(i, id):
+        return {"role": "tool", "content": ("42", "58")[i], "name": "say", "tool_call_id": id}
+
+    reasoning = f"I quote {calls[0]}"
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "a", "reasoning_content": reasoning,
+         "tool_calls": [said(0, "call00000"), said(1, "call00001")]},
+        answer(0, "call00000"), answer(1, "call00001"),
+        {"role": "assistant", "content": "", "reasoning_content": reasoning, "tool_calls": [said(1, "call00002")]},
+        answer(1, "call00002"),
+    ]  # fmt: skip
+    schemas = [SayTool(config={}, tool_schema=None).get_openai_tool_schema().model_dump(exclude_none=True)]
+    rendered = [
+        tokenizer.apply_chat_template(messages[:k], tools=schemas, add_generation_prompt=True, tokenize=False)
+        for k in (1, 4, 6)
+    ]
+    assert [tokenizer.decode(seen) for seen in engine.seen] == rendered
+    rows = [(prompt, output.response_ids[start:end]) for start, end, prompt in output.extra_fields["turn_prompts"]]
+    assert rows == list(zip(engine.seen, engine.wrote, strict=True)) and engine.wrote == ids
+    assert output.extra_fields["end_reason"] == "stop" and "58" in tokenizer.decode(output.response_ids)
+    made = worker._postprocess([output])
+    batch = to_rows(made).batch
+    for row, (prompt, wrote) in enumerate(rows):
+        attended = batch["attention_mask"][row].bool()
+        assert batch["input_ids"][row][attended].tolist() == prompt + wrote
+        assert batch["response_mask"][row].sum() == len(wrote)
+        assert batch["rollout_log_probs"][row][: len(wrote)].tolist() == pytest.approx(engine.log_probs[row])
+    assert len(batch) == len(rows) == 3
+
+
+def test_a_conversation_that_the_template_refuses_ends_by_its_template(worker_of, monkeypatch):
+    refuses = "{% if m.tool_calls %}" + QWEN_TOOL + "{% endif %}{{ raise_exception('no call before') }}"
+    template = turns(IM % "user", IM % "assistant", refuses, prompt=IM_PROMPT)
+    monkeypatch.setitem(FORMATS, "rows refused", Format(template, "<|im_end|>", None, None))
+    worker = worker_of("rows refused", 1, row_per_turn=True)
+    ids = worker.tokenizer("<tool_call>{</tool_call><|im_end|>", add_special_tokens=False)["input_ids"]
+    engine, output = held(worker, ids)
+    assert output.extra_fields["end_reason"] == "template" and len(engine.seen) == 1
+    assert [turn[2] for turn in output.extra_fields["turn_prompts"]] == engine.seen
+    assert worker._postprocess([output]).non_tensor_batch["__lost__"].tolist() == [False]
+
+
+def test_a_call_that_cannot_be_read_stays_text_in_the_next_turns_prompt(worker_of, monkeypatch):
+    monkeypatch.setitem(FORMATS, "rows qwen3", FORMATS["qwen3"])
+    worker = worker_of("rows qwen3", 1, row_per_turn=True)
+    broken = "<tool_call>{'name': 3}</tool_call>"
+    turn = worker.tokenizer(broken + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    engine, _ = held(worker, turn, turn[-1:])
+    seen = worker.tokenizer.decode(engine.seen[1])
+    assert f"assistant\n{broken}<|im_end|>" in seen and "Error: the call is n" in seen
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -17,6 +17,7 @@ from tests.helpers.rl_run import overrides
 from verl.experimental.agent_loop.agent_loop import LOST, AgentLoopManager, get_trajectory_info
 from verl.experimental.agent_loop.tool_agent_loop import AgentState, ToolAgentLoop
 from verl.protocol import DataProto
+from verl.trainer.ppo.turn_rows import to_rows
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout import get_rollout_class
@@ -144,6 +145,23 @@ def test_log_probs_are_those_of_the_trained_module_at_every_generated_token(conv
     assert mask.sum() == 2 * (10 + 2) + 2 * 2
     assert torch.allclose(batch["rollout_log_probs"][mask], expected[mask], atol=1e-3)
     assert (batch["rollout_log_probs"][~mask] == 0).all()
+
+
+def test_log_probs_of_turns_are_those_of_the_module_after_their_own_prompts(converse, served, model):
+    """The template leaves calls out of the second turn's prompt, which the row of the conversation does not."""
+    output = converse([{}, {"text": "?"}], n=2, row_per_turn=True)
+    rows = to_rows(output)
+    batch, length = rows.batch, rows.batch["responses"].shape[1]
+    with torch.no_grad(), served.engine.eval_mode():
+        logits = served.engine.module(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
+        ).logits.float()
+    expected = logits.log_softmax(-1)[:, -length - 1 : -1].gather(2, batch["responses"][..., None])[..., 0]
+    mask = batch["response_mask"].bool()
+    assert mask.sum(1).tolist() == [10, 2, 10, 2, 2, 0, 2, 0]
+    assert torch.allclose(batch["rollout_log_probs"][mask], expected[mask], atol=1e-3)
+    second = batch["input_ids"][1][batch["attention_mask"][1].bool()].tolist()
+    assert hf_tokenizer(model).decode(second).split() == ["user", "add", "<eos>", "tool", "7", "so", "<eos>"]
 
 
 def test_rows_come_back_in_order_with_the_samples_of_a_prompt_adjacent(converse, model):

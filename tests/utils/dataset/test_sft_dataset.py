@@ -173,6 +173,70 @@ def test_a_prompt_that_begins_a_thought_is_refused_with_this_reason(tmp_path):
     assert learned == "Hm</think>Ja<end_of_turn>"  # the prompt has <think>, the model continues
 
 
+def turns_of(tmp_path, template, messages, end="<end_of_turn>"):
+    """[(prompt, learned text)] of each sample with row_per_turn."""
+    tokenizer = byte_tokenizer(Format(template, "<eos>", None, None, more_stops=(end,)))
+    tokenizer.pad_token = "<eos>"
+    settings = config(max_length=300, multiturn={"enable": True, "row_per_turn": True})
+    data = MultiTurnSFTDataset(rows_of(tmp_path, [{"messages": messages}] * 2), tokenizer, settings)
+    parts = []
+    for ids, mask in (kept(data[i]) for i in range(len(data))):
+        first = mask.index(1)
+        last = first + sum(mask)
+        assert all(mask[first:last]) and tokenizer.decode(ids[last:]) == "\n"
+        parts.append((tokenizer.decode(ids[:first]), tokenizer.decode(ids[first:last])))
+    return parts
+
+
+REASONED = [
+    {"role": "user", "content": "Nu?"}, {"role": "assistant", "content": "<think>\nHm\n</think>\n\nJa"},
+    {"role": "user", "content": "Nu?"}, {"role": "assistant", "content": "<think>\nAch</think>Nein"},
+]  # fmt: skip
+WITHOUT_THOUGHTS = GEMMA.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1].lstrip() }}")
+FIRST = "<start_of_turn>user\nNu?<end_of_turn>\n<start_of_turn>assistant\n"
+
+
+@pytest.mark.parametrize("begun", ["", "<think>\n", "<think>"])
+def test_each_turn_is_a_sample_after_its_prompt_where_the_template_drops_thoughts(tmp_path, begun):
+    """R1's template begins a thought in the prompt and drops thoughts from all turns: the content has them."""
+    template = WITHOUT_THOUGHTS.replace("assistant\n{% endif %}", f"assistant\n{begun}{{% endif %}}")
+    second = f"{FIRST}Ja<end_of_turn>\n{FIRST}{begun}"
+    line = "\n" if begun == "<think>" else ""
+    learned = {"": ("Ja", "Nein")}.get(begun, (f"{line}Hm\n</think>\n\nJa", f"{line}Ach</think>Nein"))
+    expected = [(FIRST + begun, f"{learned[0]}<end_of_turn>"), (second, f"{learned[1]}<end_of_turn>")]
+    assert turns_of(tmp_path, template, REASONED) == expected * 2
+
+
+@pytest.mark.parametrize("closed", ["<think>\n</think>", "</think>\n"])
+def test_a_turn_follows_a_prompt_that_ends_the_thought(tmp_path, closed):
+    """As templates do that are asked for no thought."""
+    template = WITHOUT_THOUGHTS.replace("assistant\n{% endif %}", f"assistant\n{closed}{{% endif %}}")
+    expected = [(FIRST + closed, "Ja<end_of_turn>"), (f"{FIRST}Ja<end_of_turn>\n{FIRST}{closed}", "Nein<end_of_turn>")]
+    assert turns_of(tmp_path, template, REASONED) == expected * 2
+
+
+def test_thoughts_that_the_template_shows_in_the_last_turn_alone_are_learned_in_each(tmp_path):
+    shown = "{{ m.content if loop.last else m.content.split('</think>')[-1].lstrip() }}"
+    template = GEMMA.replace("{{ m.content }}", shown)
+    expected = [(FIRST, "<think>\nHm\n</think>\n\nJa<end_of_turn>"),
+                (f"{FIRST}Ja<end_of_turn>\n{FIRST}", "<think>\nAch</think>Nein<end_of_turn>")]  # fmt: skip
+    assert turns_of(tmp_path, template, REASONED) == expected * 2
+
+
+def test_a_begun_thought_without_its_end_is_refused_with_this_reason(tmp_path):
+    template = GEMMA.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    for content in ("Ja", "<think>\nHm</think>"):
+        shown = template if content == "Ja" else template.replace("{{ m.content }}", "{{ m.content[-1] }}")
+        messages = [{"role": "user", "content": "Nu?"}, {"role": "assistant", "content": content}]
+        with pytest.raises(DatasetError, match=r"row 0: .*'<think>\\n', but the content of message 1 has no reasoning"):
+            turns_of(tmp_path, shown, messages)
+    with pytest.raises(DatasetError, match="row 0: no message has the role 'assistant'"):
+        turns_of(tmp_path, GEMMA, REASONED[:1])
+    moved = GEMMA.replace("{% for", "{% if not add_generation_prompt %}!{% endif %}{% for", 1)
+    with pytest.raises(DatasetError, match="row 0: the chat template's text up to message 1 is not its prompt"):
+        turns_of(tmp_path, moved, REASONED)
+
+
 def test_an_end_is_added_where_the_template_writes_none(tmp_path):
     template = "{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }} {% endfor %}"
     file = rows_of(tmp_path, [{"messages": CONVERSATION[:2]}])

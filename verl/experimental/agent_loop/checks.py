@@ -70,7 +70,7 @@ def check_agent_loops(config: DictConfig, findings: Any) -> Iterator[Problem]:
         encoder = MessageEncoder(findings.tokenizer, stops, **kwargs)
         roles = [role for role, used in (("tool", tools), ("user", interactions)) if used]
         schemas = tool_schemas(tools)
-        checked("actor_rollout_ref.model.path", encoder.check, roles, schemas)
+        checked("actor_rollout_ref.model.path", encoder.check, roles, schemas, at_once=settings.row_per_turn)
         if tools and not problems and encoder.prompt([USER], schemas) == encoder.prompt([USER]):
             key = f"{MULTI_TURN}.{'tool_config_path' if settings.tool_config_path else 'function_tool_path'}"
             what = f"{key}={settings[key.rpartition('.')[2]]}: the chat template leaves out the schemas of the tools"

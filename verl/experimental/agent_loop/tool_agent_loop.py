@@ -25,8 +25,10 @@ from verl.tools.journal import ToolJournal
 from verl.tools.runner import ToolConversation, ToolRunner
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools_from_config, tool_schemas
+from verl.utils.chat_template import ChatTemplateError
 from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.conversation import Conversation
+from verl.workers.rollout.message_encoder import CALL_ID
 
 
 class AgentState(Enum):
@@ -54,8 +56,9 @@ TRANSITIONS = {
     AgentState.INTERACTING: {AgentState.GENERATING, AgentState.TERMINATED},
 }
 #: Why a conversation ended: the model stopped or the interaction was content, the tokens or the turns were used up, the
-#: interaction failed, the generation was aborted. Conversations of the last two are lost.
-END_REASONS = ("stop", "length", "turns", "tool_failed", "cancelled")
+#: template refused the messages so far (multi_turn.row_per_turn), the interaction failed, the generation was aborted.
+#: Conversations of the last two are lost.
+END_REASONS = ("stop", "length", "turns", "template", "tool_failed", "cancelled")
 
 
 class AgentData:
@@ -79,6 +82,7 @@ class AgentData:
         self.seed: int | None = None
         self.step = -1  # of the training
         self.tool_calls: list[FunctionCall] = []  # of the last turn
+        self.turn_prompts: list[list[int]] = []  # what the turns were generated from (multi_turn.row_per_turn)
         self.routed_experts: Any = None
         self.end_reason: str | None = None
         self.extra_fields: dict[str, Any] = {}
@@ -166,7 +170,11 @@ class ToolAgentLoop(AgentLoopBase):
                     except Exception as error:
                         self._failed("release_failed", data.interaction, error)
         conversation = data.conversation
-        if data.user_turns and data.end_reason in ("stop", "turns"):
+        turns = {}
+        if self.settings.row_per_turn:
+            generated = [(start, end) for _, start, end in conversation.versions]
+            turns = {"turn_prompts": [(*turn, ids) for turn, ids in zip(generated, data.turn_prompts, strict=True)]}
+        elif data.user_turns and data.end_reason in ("stop", "turns"):
             self._check_tokenization(data)
         return AgentLoopOutput(
             prompt_ids=conversation.prompt_ids, response_ids=conversation.response_ids,
@@ -174,7 +182,7 @@ class ToolAgentLoop(AgentLoopBase):
             routed_experts=data.routed_experts, num_turns=data.user_turns + data.assistant_turns + 1,
             metrics=AgentLoopMetrics(**data.metrics),
             extra_fields={
-                **data.extra_fields, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
+                **data.extra_fields, **turns, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards,
                 "reward_scores": rewards, "end_reason": data.end_reason, "tool_call_counts": data.tool_call_count,
                 "weights_versions": [version for version, _, _ in conversation.versions],
             },
@@ -231,10 +239,17 @@ class ToolAgentLoop(AgentLoopBase):
         room = self.rollout_config.response_length - len(conversation.response_ids)
         stops = {*sampling_params.get("stop_token_ids", ()), *self.parser.stop_token_ids}
         started = time.perf_counter()
-        ids = conversation.ids
-        if settings.use_inference_chat_template:
-            ids = self.encoder.prompt(data.messages, self.tool_schemas)
-        self.parser.is_reasoning = self.tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+        ids, at_once = conversation.ids, settings.use_inference_chat_template or settings.row_per_turn
+        if at_once and data.assistant_turns:
+            try:
+                ids = self.encoder.prompt(data.messages, self.tool_schemas)
+            except ChatTemplateError as error:
+                logger.warning(f"conversation {data.request_id} ends: {error}")
+                return data.end("template")
+            if len(ids) >= most_tokens(self.rollout_config):
+                return data.end("length")
+        if self.parser.THINK_TAGS is not None:
+            self.parser.is_reasoning = self.tokenizer.decode(ids[-8:]).rstrip().endswith(self.parser.THINK_TAGS[0])
         output = await self.server_manager.generate(
             data.request_id, prompt_ids=ids,
             sampling_params={
@@ -244,7 +259,8 @@ class ToolAgentLoop(AgentLoopBase):
         )  # fmt: skip
         data.metrics["generate_sequences"] += time.perf_counter() - started
         conversation.add_generated(output.token_ids, output.log_probs, output.weights_version)
-        if not settings.use_inference_chat_template:
+        data.turn_prompts.append(ids)
+        if not at_once:
             data.routed_experts = output.routed_experts  # of all ids so far
         data.assistant_turns += 1
         if output.stop_reason == "aborted":
@@ -252,7 +268,7 @@ class ToolAgentLoop(AgentLoopBase):
         if output.stop_reason == "length" or len(conversation.response_ids) >= self.rollout_config.response_length:
             return data.end("length")
         content, data.tool_calls = await self.parser.extract_tool_calls(output.token_ids)
-        data.messages.append({"role": "assistant", "content": self._plain(output.token_ids)})
+        data.messages.append(self._message(output.token_ids, data))
         if data.tool_calls or data.interaction:
             if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
                 return data.end("turns")
@@ -262,8 +278,18 @@ class ToolAgentLoop(AgentLoopBase):
             return AgentState.PROCESSING_TOOLS
         return AgentState.INTERACTING if data.interaction else data.end("stop")
 
-    def _plain(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def _message(self, ids: list[int], data: AgentData) -> dict[str, Any]:
+        """The last turn: its text, or with row_per_turn the parts that a template renders, if its calls can be read."""
+        for i, call in enumerate(data.tool_calls):
+            call.id = call.id or CALL_ID % (data.tool_call_count + i)
+        if not self.settings.row_per_turn:
+            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        while ids and ids[-1] in self.encoder.stop_ids:
+            ids = ids[:-1]
+        calls = [call.as_message() for call in data.tool_calls]
+        if None in calls:
+            return {"role": "assistant", "content": self.tokenizer.decode(ids)}
+        return self.parser.message(ids) | ({"tool_calls": calls} if calls else {})
 
     async def _handle_processing_tools_state(self, data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
         limit, started = self.settings.max_parallel_calls, time.perf_counter()
@@ -274,8 +300,8 @@ class ToolAgentLoop(AgentLoopBase):
         for call in data.tool_calls[limit:]:
             texts.append(f"Error: {call.name!r} was not called: one turn may call {limit} tools.")
         data.tool_rewards += [reward for _, reward, _ in results if reward is not None]
-        names = [call.name for call in data.tool_calls]
-        messages = [{"role": "tool", "content": text, "name": name} for text, name in zip(texts, names, strict=True)]
+        messages = [{"role": "tool", "content": text, "name": call.name, "tool_call_id": call.id}
+                    for text, call in zip(texts, data.tool_calls, strict=True)]  # fmt: skip
         return self._given(data, messages)
 
     @rollout_trace_op
@@ -314,8 +340,12 @@ class ToolAgentLoop(AgentLoopBase):
         self.runner.failed(kind, interaction.name, f"the interaction raised {type(error).__name__}: {error}.", error)
 
     def _given(self, data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
-        """Append what the model is given, if it fits."""
-        ids = self.encoder.added(messages, self.tool_schemas)
+        """Append what the model is given, if it fits; with row_per_turn its text, for those who read the row."""
+        if self.settings.row_per_turn:
+            text = "\n".join(["", *(message["content"] for message in messages), ""])
+            ids = self.tokenizer(text.encode("utf-8", "replace").decode(), add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.encoder.added(messages, self.tool_schemas, after=data.prompt_ids[-1])
         fills = len(data.prompt_ids) + len(ids) >= most_tokens(self.rollout_config)
         if fills or len(data.response_ids) + len(ids) >= self.rollout_config.response_length:
             return data.end("length")

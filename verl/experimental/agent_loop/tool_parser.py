@@ -1,5 +1,7 @@
 """Finds the tool calls in what a model wrote. Only JSON and plain text are read; nothing is evaluated."""
 
+import ast
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -10,21 +12,35 @@ from pydantic import BaseModel
 
 
 class FunctionCall(BaseModel):
-    """A call as the model wrote it: `arguments` is the text of a JSON object. `error` says why it cannot be read."""
+    """A call as the model wrote it: `arguments` is the text of a JSON object. `error` says why it cannot be read.
+
+    `id` is the name that the model gave to the call, in formats that have one.
+    """
 
     arguments: str
     name: str
     error: str | None = None
+    id: str | None = None
+
+    def as_message(self) -> dict[str, Any] | None:
+        """The call in a message's `tool_calls`, with arguments as an object; None if it cannot be read."""
+        if self.error is not None or named_call(self.name, self.arguments).error is not None:
+            return None
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
-# Reasoning, a call (which may have such a tag in its arguments), or the end of reasoning that the prompt began.
-_TAGGED = re.compile(r"<think>.*?(?:</think>|\Z)|<tool_call>.*?(?:</tool_call>|\Z)|</think>", re.DOTALL)
+@functools.cache
+def _tagged(*tags: tuple[str, str]) -> re.Pattern[str]:
+    """Reasoning, a call (which may have such a tag in its arguments), or the end of reasoning that the prompt began."""
+    thought, call = (rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in tags)
+    return re.compile(rf"{thought}|{call}|{re.escape(tags[0][1])}", re.DOTALL)
 
 
 class ToolParser(ABC):
     """Finds calls in generated ids. A call that cannot be read is returned with its `error`, not left out.
 
-    Reasoning in <think> tags is text: a call that it quotes is none. With `is_reasoning` the prompt ends with <think>.
+    Reasoning in THINK_TAGS is text: a call that it quotes is none. With `is_reasoning` the prompt ends with the first.
     `tool_schemas` are those of the prompt, for a format that leaves the types of arguments open.
     """
 
@@ -32,8 +48,10 @@ class ToolParser(ABC):
     _registry: dict[str, type["ToolParser"]] = {}
     #: Tokens that end a turn with calls in this format, where the tokenizer has them.
     STOPS: tuple[str, ...] = ()
-    #: Whether models of this format reason in <think> tags.
-    THINK_TAGS = True
+    #: What encloses reasoning; None where `parse` tells it apart.
+    THINK_TAGS: tuple[str, str] | None = ("<think>", "</think>")
+    #: What encloses a call, or all calls of a turn.
+    TAGS = ("<tool_call>", "</tool_call>")
     is_reasoning = False
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,7 +59,8 @@ class ToolParser(ABC):
 
     async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
         """(the text without its calls, the calls in order)."""
-        content, calls = "", []
+        content: str = ""
+        calls: list[FunctionCall] = []
         for text, is_reasoning in self._parts(self.tokenizer.decode(responses_ids)):
             rest, found = (text, []) if is_reasoning else self.parse(text)
             content, calls = content + rest, calls + found
@@ -51,24 +70,47 @@ class ToolParser(ABC):
         """The text in parts, and whether each is reasoning."""
         if not self.THINK_TAGS:
             return [(text, False)]
+        opened, closed = self.THINK_TAGS
+        tagged = _tagged(self.THINK_TAGS, self.TAGS)
         if self.is_reasoning:
-            begun, end, _ = text.partition("</think>")
+            begun, end, _ = text.partition(closed)
         else:
-            last = next((tag.end() for tag in _TAGGED.finditer(text) if tag[0] == "</think>"), 0)
+            last = next((tag.end() for tag in tagged.finditer(text) if tag[0] == closed), 0)
             begun, end = text[:last], ""
         start = len(begun) + len(end)
         parts = [(text[:start], True)]
-        for tag in _TAGGED.finditer(text, start):
-            if tag[0].startswith("<think>"):
+        for tag in tagged.finditer(text, start):
+            if tag[0].startswith(opened):
                 parts += [(text[start : tag.start()], False), (tag[0], True)]
                 start = tag.end()
         return [part for part in (*parts, (text[start:], False)) if part[0]]
+
+    def message(self, ids: list[int]) -> dict[str, Any]:
+        """What a chat template is given of a turn without its end token: content without calls, reasoning_content."""
+        content, thought = "", ""
+        for text, is_reasoning in self._parts(self.tokenizer.decode(ids)):
+            if is_reasoning:
+                thought += text.removeprefix(self.THINK_TAGS[0]).removesuffix(self.THINK_TAGS[1])
+            else:
+                content += self.parse(text)[0]
+        reasoning = {"reasoning_content": thought.strip()} if thought.strip() else {}
+        return {"role": "assistant", "content": content.strip()} | reasoning
 
     @property
     def stop_token_ids(self) -> list[int]:
         """The ids of STOPS."""
         ids = self.tokenizer.convert_tokens_to_ids(list(self.STOPS))
         return [i for i in ids if i not in (None, self.tokenizer.unk_token_id)]
+
+    def typed_call(self, name: str, parameters: list[tuple[str, str]]) -> FunctionCall:
+        """A call of which the format gives each argument as text: (key, text) pairs.
+
+        Text that is JSON other than a string is taken as such, any other as it is. Where the tool's schema allows for a
+        string, JSON of a type that it does not name is text as well.
+        """
+        types = _types(self.tool_schemas, name)
+        arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
+        return FunctionCall(name=name, arguments=json.dumps(arguments))
 
     @abstractmethod
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
@@ -110,6 +152,16 @@ def json_call(text: str, arguments_key: str = "arguments") -> FunctionCall:
     return FunctionCall(name=name, arguments=arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
+def named_call(name: str, arguments: str, id: str | None = None) -> FunctionCall:
+    """A call of which the format gives the name apart from the JSON object of arguments."""
+    try:
+        given = json.loads(arguments)
+        problem = None if isinstance(given, dict) else "the arguments are not a JSON object"
+    except (ValueError, RecursionError) as error:
+        problem = f"the call is not valid JSON: {error}"
+    return FunctionCall(name=name, arguments=arguments.strip() if problem is None else arguments, error=problem, id=id)
+
+
 @ToolParser.register("hermes")
 class HermesToolParser(ToolParser):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, as Hermes and Qwen models write it."""
@@ -147,11 +199,7 @@ class Llama3JsonToolParser(ToolParser):
 
 @ToolParser.register("qwen3_coder")
 class Qwen3CoderToolParser(ToolParser):
-    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
-
-    A value that is JSON other than a string is taken as such, any other as text. Where the tool's schema allows for a
-    string, JSON of a type that it does not name is text as well.
-    """
+    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>; see `typed_call`."""
 
     CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
     FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
@@ -165,10 +213,192 @@ class Qwen3CoderToolParser(ToolParser):
         if function is None:
             expected = "<function=name><parameter=key>value</parameter></function>"
             return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
-        name, parameters = function.group(1).strip(), self.PARAMETER.findall(function.group(2))
-        types = _types(self.tool_schemas, name)
-        arguments = {key.strip(): _value(value, types.get(key.strip(), ())) for key, value in parameters}
-        return FunctionCall(name=name, arguments=json.dumps(arguments))
+        return self.typed_call(function.group(1).strip(), self.PARAMETER.findall(function.group(2)))
+
+
+@ToolParser.register("glm45")
+class Glm45ToolParser(ToolParser):
+    """<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, as GLM 4.5, 4.6 and 4.7 write it.
+
+    Line breaks may stand between the parts; for values see `typed_call`.
+    """
+
+    STOPS = ("<|observation|>", "<|user|>")
+    CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+    PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        return self.CALL.sub("", text), [self._call(call) for call in self.CALL.findall(text)]
+
+    def _call(self, text: str) -> FunctionCall:
+        name = self.PAIR.sub("", text).strip()
+        if not text.lstrip().startswith(name) or not re.fullmatch(r"[^<>\s]+", name):
+            expected = "name<arg_key>key</arg_key><arg_value>value</arg_value>"
+            return FunctionCall(name="", arguments=text, error=f"a call is written {expected}")
+        return self.typed_call(name, self.PAIR.findall(text))
+
+
+@ToolParser.register("minimax_m2")
+class MinimaxM2ToolParser(ToolParser):
+    """<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke></minimax:tool_call>.
+
+    One block may have several calls; for values see `typed_call`.
+    """
+
+    TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
+    BLOCK = re.compile(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|$)", re.DOTALL)
+    CALL = re.compile(r'<invoke name="([^"\n]+)">(.*?)</invoke>', re.DOTALL)
+    PARAMETER = re.compile(r'<parameter name="([^"\n]+)">(.*?)</parameter>', re.DOTALL)
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        calls = []
+        for block in self.BLOCK.findall(text):
+            calls += [self.typed_call(name, self.PARAMETER.findall(body)) for name, body in self.CALL.findall(block)]
+            if rest := self.CALL.sub("", block).strip():
+                expected = '<invoke name="name"><parameter name="key">value</parameter></invoke>'
+                calls.append(FunctionCall(name="", arguments=rest, error=f"a call is written {expected}"))
+        return self.BLOCK.sub("", text), calls
+
+
+class _TokenToolParser(ToolParser):
+    """Calls between special tokens: each BEGIN ... END, all of them in TAGS; CALL reads what is between."""
+
+    BEGIN: str
+    END: str
+    CALL: re.Pattern[str]
+    EXPECTED: str
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        begin, end = map(re.escape, self.TAGS)
+        section = re.compile(rf"{begin}(.*?)(?:{end}|$)", re.DOTALL)
+        return section.sub("", text), [call for body in section.findall(text) for call in self._calls(body)]
+
+    def _calls(self, body: str) -> list[FunctionCall]:
+        calls = []
+        for part in body.split(self.BEGIN)[1:]:
+            text = part.partition(self.END)[0]
+            match = self.CALL.fullmatch(text)
+            if match is None:
+                calls.append(FunctionCall(name="", arguments=text, error=f"a call is written {self.EXPECTED}"))
+            else:
+                calls.append(named_call(match["name"], match["arguments"], match.groupdict().get("id")))
+        return calls
+
+
+@ToolParser.register("kimi_k2")
+class KimiK2ToolParser(_TokenToolParser):
+    """<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, in a section of calls.
+
+    What stands before the arguments is the call's id as well, which the template shows with the answer.
+    """
+
+    TAGS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    BEGIN, END = "<|tool_call_begin|>", "<|tool_call_end|>"
+    CALL = re.compile(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<>]+):\d+)\s*<\|tool_call_argument_begin\|>(?P<arguments>.*)",
+        re.DOTALL,
+    )
+    EXPECTED = "functions.name:0<|tool_call_argument_begin|>{...}"
+
+
+@ToolParser.register("deepseek_v3")
+class DeepseekV3ToolParser(_TokenToolParser):
+    """function<｜tool▁sep｜>name and the arguments in a block of json, as DeepSeek V3 and R1 write it."""
+
+    TAGS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    BEGIN, END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    CALL = re.compile(
+        r"\s*function<｜tool▁sep｜>(?P<name>[^\s<>]+)\s*```json\s*\n(?P<arguments>.*)```\s*", re.DOTALL
+    )
+    EXPECTED = "function<｜tool▁sep｜>name, then the arguments in ```json ... ```"
+
+
+@ToolParser.register("deepseek_v31")
+class DeepseekV31ToolParser(DeepseekV3ToolParser):
+    """name<｜tool▁sep｜>{...}, as DeepSeek V3.1 writes it."""
+
+    CALL = re.compile(r"\s*(?P<name>[^\s<>]+)<｜tool▁sep｜>(?P<arguments>.*)", re.DOTALL)
+    EXPECTED = "name<｜tool▁sep｜>{...}"
+
+
+@ToolParser.register("mistral")
+class MistralToolParser(ToolParser):
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}], or, as newer models write each call,
+    [TOOL_CALLS]name[CALL_ID]id[ARGS]{...}, where the id may be missing.
+    """
+
+    TAGS = ("[TOOL_CALLS]", "</s>")
+    THINK_TAGS = ("[THINK]", "[/THINK]")
+    CALL = re.compile(r"\s*(?P<name>[^\s\[\]{}]+)(?:\[CALL_ID\](?P<id>\w+))?\[ARGS\](?P<arguments>.*)", re.DOTALL)
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        content, *parts = text.split("[TOOL_CALLS]")
+        return content, [call for part in parts for call in self._calls(part.removesuffix("</s>"))]
+
+    def _calls(self, text: str) -> list[FunctionCall]:
+        if match := self.CALL.fullmatch(text):
+            return [named_call(match["name"], match["arguments"], match["id"])]
+        try:
+            calls = json.loads(text)
+            if not isinstance(calls, list):
+                raise ValueError("it is not a list")
+        except (ValueError, RecursionError) as error:
+            return [FunctionCall(name="", arguments=text, error=f"the calls are not a JSON list: {error}")]
+        read = [json_call(json.dumps(call)) for call in calls]
+        for call, given in zip(read, calls, strict=True):
+            call.id = given["id"] if isinstance(given, dict) and isinstance(given.get("id"), str) else None
+        return read
+
+
+@ToolParser.register("llama4_pythonic")
+class Llama4PythonicToolParser(ToolParser):
+    """The turn is a Python list of calls with named arguments, [name(key="value"), ...], as Llama 4 writes it.
+
+    It is read as literals: an argument that is an expression, a name or a call is an error. true, false and null are
+    taken as well.
+    """
+
+    STOPS = ("<|eom|>", "<|eot|>")
+    SPECIAL = re.compile(r"<\|(?:python_start|python_end|eom|eot|end_of_text)\|>")
+    START = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+    WORDS = {"true": True, "false": False, "null": None}
+
+    def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
+        plain = self.SPECIAL.sub("", text).strip()
+        if not self.START.match(plain):
+            return text, []
+        try:
+            (statement,) = ast.parse(plain).body
+            calls = statement.value.elts
+            if not isinstance(statement.value, ast.List):
+                raise AttributeError
+            return "", [self._call(call, plain) for call in calls]
+        except (SyntaxError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+            problem = f"the calls are not a Python list [name(key=value), ...]: {error}"
+            return "", [FunctionCall(name="", arguments=plain, error=problem)]
+
+    def _call(self, call: ast.expr, text: str) -> FunctionCall:
+        source = ast.get_source_segment(text, call) or text
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            return FunctionCall(name="", arguments=source, error="a call is written name(key=value)")
+        name = ast.unparse(call.func)
+        try:
+            given = {keyword.arg: self._literal(keyword.value) for keyword in call.keywords}
+            return FunctionCall(name=name, arguments=json.dumps(given, allow_nan=False))
+        except (ValueError, TypeError, RecursionError) as error:
+            return FunctionCall(name=name, arguments=source, error=f"an argument is not a literal: {error}")
+
+    def _literal(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Name) and node.id in self.WORDS:
+            return self.WORDS[node.id]
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self._literal(item) for item in node.elts]
+        if isinstance(node, ast.Dict):
+            keys = [None if key is None else ast.literal_eval(key) for key in node.keys]
+            if not all(isinstance(key, str) for key in keys):
+                raise ValueError("keys of an object are strings")
+            return {key: self._literal(value) for key, value in zip(keys, node.values, strict=True)}
+        return ast.literal_eval(node)
 
 
 JSON_TYPES = {
@@ -205,14 +435,20 @@ class GptOssToolParser(ToolParser):
     """
 
     STOPS = ("<|call|>", "<|return|>")
-    THINK_TAGS = False
+    THINK_TAGS = None
 
     MESSAGE = re.compile(
         r"(?:<\|start\|>)?(?:assistant)?(?P<head>(?:(?!<\|message\|>).)*?)<\|message\|>(?P<body>.*?)"
         r"(?:<\|end\|>|<\|call\|>|<\|return\|>|$)|.+",
         re.DOTALL,
     )
+    ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|$)", re.DOTALL)
     RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+
+    def message(self, ids: list[int]) -> dict[str, Any]:
+        """With the analysis as `thinking`, which the template takes unless there is content."""
+        message, thinking = super().message(ids), "".join(self.ANALYSIS.findall(self.tokenizer.decode(ids)))
+        return message | ({"thinking": thinking} if thinking and not message["content"] else {})
 
     def parse(self, text: str) -> tuple[str, list[FunctionCall]]:
         content, calls = [], []
@@ -226,10 +462,5 @@ class GptOssToolParser(ToolParser):
             if recipient is None:
                 content.append(body)
                 continue
-            try:
-                json.loads(body)
-                calls.append(FunctionCall(name=recipient.group(1), arguments=body.strip()))
-            except (ValueError, RecursionError) as error:
-                problem = f"the call is not valid JSON: {error}"
-                calls.append(FunctionCall(name=recipient.group(1), arguments=body, error=problem))
+            calls.append(named_call(recipient.group(1), body))
         return "".join(content), calls

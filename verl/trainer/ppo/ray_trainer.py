@@ -23,6 +23,7 @@ from verl.trainer.ppo.data_loading import RLData
 from verl.trainer.ppo.reward import load_served_reward
 from verl.trainer.ppo.rollout_check import PROBE_TOKENS, RolloutCheck
 from verl.trainer.ppo.rollout_phase import RolloutPhase, without_lost
+from verl.trainer.ppo.turn_rows import from_rows, to_rows
 from verl.trainer.ppo.utils import Role, WorkerType
 from verl.trainer.ppo.worker_groups import ResourcePoolManager, WorkerGroups, actor_role, classes, nsight_options
 from verl.trainer.run.checkpoints import Checkpoints
@@ -341,8 +342,8 @@ class RayPPOTrainer:
         """The rows of `batch` through a worker group's method, padded to an even share of the ranks."""
         filled, own = batching.fill_groups(batch, self.n)
         even = self.ranks * (self.n if self.keeps_groups_whole else 1)  # one draw of DAPO may not be even
-        padded, pad = pad_dataproto_to_divisor(filled.select(non_tensor_batch_keys=[]), even)
-        return unpad_dataproto(method(padded), pad_size=pad).select_idxs(own)
+        padded, pad = pad_dataproto_to_divisor(filled, even)
+        return unpad_dataproto(from_rows(method(to_rows(padded)), padded), pad_size=pad).select_idxs(own)
 
     @step("adv")
     def _assign_token_rewards(self, batch: DataProto) -> Metrics:
@@ -385,7 +386,7 @@ class RayPPOTrainer:
 
     def _updated(self, method, batch: DataProto) -> Metrics:
         filled, _ = batching.fill_groups(batch, self.n)
-        return metric_utils.reduce_metrics(method(filled.select(non_tensor_batch_keys=[])).meta_info["metrics"])
+        return metric_utils.reduce_metrics(method(to_rows(filled)).meta_info["metrics"])
 
     def _watch_nonfinite(self, metrics: Metrics) -> None:
         """Count steps with skipped updates, of either model, in a row; end the run at `trainer.nonfinite_steps_max`."""

@@ -37,7 +37,7 @@ METRICS: dict[str, str] = {
     "tool_call_counts/*": "Tool calls of a conversation.",
     "agent_loop/prefix_hit_rate": "Share of the requests' prompt tokens that the servers' prefix caches held.",
     "agent_loop/restarted_workers": "Agent loop workers that died and were replaced.",
-    "agent_loop/end/*": "Share of the conversations that ended so: stop, length, turns, tool_failed or cancelled.",
+    "agent_loop/end/*": "Share of conversations that ended so: stop, length, turns, template, tool_failed, cancelled.",
     "timing_s/agent_loop/reward/busy": "Seconds in which samples were graded, mostly while others were generated.",
     "timing_s/agent_loop/reward/exposed": "Seconds that grading took after the last conversation had ended.",
     "timing_s/agent_loop/*": "Seconds that a conversation spent in generation and in tool calls.",

@@ -10,6 +10,9 @@ from verl.protocol import DataProto
 from verl.protocol.seqlen_balancing import prepare_dynamic_batch
 from verl.utils.groupwise import groups_of
 
+#: meta_info of a batch whose samples are that many adjacent rows each (1 without it)
+ROWS_PER_SAMPLE = "rows_per_sample"
+
 
 def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[int]]:
     """Whole units, in order, joined while their weights fit into `budget`; a heavier unit stands alone."""
@@ -27,7 +30,8 @@ def pack(units: list[list[int]], weights: list[int], budget: int) -> list[list[i
 def mini_batches(
     data: DataProto, size: int, *, whole_groups: bool, epochs: int, shuffle: bool, seed: int
 ) -> Iterator[DataProto]:
-    """`size` rows each (the last may be shorter), `epochs` times over; along groups where asked."""
+    """The rows of `size` samples each (the last may be shorter), `epochs` times over; along groups where asked."""
+    size *= data.meta_info.get(ROWS_PER_SAMPLE, 1)
     units = groups_of(data.batch["group_index"]) if whole_groups else [[i] for i in range(len(data))]
     generator = np.random.default_rng(seed)
     for _ in range(epochs):

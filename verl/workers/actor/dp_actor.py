@@ -13,7 +13,7 @@ from verl.algos.policy_loss import TOKEN_SCORES, choose_tokens, get_policy_loss_
 from verl.protocol import DataProto
 from verl.utils.user_code import defined_at, kind
 from verl.workers.actor.base import BasePPOActor, auxiliary_losses
-from verl.workers.actor.batch_cuts import micro_batches
+from verl.workers.actor.batch_cuts import ROWS_PER_SAMPLE, micro_batches
 from verl.workers.actor.optimizer_step import StepCounts, forward_in_order, update_by_mini_batches
 from verl.workers.config import FSDPActorConfig
 from verl.workers.engine import FSDPEngine
@@ -73,7 +73,8 @@ class DataParallelPPOActor(BasePPOActor):
         data = self._select(data, (*_UPDATE_KEYS, *(k for k in _OPTIONAL_KEYS if k in data.batch.keys())))
         if config.use_kl_loss and "ref_log_prob" not in data.batch.keys():
             raise ValueError("actor.use_kl_loss=true needs the column ref_log_prob, which the batch lacks.")
-        steps = config.ppo_epochs * math.ceil(len(data) / config.ppo_mini_batch_size)
+        samples = len(data) // data.meta_info.get(ROWS_PER_SAMPLE, 1)
+        steps = config.ppo_epochs * math.ceil(samples / config.ppo_mini_batch_size)
         if steps > 1 and "old_log_probs" not in data.batch.keys():
             raise ValueError(
                 f"the batch lacks old_log_probs, but {steps} steps are taken on it (rows={len(data)}, "
