@@ -187,7 +187,8 @@ def test_the_benchmark_divides_steps_by_steps(tmp_path, monkeypatch, gym):
             args.out.write_text(json.dumps({"seconds": taken, "tokens": [7.0] * len(taken)}))
             assert {path.name for path in args.folder.iterdir()} == {"prompts.parquet", "reward.py", "model"}
         elif command[2] == "benchmarks.pretrained_parts":
-            Path(command[-1]).write_text(json.dumps({"generation": 0.5, "forward_backward": 1.5, "seconds": 2.0, "tokens": 7.0}))
+            parts = {"generation": 0.5, "forward_backward": 1.5, "seconds": 2.0, "tokens": 7.0}
+            Path(command[-1]).write_text(json.dumps(parts))
         else:
             config = trained_config(command)
             former = not config.actor_rollout_ref.actor.share_prompt_forward
