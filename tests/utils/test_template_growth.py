@@ -118,6 +118,13 @@ GROWING = {
     "{% set x = 'x' * 800000000 %}{{ m() }}{% endif %}",
     "an attribute of another object": "{% macro m(n) %}" + ROUNDS + "{{ n.content }}" + END + "{% endmacro %}"
     "{% set n = namespace(content=1) %}{{ m(messages[0]) }}",
+    "rounds over a namespace": "{% set n = namespace(t='') %}{% for a in messages %}{% for b in messages %}"
+    "{% set n.t = n.t ~ a.content %}{% endfor %}{% endfor %}{% for c in n.t %}{{ messages }}{% endfor %}",
+    "rounds over parts of a namespace": "{% set n = namespace(t=[]) %}{% for a in messages %}"
+    "{% set n.t = n.t + [a.content ~ 'xxxxxxxx' ~ a.content] %}{% endfor %}{% for c in n.t %}{% for d in c %}"
+    "{{ messages }}{% endfor %}{% endfor %}",
+    "many empty texts": "{% for a in range(9999) %}{% for b in range(9999) %}{{ '' }}{% endfor %}{% endfor %}",
+    "many pieces": "{{ ('a b ' * 15000000).split(' ') | length }}",
     "a loop over a constant": "{% for x in 'x' * 90000 %}{% for y in 'x' * 90000 %}{{ y }}{% endfor %}{% endfor %}",
 }  # fmt: skip
 
@@ -133,3 +140,4 @@ def test_an_analysis_ends_soon():
     assert growth("{% set n = namespace(a0='x') %}{% for a in messages %}" + many + "{% endfor %}") is None
     assert growth("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}") is None
     assert growth("{% for %}") is None
+    assert len(growth("{{ " + "1 + " * 100 + "1 }}{{ " + "9" * 400 + " }}")) == 1

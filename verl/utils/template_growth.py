@@ -46,6 +46,8 @@ _COUNTING = set(
 _NUMBERS = {"int", "float", "abs", "round"}
 _SPLITTING = {"split", "rsplit", "splitlines", "partition", "rpartition"}  # an empty text becomes one piece
 _ESCAPING = {"tojson": 6, "string": 10}  # by how much a character can get longer
+_ENTRY = 16  # characters that one entry of a list takes the memory of
+_INFINITE = 1e300
 _MARKUP = 5  # by how much a character can get longer in a text that is added to a "safe" one
 _LOOP_NUMBERS = {"index", "index0", "revindex", "revindex0", "length", "depth", "depth0", "first", "last"}
 _PLAIN_FORMAT = re.compile(r"(?:[^{}]|\{\w*\})*")  # no width
@@ -92,7 +94,8 @@ class _Analysis:
         self.made = Size()  # printed so far, in one round of the current loop
         self.added: dict[Any, Size] = {}  # to attributes of namespaces, likewise
         self.put: dict[Any, list[Size]] = defaultdict(list)  # into attributes of namespaces, one after another
-        self.seen: list[Size] = []  # results of expressions
+        self.seen: list[Size] = []  # results of expressions, which are there one at a time
+        self.held: list[Size] = []  # values of names
         self.macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
         self.calls: list[str] = []
         self.top: dict[str, Size] = {}
@@ -106,7 +109,9 @@ class _Analysis:
         inside: dict[Any, Growth] = {}
         for owner in {*self.added, *self.put}:
             self.resolve(owner, inside, ())
-        return sizes.added(*(sizes.polynomial(value, inside) for value in (self.made, *self.seen)), *inside.values())
+        largest = sizes.largest(*(sizes.polynomial(value, inside) for value in self.seen))
+        held = (sizes.polynomial(value, inside) for value in (self.made, *self.held))
+        return sizes.added(largest, *held, *inside.values())
 
     def resolve(self, owner: Any, inside: dict[Any, Growth], waiting: tuple[Any, ...]) -> None:
         """Put the bound of an attribute, after those it is made of, into `inside`."""
@@ -142,7 +147,8 @@ class _Analysis:
             handle(node, names)
 
     def do_output(self, node: nodes.Output, names: Names) -> None:
-        self.made = total([self.made, *(self.value(part, names).text() for part in node.nodes)])
+        parts = [self.value(part, names).text() for part in node.nodes]
+        self.made = total([self.made, constant(len(parts)), *parts])  # an empty text has its place in a list
 
     def do_if(self, node: nodes.If, names: Names) -> None:
         self.value(node.test, names)
@@ -173,10 +179,23 @@ class _Analysis:
             self.value(node.test, own)
         self.made, self.added = Size(), {}
         self.block(node.body, own)
-        self.made = total([before[0], sizes.rounds(self.made, loop, elements)])
-        added = {owner: sizes.rounds(value, loop, elements) for owner, value in self.added.items()}
+        self.made = total([before[0], self.rounds(self.made, loop, elements)])
+        added = {owner: self.rounds(value, loop, elements) for owner, value in self.added.items()}
         self.added = before[1] | {owner: total([before[1].get(owner, Size()), v]) for owner, v in added.items()}
         self.block(node.else_, dict(names))
+
+    def rounds(self, value: Size, loop: int, elements: Size) -> Size:
+        """What all rounds of a loop make of this in each."""
+        parts = []
+        for (owner, n), k in value.terms.items():
+            if owner in (loop, ALONE):  # together as much as what the loop runs through
+                parts += [Size({(whole, n + m): k * times}) for (whole, m), times in elements.terms.items()]
+                continue
+            for (root, m), times in self.loops[loop].terms.items():  # the same again, as often as there are elements
+                if isinstance(root, tuple):
+                    raise Unbounded
+                parts.append(Size({(owner, n + m + (root == GIVEN)): k * times}))
+        return total(parts)
 
     def do_assign(self, node: nodes.Assign, names: Names) -> None:
         if isinstance(node.target, nodes.Name) and node.target.name in self.spaces:
@@ -206,9 +225,6 @@ class _Analysis:
             self.assign(target, self.value(value, names), own)
         self.block(node.body, own)
 
-    def do_exprstmt(self, node: nodes.ExprStmt, names: Names) -> None:
-        self.value(node.node, names)
-
     def do_continue(self, node: nodes.Continue, names: Names) -> None:
         pass
 
@@ -231,6 +247,8 @@ class _Analysis:
             if target.name in self.macros or target.name in self.spaces or target.name == "loop":
                 raise Unbounded
             names[target.name] = value
+            if any(k != 1 or n for (_, n), k in value.terms.items()):  # else it is a part of what is there
+                self.held.append(self.everywhere(value.text()))
         elif isinstance(target, nodes.Tuple | nodes.List):
             for part in target.items:
                 self.assign(part, value, names)
@@ -268,9 +286,9 @@ class _Analysis:
         return constant(len(node.data))
 
     def of_const(self, node: nodes.Const, names: Names) -> Size:
-        if isinstance(node.value, str):
-            return constant(len(node.value))
-        return Size({(ALONE, 0): abs(float(node.value or 0))}, number=node.value is not None)
+        if isinstance(node.value, int | float):
+            return Size({(ALONE, 0): min(abs(node.value), _INFINITE)}, number=True)
+        return constant(len(str(node.value)))
 
     def of_name(self, node: nodes.Name, names: Names) -> Size:
         if node.name in self.macros:
@@ -316,15 +334,12 @@ class _Analysis:
     def of_add(self, node: nodes.Add, names: Names) -> Size:
         left, right = self.value(node.left, names), self.value(node.right, names)
         if left.number or right.number:
-            return self.of_sub(node, names)
+            return _sum_of(left, right)
         both = total([left, right])
         return both.times(_MARKUP) if both.markup else both
 
-    def of_sub(self, node: nodes.BinExpr, names: Names) -> Size:
-        left, right = self.value(node.left, names), self.value(node.right, names)
-        if left.of(WILD) and right.of(WILD):
-            raise Unbounded  # a number that doubles gets long
-        return number_of(left, right)
+    def of_sub(self, node: nodes.Sub, names: Names) -> Size:
+        return _sum_of(self.value(node.left, names), self.value(node.right, names))
 
     def of_mul(self, node: nodes.Mul, names: Names) -> Size:
         left, right = self.value(node.left, names), self.value(node.right, names)
@@ -369,8 +384,6 @@ class _Analysis:
 
     def of_neg(self, node: nodes.UnaryExpr, names: Names) -> Size:
         return self.value(node.node, names)
-
-    of_pos = of_neg
 
     def of_compare(self, node: nodes.Compare, names: Names) -> Size:
         for part in (node.expr, *(operand.expr for operand in node.ops)):
@@ -442,10 +455,13 @@ class _Analysis:
         if name in _NUMBERS:
             return number_of(base, base)
         if name == "map":
+            self.seen.append(self.everywhere(base.times(_ENTRY)))
             by_name = len(args) == len(texts) == 1 and not kwargs and texts[0] in {*_KEEPING, *_COUNTING, *_ESCAPING}
             if not by_name and (args or [pair.key for pair in kwargs] != ["attribute"]):
                 raise Unbounded
             return base.times(_ESCAPING.get(texts[0], NUMBER_LENGTH) if texts else 1)
+        if plain in _SPLITTING | {"list", "sort", "unique"}:
+            self.seen.append(self.everywhere(base.times(_ENTRY)))
         if plain in _SPLITTING:
             return total([base, constant(1)])
         if plain in _KEEPING:
@@ -472,3 +488,9 @@ class _Analysis:
         if name == ".format" and isinstance(node, nodes.Const) and _PLAIN_FORMAT.fullmatch(str(node.value)):
             return total([base, *(value.text().times(str(node.value).count("{")) for value in values)])
         raise Unbounded
+
+
+def _sum_of(left: Size, right: Size) -> Size:
+    if left.of(WILD) and right.of(WILD):
+        raise Unbounded  # a number that doubles gets long
+    return number_of(left, right)

@@ -43,10 +43,12 @@ class Size:
 
 
 def constant(size: float) -> Size:
+    """A size that does not depend on what the template is given."""
     return Size({(ALONE, 0): size})
 
 
 def total(values: Iterable[Size], number: bool = False) -> Size:
+    """All values together."""
     values, terms = list(values), defaultdict(float)
     for value in values:
         for key, k in value.terms.items():
@@ -70,18 +72,6 @@ def any_of(values: Iterable[Size]) -> Size:
     return Size(dict(terms), number, any(value.markup for value in values))
 
 
-def rounds(value: Size, loop: int, elements: Size) -> Size:
-    """What all rounds of a loop make of this in each."""
-    parts = []
-    for (owner, n), k in value.terms.items():
-        for (whole, m), times in elements.terms.items():
-            if owner in (loop, ALONE):
-                parts.append(Size({(whole, n + m): k * times}))
-            else:
-                parts.append(Size({(owner, n + m + (whole is not ALONE)): k * times}))
-    return total(parts)
-
-
 def polynomial(value: Size, inside: dict[Any, Growth]) -> Growth:
     """The bound for a value at the top; `inside`: those for attributes of namespaces."""
     result: Growth = ()
@@ -92,5 +82,12 @@ def polynomial(value: Size, inside: dict[Any, Growth]) -> Growth:
 
 
 def added(*growths: Growth) -> Growth:
+    """The sum of bounds."""
     length = max(map(len, growths), default=0)
     return tuple(sum(g[i] for g in growths if i < len(g)) for i in range(length))
+
+
+def largest(*growths: Growth) -> Growth:
+    """A bound that holds for each."""
+    length = max(map(len, growths), default=0)
+    return tuple(max(g[i] for g in growths if i < len(g)) for i in range(length))
