@@ -1,5 +1,7 @@
 """Stops a rank of a GRPO run with vLLM on two ranks by SIGSTOP, each time within another phase of a step.
 
+Every other run has agent loops, whose workers ask the ranks' engines over HTTP.
+
 Every run must end by the watchdog, with exit code 1 and a message that names the rank and the method, leave no process
 behind, and go on from its last checkpoint when it is started again: that run is the one whose rank stops next.
 """
@@ -38,9 +40,10 @@ class StoppedRuns:
         self.model = save_tiny_llama(folder / "model")
         self.log = folder / "log"
 
-    def start(self, steps: int) -> subprocess.Popen:
+    def start(self, steps: int, mode: str = "sync") -> subprocess.Popen:
         """The run up to this step, as a process whose output begins a new log."""
-        rollout = {"name": "vllm", "dtype": "float32", "max_num_seqs": 64, "n": 8}
+        rollout = {"name": "vllm", "mode": mode, "dtype": "float32", "max_num_seqs": 64, "n": 8,
+                   "agent__num_workers": 1}  # fmt: skip
         keys = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
         limits = dict.fromkeys(("generate", "log_prob", "update", "save"), LIMIT_S) | {"init": 300}
         keys |= {f"trainer__watchdog__{phase}": seconds for phase, seconds in limits.items()}
@@ -69,10 +72,10 @@ class StoppedRuns:
         given = [row["data"].get(f"timing_s/{phase}") for row in self.rows()[-20:]]
         return statistics.median([value for value in given if value is not None] or [0.2])
 
-    def stop_once(self, phase: str) -> tuple[str, float]:
+    def stop_once(self, phase: str, mode: str) -> tuple[str, float]:
         """Start the run, stop a rank within the phase of one of its steps; the method, and the seconds to the end."""
         before = self.saved()
-        run = self.start(100_000)
+        run = self.start(100_000, mode)
         try:
             wait_until(lambda: self.saved() > before, run, self.log)  # it goes on from its checkpoint
             step = len(self.rows()) + self.rng.randrange(1, 3)
@@ -107,15 +110,15 @@ def stops(folder: Path, count: int, seed: int) -> int:
     """Stop a rank `count` times; the number of runs that did not end as they must."""
     runs, longest, failed = StoppedRuns(folder, seed), 0.0, 0
     for i in range(count):
-        phase = PHASES[i % len(PHASES)]
+        phase, mode = PHASES[i % len(PHASES)], ("sync", "async")[i % 2]
         try:
-            method, seconds = runs.stop_once(phase)
+            method, seconds = runs.stop_once(phase, mode)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             failed += 1
-            print(f"{i:3d}  {phase:15s} {error}", flush=True)
+            print(f"{i:3d}  {mode:5s} {phase:15s} {error}", flush=True)
             continue
         longest, step = max(longest, seconds), runs.rows()[-1]["step"]
-        print(f"{i:3d}  {phase:15s} after step {step:3d}  {method:50s} ended after {seconds:.1f} s", flush=True)
+        print(f"{i:3d}  {mode:5s} {phase:15s} after step {step:3d}  {method:45s} ended in {seconds:.1f} s", flush=True)
     runs.finish()
     print(f"{count - failed} of {count} runs named the rank, longest {longest:.1f} s; all resumed")
     return failed

@@ -99,10 +99,11 @@ def test_a_template_without_end_is_refused_and_takes_no_memory_here(template, sh
     [
         (REFUSED["3.4 GB at once"], "needed more than 256 MiB of memory and was stopped. Correct it, or set another"),
         (REFUSED["a power"], "did not end within 1 s and was stopped. Correct it, or set another"),
-        ("{{ 'x' * 70000000 }}", "made a text of more than 67108864 characters, which was not taken. Correct it"),
+        ("{% for i in range(70) %}{{ 'x' * 1000000 }}{% endfor %}",
+         "made a text of more than 67108864 characters, which was not taken. Correct it"),
         (REFUSED["recursion"], "raised RecursionError"),
     ],
-)
+)  # fmt: skip
 def test_the_message_names_folder_and_limit(template, problem, short_limits):
     with pytest.raises(ChatTemplateError) as caught:
         render_chat(with_template(template), CHAT)
@@ -143,6 +144,5 @@ def test_a_process_that_is_killed_is_replaced():
     (process,) = [p for p in psutil.Process().children() if "template_process" in " ".join(p.cmdline())]
     process.terminate()
     process.wait(10)
-    with pytest.raises(ChatTemplateError, match="ended its process with exit code -15"):
-        render_chat(tokenizer, CHAT)
     assert render_chat(tokenizer, CHAT) == "x"
+    assert [p for p in psutil.Process().children() if "template_process" in " ".join(p.cmdline())] != [process]

@@ -54,7 +54,8 @@ class TemplateProcess:
         request = pickle.dumps((seconds, MEMORY_BYTES, TEXT_LENGTH, template, tokens, messages, settings))
         with self._lock:
             try:
-                if self._process is None:
+                if self._process is None or self._process.poll() is not None:
+                    self._end()
                     self._start()
                 self._connection.send_bytes(request)
                 if not self._connection.poll(seconds + _GRACE_S):
