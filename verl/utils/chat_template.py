@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from verl.grading.time_limit import call_interruptibly, timeout_limit
+from verl.grading.time_limit import call_interruptibly, call_with_alarm
 from verl.utils.template_growth import growth
 from verl.utils.template_process import TEXT_LENGTH, LimitExceeded, RenderError, TemplateProcess
 from verl.utils.template_sizes import NUMBER_LENGTH
@@ -35,10 +37,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **sett
     try:
         if (template := _growing(tokenizer, messages, settings)) is not None:
             return _process.render(LIMIT_S, template, tokenizer.special_tokens_map, messages, settings)
-        render = tokenizer.apply_chat_template
-        if threading.current_thread() is threading.main_thread():
-            return timeout_limit(LIMIT_S, use_signals=True)(render)(messages, tokenize=False, **settings)
-        return call_interruptibly(render, LIMIT_S, messages, tokenize=False, **settings)
+        in_main = threading.current_thread() is threading.main_thread()
+        call = call_with_alarm if in_main else call_interruptibly
+        return call(tokenizer.apply_chat_template, LIMIT_S, messages, tokenize=False, **settings)
     except LimitExceeded as error:
         problem = _refused(str(error))
     except TimeoutError:
@@ -60,32 +61,45 @@ def _growing(tokenizer: PreTrainedTokenizerBase, messages: list[dict], settings:
 
     Also None for a tokenizer that renders by Python code of its own.
     """
-    from transformers import PreTrainedTokenizerBase
-
-    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+    if _has_own_rendering(type(tokenizer)):
         return None
     template = tokenizer.get_chat_template(settings.get("chat_template"), settings.get("tools"))
-    if (bound := growth(template)) is None:
-        return template
     size = _size(messages, settings, tokenizer.special_tokens_map)
-    characters = sum(factor * size**n for n, factor in enumerate(bound))
-    return None if characters <= TEXT_LENGTH else template
+    return template if size > _largest_input(template) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _largest_input(template: str) -> int:
+    """The size of input up to which a rendering makes at most TEXT_LENGTH characters; -1 without a bound."""
+    if (bound := growth(template)) is None:
+        return -1
+
+    def exceeds(size: int) -> bool:
+        return not sum(factor * size**n for n, factor in enumerate(bound)) <= TEXT_LENGTH
+
+    return bisect.bisect_left(range(TEXT_LENGTH), True, key=exceeds) - 1
+
+
+@functools.cache
+def _has_own_rendering(kind: type) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
 def _size(*values: Any) -> float:
     """Characters of texts, entries of collections; infinite for what has no known size."""
-    size, left = 0.0, list(values)
-    while left:
-        value = left.pop()
+    size, found = 0.0, list(values)
+    for value in found:  # grows meanwhile
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, dict):
             size += len(value)
-            left += value
-            left += value.values()
+            found += value
+            found += value.values()
         elif isinstance(value, list | tuple):
             size += len(value)
-            left += value
+            found += value
         elif isinstance(value, int):
             size += max(NUMBER_LENGTH, value.bit_length())
         elif value is None or isinstance(value, float):
