@@ -6,7 +6,6 @@ data loaders and grading workers, which render too, may not have any, and cannot
 
 import contextlib
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -51,13 +50,13 @@ class TemplateProcess:
 
         Raises LimitExceeded, and RenderError for what the template raised.
         """
-        request = pickle.dumps((seconds, MEMORY_BYTES, TEXT_LENGTH, template, tokens, messages, settings))
+        request = (seconds, MEMORY_BYTES, TEXT_LENGTH, template, tokens, messages, settings)
         with self._lock:
             try:
                 if self._process is None or self._process.poll() is not None:
                     self._end()
                     self._start()
-                self._connection.send_bytes(request)
+                self._connection.send(request)
                 if not self._connection.poll(seconds + _GRACE_S):
                     raise TimeoutError
                 answer = self._connection.recv_bytes()
@@ -112,7 +111,7 @@ def main(descriptor: int) -> None:
     connection.send_bytes(b"ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
-            seconds, memory, length, template, tokens, messages, settings = pickle.loads(connection.recv_bytes())
+            seconds, memory, length, template, tokens, messages, settings = connection.recv()
             tokenizer = SimpleNamespace(special_tokens_map=tokens, get_chat_template=lambda *_, text=template: text)
             limited = _memory_limit(memory)
             signal.setitimer(signal.ITIMER_REAL, seconds)
